@@ -1,0 +1,27 @@
+"""Collectives over nested values, and meetings of ranks, always on an explicit context.
+
+Values are nested as in `weft.nested`. Nothing is pickled: what is not a tensor travels as JSON.
+With one rank every function returns at once what its formula gives for one rank. With
+`debug=True` the ranks compare operation, structure, shapes and dtypes before they communicate.
+
+Collective (all ranks of the context call them): reduce, gather, pad_across, broadcast,
+gather_objects, any_rank, barrier, together, main_first. Local: on_rank, print_once.
+"""
+
+from weft.collectives.meetings import any_rank, barrier, main_first, on_rank, print_once, together
+from weft.collectives.objects import broadcast, gather_objects
+from weft.collectives.tensors import gather, pad_across, reduce
+
+__all__ = [
+    "any_rank",
+    "barrier",
+    "broadcast",
+    "gather",
+    "gather_objects",
+    "main_first",
+    "on_rank",
+    "pad_across",
+    "print_once",
+    "reduce",
+    "together",
+]

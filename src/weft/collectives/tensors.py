@@ -1,0 +1,240 @@
+"""Collectives over nested tensors: `reduce`, `gather`, `pad_across`."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft.collectives.entry import HEADER_WORDS, all_gather_flat, all_gather_words, enter, finish, num_bytes, only_tensors, peers_named
+from weft.context import DistContext, World
+from weft.context.world import compare, exchange
+from weft.errors import ContextError, message
+from weft.nested import leaves, map_tensors
+
+__all__ = ["ReduceOp", "gather", "pad_across", "reduce"]
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "mean", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum") -> T:
+    """Combine tensors over the ranks; every rank gets the result.
+
+    Changes: nothing; `value` is left alone. Collectives: one all-reduce per dtype.
+
+    Args:
+        value: A nested value of tensors, the same shapes and dtypes on all ranks.
+        ctx: Whose ranks; `ctx.on(axis)` for part of them.
+        op: "sum", "mean", "max" or "min". The mean of integers and booleans is float32 (float64
+            for int64), never rounded; their sum keeps the dtype, booleans count as int64.
+
+    Returns:
+        The same structure with the results.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ValueError: Unknown `op`.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> reduce({"loss": torch.tensor(2.0)}, weft.local(), "mean")
+        {'loss': tensor(2.)}
+    """
+    if op not in _OPS:
+        raise ValueError(message(f"reduce: op = {op!r} is unknown", found=repr(op), expected="one of " + ", ".join(_OPS), fix='weft.reduce(value, ctx, "sum")'))
+    found = only_tensors("reduce", value)
+    world = enter("reduce", ctx, value, {"op": op})
+    inputs = [_for_op(tensor, op) for tensor in found]
+    if world.group is not None:
+        with peers_named("reduce", world):
+            inputs = _reduce_packed(inputs, op, world)
+    outputs = iter(inputs)
+    return map_tensors(lambda _: next(outputs), value)
+
+
+def _for_op(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    tensor = tensor.detach()
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.to(torch.float64 if tensor.dtype == torch.int64 else torch.float32)
+    if op == "sum" and tensor.dtype == torch.bool:
+        return tensor.to(torch.int64)
+    return tensor.clone()
+
+
+def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[torch.Tensor]:
+    """One message per dtype and device instead of one per tensor."""
+    outputs = list(inputs)
+    for indices in _by_kind(inputs).values():
+        packed = torch.cat([inputs[i].reshape(-1) for i in indices])
+        boolean = packed.dtype == torch.bool
+        packed = packed.to(torch.uint8) if boolean else packed
+        finish(dist.all_reduce(packed, op=_OPS[op], group=world.group, async_op=True), world)
+        packed = packed.to(torch.bool) if boolean else packed
+        packed = packed / world.size if op == "mean" else packed
+        start = 0
+        for i in indices:
+            stop = start + inputs[i].numel()
+            outputs[i] = packed[start:stop].view(inputs[i].shape)
+            start = stop
+    return outputs
+
+
+def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return kinds
+
+
+def gather(value: T, ctx: DistContext) -> T:
+    """Join tensors of all ranks along their first dimension, in rank order; every rank gets all.
+
+    The ranks may bring different numbers of rows, also none; nothing is padded or cut. A 0-d
+    tensor counts as one row. Ranks may differ in further dimensions only if one of them is empty.
+
+    Changes: nothing. Collectives: one small all-gather of shapes, one all-gather of the bytes.
+
+    Args:
+        value: A nested value of tensors [rows, ...], the same structure and dtypes on all ranks.
+        ctx: Whose ranks.
+
+    Returns:
+        The same structure; each tensor [sum of rows, ...], on the device it came from.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ContextError: Structures, dtypes or inner shapes differ between ranks.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> gather(torch.tensor(3), weft.local())
+        tensor([3])
+    """
+    found = [t.detach().reshape(1) if t.dim() == 0 else t.detach() for t in only_tensors("gather", value)]
+    world = enter("gather", ctx, value, {})
+    if world.group is None:
+        joined = [tensor.clone() for tensor in found]
+    else:
+        with peers_named("gather", world):
+            joined = _gather_packed(found, value, world, ctx)
+    outputs = iter(joined)
+    return map_tensors(lambda _: next(outputs), value)
+
+
+def _gather_packed(found: list[torch.Tensor], value: object, world: World, ctx: DistContext) -> list[torch.Tensor]:
+    shapes = _exchange_shapes(found, value, world, ctx)
+    sizes = [sum(num_bytes(shape, t.dtype) for shape, t in zip(row, found, strict=True)) for row in shapes]
+    mine = [t.contiguous().reshape(-1).view(torch.uint8).to(ctx.device) for t in found if t.numel()]
+    longest = max(sizes)
+    if longest == 0:
+        return [t.clone() for t in found]
+    packed = torch.zeros(longest, dtype=torch.uint8, device=ctx.device)
+    packed[: sizes[ctx.rank]] = torch.cat(mine) if mine else packed[:0]
+    all_bytes = packed.new_empty(longest * ctx.world_size)
+    all_gather_flat(all_bytes, packed, world)
+    return [_join(index, found, shapes, all_bytes.view(ctx.world_size, longest)) for index in range(len(found))]
+
+
+def _join(index: int, found: list[torch.Tensor], shapes: list[list[list[int]]], all_bytes: torch.Tensor) -> torch.Tensor:
+    """Cut tensor `index` out of every rank's bytes and join the pieces."""
+    tensor = found[index]
+    pieces: list[torch.Tensor] = []
+    for row, data in zip(shapes, all_bytes, strict=True):
+        start = sum(num_bytes(shape, t.dtype) for shape, t in zip(row[:index], found[:index], strict=True))
+        stop = start + num_bytes(row[index], tensor.dtype)
+        if stop > start:
+            # Slices start anywhere; a dtype's view wants its own alignment.
+            pieces.append(data[start:stop].clone().view(tensor.dtype).view(row[index]))
+    return (torch.cat(pieces) if pieces else tensor.clone()).to(tensor.device)
+
+
+def _exchange_shapes(found: list[torch.Tensor], value: object, world: World, ctx: DistContext) -> list[list[list[int]]]:
+    """Every rank's shapes; raises on every rank if the values do not fit together."""
+    structure = "; ".join(f"{'.'.join(path) or 'value'}: {leaf.dtype}, {max(leaf.dim(), 1)}-d" for path, leaf in leaves(value))
+    dims = [size for tensor in found for size in tensor.shape]
+    words = [zlib.crc32(structure.encode()), len(dims), *dims]
+    heads = all_gather_words(words[:HEADER_WORDS], world, ctx)
+    if any(head[:2] != heads[0][:2] for head in heads):
+        compare("gather", [{"value": text} for text in exchange(world, "gather", structure)])
+    if len(words) > HEADER_WORDS:
+        rests = all_gather_words(words[HEADER_WORDS:], world, ctx, len(words) - HEADER_WORDS)
+        heads = [[*head, *rest] for head, rest in zip(heads, rests, strict=True)]
+    shapes: list[list[list[int]]] = []
+    for head in heads:
+        numbers = iter(head[2:])
+        shapes.append([[next(numbers) for _ in tensor.shape] for tensor in found])
+    for index in range(len(found)):
+        inner = {tuple(row[index][1:]) for row in shapes if row[index] and 0 not in row[index]}
+        if len(inner) > 1:
+            raise ContextError(
+                message(
+                    "gather: the ranks bring rows of different shapes",
+                    found=", ".join(f"{tuple(row[index])} on rank {rank}" for rank, row in enumerate(shapes)),
+                    expected="shapes that are equal but for the first dimension",
+                    fix="value = weft.pad_across(value, ctx, dim=1)",
+                )
+            )
+    return shapes
+
+
+def pad_across(
+    value: T, ctx: DistContext, *, dim: int = 0, fill: float = 0, side: Literal["start", "end"] = "end"
+) -> T:
+    """Pad tensors to the longest of all ranks along one dimension.
+
+    Changes: nothing. Collectives: one all-gather of sizes.
+
+    Args:
+        value: A nested value of tensors; the same number of dimensions on all ranks.
+        ctx: Whose ranks.
+        dim: Dimension to pad; negative counts from the end. Tensors that have no such dimension
+            are returned as they are.
+        fill: Value to pad with.
+        side: Where the padding goes.
+
+    Returns:
+        The same structure, every tensor as long along `dim` as the longest.
+
+    Raises:
+        TypeError: A leaf is not a tensor, or a tensor is nested (jagged).
+
+    Example:
+        >>> import weft
+        >>> pad_across(torch.ones(2), weft.local())
+        tensor([1., 1.])
+    """
+    found = only_tensors("pad_across", value)
+    nested = [tensor for tensor in found if tensor.is_nested]
+    if nested:
+        raise TypeError(
+            message(
+                "pad_across: nested tensors have no common length",
+                found="a torch.nested tensor",
+                expected="dense tensors",
+                fix="torch.nested.to_padded_tensor(value, 0.0)",
+            )
+        )
+    world = enter("pad_across", ctx, None, {"dim": dim, "side": side})
+    if world.group is None:
+        return value
+    sizes = [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in found]
+    with peers_named("pad_across", world):
+        rows = all_gather_words(sizes, world, ctx, max(len(sizes), 1))
+    longest = iter([max(row[index] for row in rows) for index in range(len(found))])
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        goal = next(longest)
+        if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] == goal:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = goal - tensor.shape[dim]
+        padding = tensor.new_full(shape, fill)
+        return torch.cat([tensor, padding] if side == "end" else [padding, tensor], dim=dim)
+
+    return map_tensors(pad, value)

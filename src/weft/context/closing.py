@@ -1,0 +1,171 @@
+"""Groups of a world: making lines of it, its mesh, and the orderly end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.context.world import (
+    World,
+    agree,
+    announce,
+    culprit,
+    is_communication_error,
+    part,
+    wait_for_parting,
+)
+from weft.errors import PeerError
+
+__all__ = ["close", "close_after", "close_at_exit", "device_mesh", "make_line"]
+
+_CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for
+_BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
+
+
+def make_line(world: World, members: Sequence[int], backend: str, name: str) -> World:
+    """Make the world of some ranks of `world`; every rank of `world` calls it, members make the group.
+
+    Collectives: one group is made, by its members only.
+
+    Args:
+        world: The larger world.
+        members: Ranks of `world`, in the order of the new one.
+        backend: Of the process group.
+        name: For the error text when the ranks do not agree.
+
+    Returns:
+        The new world; with rank -1 and no group on the other ranks.
+    """
+    rank = list(members).index(world.rank) if world.rank in members else -1
+    line = World(ranks=[world.ranks[m] for m in members], rank=rank, timeout_s=world.timeout_s)
+    line.root = world.root
+    number = world.next_line()
+    if world.group is None or world.store is None:
+        return line
+    agree(world, name)
+    if rank >= 0 and len(line.ranks) > 1:
+        line.group = dist.new_group(
+            list(line.ranks),
+            timeout=timedelta(seconds=world.timeout_s),
+            backend=backend,
+            use_local_synchronization=True,  # the other ranks take no part
+        )
+        line.store = dist.PrefixStore(f"line/{number}/{line.ranks[0]}", world.store)
+        world.root.made.append(line)
+        announce(line)
+    return line
+
+
+def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh | None:
+    """torch's mesh over groups that exist already; made once per world and set of axes."""
+    if world.group is None:
+        return None
+    if axes not in world.meshes:
+        names = tuple(name for name, _ in axes)
+        sizes = tuple(size for _, size in axes)
+        groups = [world.group if size == world.size else _line_group(world, name) for name, size in axes]
+        grid = torch.tensor(world.ranks, dtype=torch.int).view(sizes)
+        arguments: Any = (groups[0], device_type) if len(groups) == 1 else (groups, device_type, grid)
+        world.meshes[axes] = DeviceMesh.from_group(*arguments, mesh_dim_names=names)
+    return world.meshes[axes]
+
+
+def _line_group(world: World, axis: str) -> dist.ProcessGroup:
+    line = world.lines.get(axis)
+    if line is None or line.group is None:  # an axis of size 1: a group of this rank alone
+        group: dist.ProcessGroup = dist.new_group([world.ranks[world.rank]], use_local_synchronization=True)
+        line = World(ranks=[world.ranks[world.rank]], rank=0, group=group)
+        line.root = world.root
+        world.lines[axis] = line
+        world.root.made.append(line)
+    assert line.group is not None
+    return line.group
+
+
+def close(world: World) -> None:
+    """Leave in good order: wait for the peers, then destroy what was made here. Idempotent."""
+    if world.closed:
+        return
+    world.closed = True
+    part(world)
+    wait_for_parting(world, min(world.timeout_s, _CLOSE_LIMIT_S))
+    _release(world)
+
+
+def close_after(world: World, error: BaseException | None) -> None:
+    """Leave after the body of `with` ended, with or without an error.
+
+    Raises:
+        PeerError: `error` is only the echo of a peer that failed; names that peer.
+    """
+    clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+    if error is None or clean_exit or world.closed or world.store is None:
+        close(world)
+        return
+    world.closed = True
+    cause: BaseException = error
+    if is_communication_error(error):
+        blamed = _wait_for_culprit(world)
+        if blamed is not None:
+            rank, text = blamed
+            cause = PeerError(f"rank {rank} failed, and with it rank {world.rank}: {text}", rank=rank, text=text)
+    part(world, cause)
+    # Once nobody here holds the group, its connections close and the peers wake up at once.
+    _release(world)
+    if world.serves_store:
+        wait_for_parting(world, _BLAME_LIMIT_S)
+    if cause is not error:
+        raise cause from error
+
+
+def close_at_exit(world: World) -> None:
+    """The end of a program that never called `close`; says which peer failed, if one did."""
+    if world.closed:
+        return
+    error = getattr(sys, "last_value", None)  # set when the interpreter printed an uncaught exception
+    try:
+        close_after(world, error)
+    except PeerError as blamed:
+        print(f"weft: {blamed}", file=sys.stderr)  # noqa: T201  (too late for any other way)
+
+
+def _wait_for_culprit(world: World) -> tuple[int, str] | None:
+    with contextlib.suppress(RuntimeError):
+        end = time.monotonic() + _BLAME_LIMIT_S
+        while time.monotonic() < end:
+            blamed = culprit(world)
+            if blamed is not None:
+                return blamed
+            time.sleep(0.05)
+        return None
+    return 0, "the process that serves the store is gone"
+
+
+def _release(world: World) -> None:
+    for holder in list(world.holders):
+        holder.release()
+    world.meshes.clear()
+    groups = [line.group for line in world.made]
+    for line in (*world.made, *world.lines.values()):
+        line.group = None
+        line.meshes.clear()
+    world.lines.clear()
+    world.made.clear()
+    group, world.group = world.group, None
+    if group is None or not dist.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError):  # peers that are gone cannot say goodbye
+        if world.owner:
+            dist.destroy_process_group()
+        else:
+            for made in groups:
+                if made is not None:
+                    dist.destroy_process_group(made)

@@ -1,0 +1,189 @@
+"""Which layer sets what: argument > environment > default, and where each value came from.
+
+Nothing here reads `os.environ`; `start` hands the mapping over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import ContextError, listed, message
+
+__all__ = ["Settings", "mesh_axes", "resolve"]
+
+NOT_DATA_AXES = frozenset(
+    {"tensor", "context", "sequence", "pipeline", "tp", "cp", "sp", "pp"}
+)  # along these every rank sees the same batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The values `start` works with, and the layer each one came from."""
+
+    mesh: Mapping[str, int] | None
+    data_axes: Sequence[str] | None
+    device: str | None
+    backend: str | None
+    timeout_s: float
+    seed: int
+    debug: bool
+    sources: tuple[tuple[str, str], ...]
+
+
+def _parse_mesh(text: str) -> dict[str, int]:
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        mesh[name.strip()] = int(size)
+    return mesh
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _parse_bool(text: str) -> bool:
+    truth = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.strip().lower() not in truth:
+        raise ValueError(text)
+    return truth[text.strip().lower()]
+
+
+# name -> (environment variable, parser, default, what a value looks like)
+_TABLE: dict[str, tuple[str, Callable[[str], Any], Any, str]] = {
+    "mesh": ("WEFT_MESH", _parse_mesh, None, "replica=2,shard=-1"),
+    "data_axes": ("WEFT_DATA_AXES", _parse_names, None, "replica,shard"),
+    "device": ("WEFT_DEVICE", str, None, "cuda:0"),
+    "backend": ("WEFT_BACKEND", str, None, "gloo"),
+    "timeout_s": ("WEFT_TIMEOUT_S", float, 600.0, "600"),
+    "seed": ("WEFT_SEED", int, 0, "0"),
+    "debug": ("WEFT_DEBUG", _parse_bool, False, "1"),
+}
+
+
+def resolve(arguments: Mapping[str, object], env: Mapping[str, str], place_source: str = "single") -> Settings:
+    """Take each setting from its highest layer; an argument of None means "not given".
+
+    Args:
+        arguments: As passed to `start`.
+        env: Environment variables; only those that begin with `WEFT_` are looked at.
+        place_source: Where rank and world size came from, for the record.
+
+    Returns:
+        All settings with their sources.
+
+    Raises:
+        ContextError: A variable cannot be read, is unknown, or a value is out of range.
+    """
+    known = {variable for variable, *_ in _TABLE.values()}
+    unknown = sorted(name for name in env if name.startswith("WEFT_") and name not in known)
+    if unknown:
+        raise ContextError(
+            message(
+                f"start: the environment has {listed(unknown)}, which has no effect",
+                found=listed(f"{name}={env[name]!r}" for name in unknown),
+                expected="one of " + ", ".join(sorted(known)),
+                fix=f"unset {unknown[0]}",
+            )
+        )
+    values: dict[str, Any] = {}
+    sources: list[tuple[str, str]] = [("rank, world_size", place_source)]
+    for name, (variable, parse, default, example) in _TABLE.items():
+        if arguments.get(name) is not None:
+            values[name], source = arguments[name], "argument"
+        elif env.get(variable, "") != "":
+            try:
+                values[name], source = parse(env[variable]), f"environment {variable}"
+            except ValueError as error:
+                raise ContextError(
+                    message(
+                        f"start: {variable} cannot be read",
+                        found=f"{variable}={env[variable]!r}",
+                        expected=f"for example {variable}={example}",
+                        fix=f"export {variable}={example}",
+                    )
+                ) from error
+        else:
+            values[name], source = default, "default"
+        sources.append((name, source))
+    _check_ranges(values)
+    return Settings(**values, sources=tuple(sources))
+
+
+def _check_ranges(values: Mapping[str, Any]) -> None:
+    if not (isinstance(values["timeout_s"], (int, float)) and 0 < values["timeout_s"] < math.inf):
+        raise ContextError(
+            message(
+                f"start: timeout_s = {values['timeout_s']!r} cannot be used",
+                found=repr(values["timeout_s"]),
+                expected="a finite number of seconds > 0",
+                fix="weft.start(timeout_s=600)",
+            )
+        )
+    seed = values["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ContextError(
+            message(
+                f"start: seed = {seed!r} cannot be used",
+                found=f"{type(seed).__name__} {seed!r}",
+                expected="a whole number, 0 <= seed < 2**63",
+                fix="weft.start(seed=0)",
+            )
+        )
+
+
+def mesh_axes(
+    mesh: Mapping[str, int] | None, data_axes: Sequence[str] | None, world_size: int
+) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """Work out the sizes of the mesh axes, and which of them carry different data.
+
+    Args:
+        mesh: Axis names and sizes, outermost first; one size may be -1 for "the rest".
+        data_axes: Axes that see different batches; by default all but tensor, context, sequence
+            and pipeline axes (and their short forms tp, cp, sp, pp).
+        world_size: What the sizes have to multiply to.
+
+    Returns:
+        `((name, size), ...)` and the names of the data axes.
+
+    Raises:
+        ContextError: The sizes do not multiply to `world_size`, or a name or size is wrong.
+
+    Example:
+        >>> mesh_axes({"replica": 2, "shard": -1}, None, 8)
+        ((('replica', 2), ('shard', 4)), ('replica', 'shard'))
+    """
+    asked = dict(mesh) if mesh is not None else {"data": world_size}
+    wild = [name for name, size in asked.items() if size == -1]
+    bad = [f"{name}={size!r}" for name, size in asked.items() if not _is_size(size) or not name.isidentifier()]
+    fixed = math.prod(size for size in asked.values() if size != -1) if not bad else 0
+    if not bad and wild and len(wild) == 1 and fixed > 0 and world_size % fixed == 0:
+        asked[wild[0]] = world_size // fixed
+    if bad or not asked or len(wild) > 1 or math.prod(asked.values()) != world_size:
+        raise ContextError(
+            message(
+                f"mesh = {dict(mesh or {})} does not fit a world of {world_size}",
+                found=listed(bad) if bad else f"{dict(mesh or {})}: {' x '.join(map(str, (mesh or {}).values())) or '0'}",
+                expected=f"names and sizes >= 1 that multiply to {world_size}; one size may be -1",
+                fix='weft.start(mesh={"data": -1})',
+            )
+        )
+    chosen = tuple(data_axes) if data_axes is not None else tuple(name for name in asked if name not in NOT_DATA_AXES)
+    strange = [name for name in chosen if name not in asked]
+    if strange:
+        raise ContextError(
+            message(
+                f"data_axes = {list(chosen)} names axes that are not in the mesh",
+                found=listed(strange),
+                expected="some of " + ", ".join(asked),
+                fix=f"data_axes={tuple(asked)!r}",
+            )
+        )
+    return tuple(asked.items()), chosen
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1)

@@ -1,0 +1,378 @@
+"""Making a context: `start`, `adopt`, `local`.
+
+The only file of the package that reads the environment or creates the default process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.context import closing
+from weft.context.distcontext import DistContext
+from weft.context.settings import Settings, mesh_axes, resolve
+from weft.context.world import World, announce, exchange
+from weft.engines import Engine
+from weft.engines.torch import TorchEngine
+from weft.errors import ContextError, message
+from weft.topology import Topology, topology
+
+__all__ = ["adopt", "local", "start"]
+
+
+def start(
+    *,
+    mesh: Mapping[str, int] | None = None,
+    data_axes: Sequence[str] | None = None,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    engine: Engine | None = None,
+    timeout_s: float | None = None,
+    seed: int | None = None,
+    debug: bool | None = None,
+) -> DistContext:
+    """Join the job this process was launched in, and say where we are.
+
+    Reads the facts of torchrun, `weft launch`, SLURM, MPI or Ray Train from the environment once,
+    creates the process group, and returns the context every transform takes. Without a launcher it
+    is a world of one rank and no group is made. Every argument that is not given may be set by an
+    environment variable `WEFT_<NAME>`; `weft.explain(ctx)` tells which layer won.
+
+    If the program initialised torch.distributed already, that group is adopted (see `adopt`).
+
+    Changes: creates torch's default process group; on an accelerator, selects this rank's device.
+    Collectives: the rendezvous; one group per mesh axis if there are several.
+
+    Args:
+        mesh: Axis names and sizes, outermost first, e.g. `{"replica": 2, "shard": -1}`; one size
+            may be -1. Default: one axis "data" over all ranks.
+        data_axes: Axes over which batches differ; default: all but tensor, context, sequence and
+            pipeline axes.
+        device: "cpu", "cuda", "cuda:1", ...; default: this rank's accelerator if there is one. A
+            device type without an index takes the local rank modulo the number of devices.
+        backend: Of the process group; default: what fits the device ("gloo" on a CPU).
+        engine: Who executes the transforms; default: plain torch.
+        timeout_s: A collective or a meeting fails after so many seconds; default 600.
+        seed: Of everything that draws random numbers on purpose; default 0.
+        debug: Compare operation, shapes and dtypes over the ranks before each collective.
+
+    Returns:
+        The context; use it as `with weft.start() as ctx:` so that the job ends in good order.
+
+    Raises:
+        ContextError: The environment contradicts itself or the arguments.
+        PeerError: Another rank did not arrive within `timeout_s`.
+
+    Example:
+        >>> import weft
+        >>> with weft.start() as ctx:
+        ...     print(ctx.rank, ctx.world_size, ctx.device.type)
+        0 1 cpu
+    """
+    place = topology(os.environ)
+    arguments = {
+        "mesh": mesh,
+        "data_axes": data_axes,
+        "device": None if device is None else str(device),
+        "backend": backend,
+        "timeout_s": timeout_s,
+        "seed": seed,
+        "debug": debug,
+    }
+    settings = resolve(arguments, os.environ, place.source)
+    if dist.is_available() and dist.is_initialized():
+        return _adopted(dist.group.WORLD, None, settings, engine)
+    axes = mesh_axes(settings.mesh, settings.data_axes, place.world_size)
+    chosen = engine or TorchEngine()
+    where = chosen.device(settings.device, place.local_rank, place.world_size)
+    world = World(ranks=range(place.world_size), rank=place.rank, timeout_s=settings.timeout_s)
+    if place.world_size > 1:
+        _connect(world, place, chosen, where, settings)
+    return _context(place, world, axes, chosen, where, settings)
+
+
+def adopt(
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    data_axes: Sequence[str] | None = None,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    engine: Engine | None = None,
+    timeout_s: float | None = None,
+    seed: int | None = None,
+    debug: bool | None = None,
+) -> DistContext:
+    """Join a program that initialised torch.distributed itself (Ray Train, Lightning, your code).
+
+    The group is used, never destroyed. A setting that differs from the group's raises.
+
+    Changes: nothing. Collectives: none over the group; one meeting of its ranks through the store.
+
+    Args:
+        group: A process group or a `DeviceMesh`; default: the default group.
+        mesh: As for `start`; taken from the `DeviceMesh` if one is given.
+        data_axes: As for `start`.
+        device: As for `start`.
+        backend: Must be the group's, if given.
+        engine: As for `start`.
+        timeout_s: Must be the group's, if given.
+        seed: As for `start`.
+        debug: As for `start`.
+
+    Returns:
+        The context of the group's ranks.
+
+    Raises:
+        ContextError: torch.distributed is not initialised, this process is not in the group, or
+            an argument differs from what the group was made with; the text shows both values.
+    """
+    arguments = {
+        "mesh": mesh,
+        "data_axes": data_axes,
+        "device": None if device is None else str(device),
+        "backend": backend,
+        "timeout_s": timeout_s,
+        "seed": seed,
+        "debug": debug,
+    }
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ContextError(
+            message(
+                "adopt: there is no process group to adopt",
+                found="torch.distributed is not initialised",
+                expected="a program that called torch.distributed.init_process_group",
+                fix="with weft.start() as ctx: ...",
+            )
+        )
+    settings = resolve(arguments, os.environ, "the adopted group")
+    if isinstance(group, DeviceMesh):
+        return _adopted_mesh(group, settings, engine)
+    return _adopted(group or dist.group.WORLD, None, settings, engine)
+
+
+def local(
+    *,
+    device: str | torch.device | None = "cpu",
+    engine: Engine | None = None,
+    seed: int = 0,
+    debug: bool = False,
+) -> DistContext:
+    """Give the context of one process alone: for unit tests, notebooks and laptops.
+
+    Reads no environment and makes no process group; every transform works and changes no number.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        device: As for `start`; default "cpu", so that tests do not depend on the machine.
+        engine: As for `start`.
+        seed: As for `start`.
+        debug: As for `start`.
+
+    Returns:
+        A context of world size 1.
+
+    Raises:
+        ContextError: The seed or the device cannot be used.
+
+    Example:
+        >>> import weft
+        >>> weft.local() == weft.local(seed=0)
+        True
+    """
+    settings = resolve({"device": None if device is None else str(device), "seed": seed, "debug": debug}, {}, "local")
+    chosen = engine or TorchEngine()
+    where = chosen.device(settings.device, 0, 1)
+    world = World(ranks=[0], rank=0, timeout_s=settings.timeout_s)
+    return _context(Topology(), world, mesh_axes(None, None, 1), chosen, where, settings)
+
+
+def _connect(world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings) -> None:
+    """Create the default process group and the board beside it."""
+    limit = timedelta(seconds=settings.timeout_s)
+    serves = place.rank == 0 and not place.store_served
+    try:
+        store: dist.Store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            None if place.store_served else place.world_size,
+            is_master=serves,
+            timeout=limit,
+            multi_tenant=True,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise ContextError(
+            message(
+                f"start: rank {place.rank} of {place.world_size} cannot meet the others",
+                found=f"{place.master_addr}:{place.master_port} ({place.source}): {str(error).splitlines()[0]}",
+                expected=f"rank 0 serves that address, and all {place.world_size} ranks start within {settings.timeout_s:g} s",
+                fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
+            )
+        ) from error
+    # A restarted job must not read what the ranks before it wrote.
+    store = dist.PrefixStore(f"weft/{place.attempt}", store)
+    dist.init_process_group(
+        backend=settings.backend or engine.backend(device),
+        store=dist.PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=limit,
+        device_id=device if device.type != "cpu" and device.index is not None else None,
+    )
+    world.group = dist.group.WORLD
+    world.store = dist.PrefixStore("board", store)
+    world.owner = True
+    world.serves_store = serves
+    announce(world)
+    atexit.register(closing.close_at_exit, world)
+
+
+def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -> DistContext:
+    names = mesh.mesh_dim_names or (("data",) if mesh.ndim == 1 else None)
+    if names is None:
+        raise ContextError(
+            message(
+                "adopt: the axes of the mesh have no names",
+                found=f"a mesh of shape {tuple(mesh.shape)}",
+                expected="a DeviceMesh with mesh_dim_names",
+                fix='init_device_mesh(..., mesh_dim_names=("replica", "shard"))',
+            )
+        )
+    axes = dict(zip(names, mesh.shape, strict=True))
+    if mesh.ndim == 1:
+        return _adopted(mesh.get_group(), axes, settings, engine)
+    ctx = _adopted(dist.group.WORLD, axes, settings, engine)
+    ctx.world.meshes[ctx.axes] = mesh
+    return ctx
+
+
+def _adopted(
+    group: dist.ProcessGroup | None, axes: Mapping[str, int] | None, settings: Settings, engine: Engine | None
+) -> DistContext:
+    """A context over a group that somebody else made and will destroy."""
+    assert group is not None
+    ranks = dist.get_process_group_ranks(group)
+    me = dist.get_rank()
+    if me not in ranks:
+        raise ContextError(
+            message(
+                "adopt: this process is not a member of the group",
+                found=f"global rank {me}, group of {ranks}",
+                expected="a group this process belongs to",
+                fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
+            )
+        )
+    chosen = engine or TorchEngine()
+    _check_same_settings(group, settings)
+    timeout_s = _timeout_of(group) or settings.timeout_s
+    world = World(ranks=ranks, rank=ranks.index(me), group=group, timeout_s=timeout_s)
+    mesh = mesh_axes(axes or settings.mesh, settings.data_axes, world.size)
+    place = Topology(rank=world.rank, world_size=world.size)
+    if world.size > 1:
+        board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
+        # Every adoption gets a board of its own; all members adopt in the same order.
+        number = board.add(f"{ranks[0]}-{len(ranks)}/{me}", 1)
+        world.store = dist.PrefixStore(f"{ranks[0]}-{len(ranks)}/{number}", board)
+        announce(world)
+        place = _place_by_hosts(world)
+    where = chosen.device(settings.device, place.local_rank, place.world_size)
+    return _context(place, world, mesh, chosen, where, settings)
+
+
+def _place_by_hosts(world: World) -> Topology:
+    """Local and node ranks from the host names of all ranks; an adopted group knows neither."""
+    hosts: list[str] = exchange(world, "adopt", os.uname().nodename if hasattr(os, "uname") else "localhost")
+    nodes = list(dict.fromkeys(hosts))
+    mine = hosts[world.rank]
+    return Topology(
+        rank=world.rank,
+        world_size=world.size,
+        local_rank=hosts[: world.rank].count(mine),
+        local_world_size=hosts.count(mine),
+        node_rank=nodes.index(mine),
+        num_nodes=len(nodes),
+    )
+
+
+def _check_same_settings(group: dist.ProcessGroup, settings: Settings) -> None:
+    backend, timeout_s = dist.get_backend(group), _timeout_of(group)
+    sources = dict(settings.sources)
+    wrong: list[str] = []
+    if settings.backend is not None and settings.backend != backend:
+        wrong.append(f"backend {backend!r} of the group, {settings.backend!r} asked for")
+    if sources["timeout_s"] != "default" and timeout_s is not None and timeout_s != settings.timeout_s:
+        wrong.append(f"timeout {timeout_s:g} s of the group, {settings.timeout_s:g} s asked for")
+    if wrong:
+        raise ContextError(
+            message(
+                "adopt: the process group exists already and was made with other settings",
+                found="; ".join(wrong),
+                expected="settings of the group, or none",
+                fix="pass them to torch.distributed.init_process_group, or let weft.start() make the group",
+            )
+        )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float | None:
+    """Seconds after which a collective of `group` fails, if its backend tells."""
+    for device in group._device_types:
+        try:
+            options = group._get_backend(device).options
+        except (RuntimeError, AttributeError):
+            continue
+        return float(options._timeout.total_seconds())
+    return None
+
+
+def _context(
+    place: Topology,
+    world: World,
+    mesh: tuple[tuple[tuple[str, int], ...], tuple[str, ...]],
+    engine: Engine,
+    device: torch.device,
+    settings: Settings,
+) -> DistContext:
+    axes, data_axes = mesh
+    ctx = DistContext(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        device=device,
+        axes=axes,
+        data_axes=data_axes,
+        seed=settings.seed,
+        timeout_s=world.timeout_s,
+        debug=settings.debug,
+        ranks=world.ranks,
+        sources=settings.sources,
+        engine=engine,
+        world=world,
+    )
+    if world.group is not None:
+        ctx.agree("start", {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug})
+        _make_lines(ctx)
+    return ctx
+
+
+def _make_lines(ctx: DistContext) -> None:
+    """Make the group of this rank's line along each axis, and along all data axes together."""
+    wide = [name for name, size in ctx.axes if size > 1]
+    combinations = [(name,) for name in wide]
+    data = tuple(name for name in ctx.data_axes if name in wide)
+    if len(data) > 1:
+        combinations.append(data)
+    for names in combinations:
+        if set(names) == set(wide):
+            continue  # that is the whole world, whose group exists
+        backend = ctx.engine.backend(ctx.device)
+        ctx.world.lines["+".join(names)] = closing.make_line(ctx.world, ctx.line(names), backend, f"axis {names}")

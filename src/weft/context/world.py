@@ -1,0 +1,424 @@
+"""The live side of a context, and how its ranks meet.
+
+A `World` holds what cannot be a value: the process group, the key-value store, counters. Contexts
+that speak for the same ranks share one. Everything in this file talks through the *store*, never
+through a collective, so it works while a peer is busy, late, failed or dead, and always ends:
+either all ranks come together, or every one of them learns which rank is to blame.
+
+[Note: the board] Keys, below the prefix of the world:
+    peer/<rank>         host, process id and its start time, written once
+    parted/<rank>       written by a rank that leaves: null, or what made it fail
+    meet/<n>/<rank>     what the rank brings to meeting n; counters make n equal on all ranks
+    meet/<n>/count      how many have come; the last one compares and writes meet/<n>/done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.errors import ContextError, PeerError, listed, message
+
+__all__ = [
+    "Holder",
+    "World",
+    "absent",
+    "agree",
+    "announce",
+    "compare",
+    "culprit",
+    "disagree",
+    "exception_text",
+    "exchange",
+    "is_communication_error",
+    "late",
+    "part",
+    "wait_for_key",
+    "wait_for_parting",
+]
+
+_SLICE_S = 0.5  # how long one look at the store may block before the peers are checked for life
+_STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out
+_LOST = "the process that serves the store is gone"
+
+
+class Holder(Protocol):
+    """Something that keeps the process group alive and can let it go."""
+
+    def release(self) -> None:
+        """Drop the group; what was built on it stops working."""
+
+
+class World:
+    """Group, store and counters of one set of ranks in this process.
+
+    Attributes:
+        ranks: Global rank of every member; a member's index is its rank in this world.
+        rank: This process's index, or -1 when it is not a member.
+        group: The process group; None when the world has one rank, or is only pretended.
+        store: Key-value store below a prefix of its own; None as `group`.
+        timeout_s: How long to wait for a peer that shows no sign of failure.
+        owner: Whether `close` destroys the group.
+        serves_store: Whether the store lives in this process.
+        root: The world that was started or adopted; this one is a part of it.
+        lines: The worlds of this rank's mesh axes by name.
+        made: On a root, every smaller world made of it.
+        meshes: torch's meshes over the groups above.
+        meetings: How many meetings there were.
+        holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        store: dist.Store | None = None,
+        timeout_s: float = 1800.0,
+        owner: bool = False,
+        serves_store: bool = False,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.group = group
+        self.store = store
+        self.timeout_s = timeout_s
+        self.owner = owner
+        self.closed = False
+        self.serves_store = serves_store
+        self.root: World = self
+        self.lines: dict[str, World] = {}
+        self.made: list[World] = []
+        self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.meetings = 0
+        self._lines = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def next_meeting(self) -> int:
+        """Count the meetings; all ranks make the same ones, so the number is the same everywhere."""
+        self.meetings += 1
+        return self.meetings
+
+    def next_line(self) -> int:
+        """Count the smaller worlds made of this one, likewise."""
+        self._lines += 1
+        return self._lines
+
+
+def announce(world: World) -> None:
+    """Write down who this rank is, so that the others can tell whether it lives."""
+    if world.store is not None:
+        me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
+        world.store.set(f"peer/{world.rank}", json.dumps(me))
+
+
+def agree(world: World, what: str, facts: Mapping[str, object] | None = None) -> None:
+    """Wait until every rank has come to this point and brings the same facts.
+
+    Collectives: none; a few messages to the store per rank.
+
+    Args:
+        world: Whose ranks meet.
+        what: What they meet for; must be the same on all ranks.
+        facts: Names and JSON values that must be equal on all ranks.
+
+    Raises:
+        PeerError: A rank failed, died, or did not come within `world.timeout_s`.
+        ContextError: The ranks came for different things, or with different facts.
+    """
+    if world.store is None or world.size == 1:
+        return
+    compare(what, exchange(world, what, {"call": what, **(facts or {})}))
+
+
+def compare(what: str, entries: Sequence[Mapping[str, object]]) -> None:
+    """Raise `ContextError` if the facts of the ranks, one mapping each, are not all equal.
+
+    A fact named "at" is not compared: it is the line of each rank's call, shown when others differ.
+    """
+    names = [name for name in dict.fromkeys(name for entry in entries for name in entry) if name != "at"]
+    different = [name for name in names if any(entry.get(name) != entries[0].get(name) for entry in entries)]
+    if different:
+        lines = [
+            f"{name}: " + listed(f"{entry.get(name)!r} on rank {rank}{_line(entry)}" for rank, entry in enumerate(entries))
+            for name in different
+        ]
+        raise ContextError(
+            message(
+                f"{what}: the ranks do not agree",
+                found=listed(lines),
+                expected="the same call with the same settings on every rank",
+                fix="compute these values from arguments that are equal on all ranks",
+            )
+        )
+
+
+def _line(entry: Mapping[str, object]) -> str:
+    return f" at {entry['at']}" if "at" in entry else ""
+
+
+def exchange(world: World, what: str, mine: Any) -> list[Any]:
+    """Bring a JSON value and get every rank's, in rank order; see `agree` for what it raises."""
+    store = world.store
+    if store is None or world.size == 1:
+        return [json.loads(json.dumps(mine))]
+    number = world.next_meeting()
+    key = f"meet/{number}"
+    with _store_errors(world, what):
+        store.set(f"{key}/{world.rank}", json.dumps({"ok": mine}))
+        if store.add(f"{key}/count", 1) == world.size:
+            store.set(f"{key}/done", "ok")
+        wait_for_key(world, f"{key}/done", what, [f"{key}/{rank}" for rank in range(world.size)])
+        if store.get(f"{key}/done") != b"ok":
+            _raise_failed_meeting(world, what, key)
+        entries = [json.loads(store.get(f"{key}/{rank}"))["ok"] for rank in range(world.size)]
+        # Everybody has come to this meeting, so nobody can still be reading the one before.
+        if number > 1:
+            store.delete_key(f"meet/{number - 1}/{world.rank}")
+    return entries
+
+
+def disagree(world: World, error: BaseException) -> None:
+    """Tell a meeting that this rank will not come because of `error`; the others raise `PeerError`."""
+    if world.store is None or world.size == 1 or world.closed:
+        return
+    key = f"meet/{world.next_meeting()}"
+    rank, text = _blame(world, error)
+    with contextlib.suppress(RuntimeError):  # a lost store has no peers to tell
+        world.store.set(f"{key}/{world.rank}", json.dumps({"error": text, "rank": rank}))
+        world.store.set(f"{key}/done", "failed")
+
+
+def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = (), *, patient: bool = False) -> None:
+    """Wait until `key` is in the store.
+
+    Args:
+        world: Whose store and peers.
+        key: Key to wait for.
+        what: What for, in the error text.
+        expected: One key per rank that shows it has come; those without are named on failure.
+        patient: Wait as long as the peers live, not only `world.timeout_s`.
+
+    Raises:
+        PeerError: A rank that is waited for failed or died, or the time is over.
+    """
+    assert world.store is not None
+    end = time.monotonic() + world.timeout_s
+    with _store_errors(world, what):
+        while not _arrives(world.store, key, _SLICE_S if patient else min(_SLICE_S, max(end - time.monotonic(), 0.001))):
+            missing = [r for r in range(world.size) if r != world.rank and not (expected and _has(world.store, expected[r]))]
+            blamed = culprit(world, missing)
+            if blamed is not None:
+                raise _peer_error(what, *blamed)
+            if not patient and time.monotonic() >= end:
+                raise _late(world, what, missing)
+
+
+def _arrives(store: dist.Store, key: str, limit_s: float) -> bool:
+    """Wait for `key` at most `limit_s`; say whether it is there."""
+    try:
+        store.wait([key], timedelta(seconds=limit_s))
+    except RuntimeError:  # each kind of store has its own error for a time that is over
+        return _has(store, key)
+    return True
+
+
+def _late(world: World, what: str, missing: Sequence[int]) -> PeerError:
+    """The error for peers that show no sign of failure, and do not come either."""
+    return PeerError(
+        message(
+            f"{what}: rank {listed(missing)} of {world.size} did not arrive",
+            found=f"waited {world.timeout_s:g} s on rank {world.rank}; no sign of failure there",
+            expected="every rank makes the same calls in the same order",
+            fix="look for an `if ctx.rank == 0:` around a collective, or raise start(timeout_s=...)",
+        ),
+        rank=missing[0] if missing else -1,
+        text=f"did not arrive within {world.timeout_s:g} s",
+    )
+
+
+def absent(world: World) -> tuple[int, str] | None:
+    """Find a rank that already told the next meeting that it will not come, and why."""
+    key = f"meet/{world.meetings + 1}"
+    if world.store is None or not _has(world.store, f"{key}/done") or world.store.get(f"{key}/done") == b"ok":
+        return None
+    for rank in range(world.size):
+        if _has(world.store, f"{key}/{rank}"):
+            entry = json.loads(world.store.get(f"{key}/{rank}"))
+            if "error" in entry:
+                return entry["rank"], entry["error"]
+    return None
+
+
+def late(world: World, what: str) -> tuple[int, str] | None:
+    """After a collective timed out: find the rank that is not waiting in it."""
+    store = world.store
+    if store is None:
+        return None
+    blamed = culprit(world)
+    if blamed is not None:
+        return blamed
+    store.set(f"stuck/{world.meetings}/{world.rank}", what)
+    time.sleep(_STUCK_S)  # the others' time is over at the same moment, give or take
+    missing = [rank for rank in range(world.size) if not _has(store, f"stuck/{world.meetings}/{rank}")]
+    if not missing:
+        return None
+    return missing[0], f"rank {listed(missing)} did not arrive within {world.timeout_s:g} s"
+
+
+def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str] | None:
+    """Find a rank that failed, left or died, and what it said; None if all of `ranks` look well."""
+    store = world.store
+    if store is None:
+        return None
+    left: tuple[int, str] | None = None
+    for rank in range(world.size) if ranks is None else ranks:
+        if rank == world.rank:
+            continue
+        if _has(store, f"parted/{rank}"):
+            note = json.loads(store.get(f"parted/{rank}"))
+            if note is not None:
+                return note["rank"], note["error"]
+            left = left or (rank, "left the job while others still work")
+        elif _is_dead(store, rank):
+            return rank, "its process is gone (killed, out of memory, or crashed)"
+    return left
+
+
+def part(world: World, error: BaseException | None = None) -> None:
+    """Write down that this rank leaves, and why if it failed."""
+    if world.store is None:
+        return
+    note = None
+    if error is not None:
+        rank, text = _blame(world, error)
+        note = {"rank": rank, "error": text}
+    with contextlib.suppress(RuntimeError):
+        world.store.set(f"parted/{world.rank}", json.dumps(note))
+
+
+def wait_for_parting(world: World, limit_s: float) -> None:
+    """Wait until every rank has parted or died, at most `limit_s`; never raises.
+
+    A gloo group that is destroyed while a peer still talks to it aborts that peer.
+    """
+    store = world.store
+    if store is None:
+        return
+    end = time.monotonic() + limit_s
+    waiting = [rank for rank in range(world.size) if rank != world.rank]
+    with contextlib.suppress(RuntimeError):
+        while waiting and time.monotonic() < end:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([f"parted/{waiting[0]}"], timedelta(seconds=_SLICE_S))
+            waiting = [r for r in waiting if not _has(store, f"parted/{r}") and not _is_dead(store, r)]
+        # The store lives in one of these processes: it may go only when all have read it.
+        store.set(f"gone/{world.rank}", "1")
+        for rank in range(world.size):
+            while not _has(store, f"gone/{rank}") and not _is_dead(store, rank) and time.monotonic() < end:
+                time.sleep(0.01)
+
+
+def exception_text(error: BaseException) -> str:
+    """`Type: text` of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+_COMMUNICATION_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket Timeout",
+    "NCCL",
+    "ProcessGroup",
+    "gloo",
+)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Say whether `error` is what torch.distributed raises when a peer is lost."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _COMMUNICATION_SIGNS)
+
+
+def _blame(world: World, error: BaseException) -> tuple[int, str]:
+    """Who is at fault when this rank fails with `error`: the peer it names, or this rank."""
+    if isinstance(error, PeerError) and error.rank >= 0:
+        return error.rank, error.text
+    return world.rank, exception_text(error)
+
+
+def _raise_failed_meeting(world: World, what: str, key: str) -> None:
+    assert world.store is not None
+    for rank in range(world.size):
+        if _has(world.store, f"{key}/{rank}"):
+            entry = json.loads(world.store.get(f"{key}/{rank}"))
+            if "error" in entry:
+                raise _peer_error(what, entry["rank"], entry["error"])
+    raise PeerError(f"{what}: a rank failed and could not say why")
+
+
+def _peer_error(what: str, rank: int, text: str) -> PeerError:
+    return PeerError(f"{what}: rank {rank} failed: {text}", rank=rank, text=text)
+
+
+@contextlib.contextmanager
+def _store_errors(world: World, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise PeerError(f"{what}: rank 0 failed: {_LOST} ({error})", rank=0, text=_LOST) from error
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    return bool(store.check([key]))
+
+
+def _is_dead(store: dist.Store, rank: int) -> bool:
+    """Whether the process of `rank` ran on this host and does not any more."""
+    key = f"peer/{rank}"
+    if not _has(store, key):
+        return False
+    peer = json.loads(store.get(key))
+    return bool(peer["host"] == _host() and _born(peer["pid"]) != peer["born"])
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _born(pid: int) -> str | None:
+    """Start time of a process, which tells a recycled process id apart; None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else fields[19]  # a zombie is dead
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        pass
+    if os.path.isdir("/proc/self"):
+        return None
+    try:  # systems without /proc: the process id alone has to do
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "alive"
+    return "alive"

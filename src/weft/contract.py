@@ -1,0 +1,463 @@
+"""What a transform is. This file is the whole extension guide.
+
+A transform is a function `f(obj, ..., ctx, *, options) -> (obj, ..., ctx')` that takes plain torch
+objects and returns plain torch objects. `@transform` makes it keep the rules:
+
+1.  Once: a second application to the same object raises `AlreadyApplied`.
+2.  In order: `before` and `after` name transforms it must precede or follow, `excludes` those it
+    cannot be combined with; anything else raises `OrderError` and names the right order.
+3.  With the right context: the one that the transform before returned, or `StaleContext`.
+4.  Names stay: parameter names and order, state_dict keys and the class of a module.
+5.  On all ranks: if one rank refuses, all raise (`collective=True`; see `DistContext.agree`).
+
+[Note: how rooms meet] What was applied is written in two places: a record in `ctx.applied`, which
+is a value, and a mark on the object, which holds what the transform offers to later ones. Offers
+are small protocols: `accumulate_grads` asks for every `GradSync` on a module and does not know
+who offered it. There is nothing to register.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
+
+import torch
+from torch import nn
+
+from weft.context import Applied, DistContext
+from weft.context.world import compare, disagree, exchange
+from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, message
+
+__all__ = [
+    "GradSync",
+    "ReducesIn",
+    "Undoable",
+    "agree_on_parameters",
+    "check_methods",
+    "compose",
+    "offered",
+    "transform",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+# -- the protocols by which rooms meet ---------------------------------------------------------------
+
+
+@runtime_checkable
+class GradSync(Protocol):
+    """Offered by transforms that reduce gradients over ranks in backward.
+
+    Attributes:
+        mean_over: Number of ranks over which gradients are averaged; 1 if they are summed.
+    """
+
+    mean_over: int
+
+    def set(self, enabled: bool) -> None:
+        """Decide whether backward passes from now on communicate."""
+
+
+@runtime_checkable
+class ReducesIn(Protocol):
+    """Offered by transforms that choose the dtype in which gradients travel.
+
+    Attributes:
+        reduce_dtype: The dtype; None: that of the gradient.
+    """
+
+    reduce_dtype: torch.dtype | None
+
+
+@runtime_checkable
+class Undoable(Protocol):
+    """Offered by transforms that can be taken back."""
+
+    def undo(self) -> None:
+        """Leave the object as it was before the transform."""
+
+
+@runtime_checkable
+class _Holder(Protocol):
+    def release(self) -> None: ...
+
+
+# -- marks on objects --------------------------------------------------------------------------------
+
+_MARKS = "_weft_marks"
+
+
+@dataclass(frozen=True)
+class _Mark:
+    record: Applied
+    rules: _Rules
+    offers: tuple[object, ...]
+
+
+class _Marks:
+    """What was applied to one object; a copy or a pickle of the object starts with none."""
+
+    def __init__(self, marks: tuple[_Mark, ...] = ()) -> None:
+        self.marks = marks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Marks:
+        return _Marks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Marks, ()
+
+
+def _marks_of(obj: object) -> tuple[_Mark, ...]:
+    held = getattr(obj, "__dict__", {}).get(_MARKS)
+    return held.marks if isinstance(held, _Marks) else ()
+
+
+def offered(obj: object, kind: type[T]) -> list[T]:
+    """Find what the transforms applied to `obj` offer, by protocol, in the order of application.
+
+    Example:
+        >>> offered(nn.Linear(2, 2), GradSync)
+        []
+    """
+    return [offer for mark in _marks_of(obj) for offer in mark.offers if isinstance(offer, kind)]
+
+
+# -- the decorator -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    name: str
+    before: frozenset[str]
+    after: frozenset[str]
+    excludes: frozenset[str]
+    collective: bool
+
+
+def transform(
+    *,
+    before: set[str] | None = None,
+    after: set[str] | None = None,
+    excludes: set[str] | None = None,
+    collective: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function `f(obj, ..., ctx, *, options) -> (obj, ..., ctx')` a transform.
+
+    The function itself checks its arguments, calls `ctx.agree(...)` if it is collective, does its
+    work, and returns the objects and `ctx`, or `ctx.offering(...)`. The record in `ctx.applied`
+    is added here.
+
+    Changes: nothing but what the function changes, plus a mark on each object. Collectives: none.
+
+    Args:
+        before: Names of transforms that, on the same object, may only come later.
+        after: Names of transforms that, on the same object, may only come earlier.
+        excludes: Names of transforms that cannot be applied to the same object.
+        collective: The function calls `ctx.agree`; a failure before that is told to the peers.
+
+    Returns:
+        A decorator that keeps the signature.
+
+    Example:
+        >>> import weft
+        >>> @transform(before={"replicate"})
+        ... def freeze_bias(module: nn.Module, ctx: DistContext) -> tuple[nn.Module, DistContext]:
+        ...     for name, parameter in module.named_parameters():
+        ...         parameter.requires_grad_("bias" not in name)
+        ...     return module, ctx
+        >>> model, ctx = freeze_bias(nn.Linear(2, 2), weft.local())
+        >>> [record.name for record in ctx.applied]
+        ['freeze_bias']
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        rules = _Rules(
+            name=fn.__name__,
+            before=frozenset(before or ()),
+            after=frozenset(after or ()),
+            excludes=frozenset(excludes or ()),
+            collective=collective,
+        )
+        signature = inspect.signature(fn)
+
+        @functools.wraps(fn)
+        def applied(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            ctx, objects, options = _split(rules.name, bound.arguments)
+            meetings = ctx.world.meetings
+            try:
+                for obj in objects:
+                    _check(rules, obj, ctx)
+                names = [_names(obj) for obj in objects]
+                result = fn(*args, **kwargs)
+                for old, new in zip(names, _objects(_results(rules.name, result)[:-1]), strict=False):
+                    _check_names(rules.name, old, new)
+            except Exception as error:
+                # The peers are waiting in `agree`, unless this rank came that far.
+                if rules.collective and ctx.world.meetings == meetings:
+                    disagree(ctx.world, error)
+                raise
+            return cast(R, _record(rules, options, objects, result))
+
+        return applied
+
+    return decorate
+
+
+def _split(name: str, arguments: Mapping[str, Any]) -> tuple[DistContext, list[object], dict[str, Any]]:
+    """Sort a call's arguments into the context, the objects before it and the options after it."""
+    names = list(arguments)
+    ctx = arguments.get("ctx")
+    if not isinstance(ctx, DistContext):
+        raise TypeError(
+            message(
+                f"{name}: ctx = {ctx!r} is not a context",
+                found=type(ctx).__name__,
+                expected="the DistContext that weft.start() or the transform before returned",
+                fix=f"{name}(..., ctx)",
+            )
+        )
+    place = names.index("ctx")
+    options = {key: arguments[key] for key in names[place + 1 :]}
+    return ctx, _objects([arguments[key] for key in names[:place]]), options
+
+
+def _objects(arguments: list[Any]) -> list[object]:
+    """Flatten the objects a transform is applied to; several modules may come as one argument."""
+    found: list[object] = []
+    for argument in arguments:
+        if isinstance(argument, Mapping):
+            found += _objects(list(argument.values()))
+        elif isinstance(argument, (list, tuple)):
+            found += _objects(list(argument))
+        else:
+            found.append(argument)
+    return found
+
+
+def _check(rules: _Rules, obj: object, ctx: DistContext) -> None:
+    """Raise if `rules.name` may not be applied to `obj` now."""
+    kind = type(obj).__name__
+    marks = _marks_of(obj)
+    done = [mark.rules.name for mark in marks]
+    for mark in marks:
+        other = mark.rules
+        if other.name == rules.name:
+            raise AlreadyApplied(
+                message(
+                    f"{rules.name}: this {kind} has it already",
+                    found=str(mark.record),
+                    expected="each transform at most once per object",
+                    fix=f"leave one of the two calls of {rules.name} out",
+                )
+            )
+        if other.name in rules.excludes or rules.name in other.excludes:
+            raise OrderError(
+                message(
+                    f"{rules.name}: cannot be combined with {other.name} on one {kind}",
+                    found=f"applied so far: {listed(done)}",
+                    expected=f"either {rules.name} or {other.name}",
+                    fix=f"leave {other.name} or {rules.name} out",
+                )
+            )
+        if other.name in rules.before or rules.name in other.after:
+            raise OrderError(
+                message(
+                    f"{rules.name}: comes too late, after {other.name}",
+                    found=f"applied so far: {listed(done)}",
+                    expected=f"{rules.name}, then {other.name}",
+                    fix=f"move the call of {rules.name} before that of {other.name}",
+                )
+            )
+    missing = [mark.record for mark in marks if not any(known is mark.record for known in ctx.applied)]
+    if missing:
+        raise StaleContext(
+            message(
+                f"{rules.name}: the context does not know what was done to this {kind}",
+                found=f"applied to the object: {listed(done)}; missing in ctx.applied: {listed(r.name for r in missing)}",
+                expected="the context that the last transform returned",
+                fix=f"obj, ctx = {missing[-1].name}(obj, ctx); obj, ctx = {rules.name}(obj, ctx)",
+            )
+        )
+
+
+def _results(name: str, result: object) -> list[Any]:
+    if not (isinstance(result, tuple) and len(result) >= 2 and isinstance(result[-1], DistContext)):
+        raise TypeError(
+            message(
+                f"{name}: a transform returns its objects and the next context",
+                found=type(result).__name__,
+                expected="a tuple that ends with a DistContext",
+                fix="return module, ctx",
+            )
+        )
+    return list(result)
+
+
+def _record(rules: _Rules, options: dict[str, Any], given: list[object], result: Any) -> Any:
+    """Write the application into the context and onto the returned objects."""
+    *returned, ctx = _results(rules.name, result)
+    objects = [obj for obj in _objects(returned) if hasattr(obj, "__dict__")]
+    record = Applied(
+        name=rules.name,
+        options=tuple((key, _text(value)) for key, value in options.items()),
+        targets=tuple(type(obj).__name__ for obj in objects),
+        refs=tuple(weakref.ref(obj) for obj in objects),
+    )
+    mark = _Mark(record, rules, ctx.handed_over)
+    for offer in ctx.handed_over:
+        if isinstance(offer, _Holder):
+            ctx.world.root.holders.add(offer)
+    histories = {id(old): _marks_of(old) for old in given}
+    for index, obj in enumerate(objects):
+        # A loader comes back as a new object, which goes on with the history of the old one.
+        before = histories.get(id(obj)) or (_marks_of(given[index]) if len(given) == len(objects) else ())
+        obj.__dict__[_MARKS] = _Marks((*before, mark))
+    next_ctx = replace(ctx, applied=(*ctx.applied, record), handed_over=())
+    return (*returned, next_ctx)
+
+
+def _text(value: object) -> str:
+    """An option as text that is the same in every process."""
+    if isinstance(value, type) or inspect.isfunction(value):
+        return value.__qualname__
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return "(" + ", ".join(_text(item) for item in value) + ")"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+# -- names stay --------------------------------------------------------------------------------------
+
+
+def _names(obj: object) -> dict[str, Any] | None:
+    if not isinstance(obj, nn.Module):
+        return None
+    return {
+        "class": type(obj),
+        "parameters": [name for name, _ in obj.named_parameters()],
+        "buffers": [name for name, _ in obj.named_buffers()],
+        "state_dict keys": list(obj.state_dict(keep_vars=True)),
+    }
+
+
+def _check_names(name: str, old: dict[str, Any] | None, obj: object) -> None:
+    new = _names(obj)
+    if old is None or new is None:
+        return
+    if not issubclass(new["class"], old["class"]):
+        _raise_changed(name, "class", [old["class"].__name__], [new["class"].__name__])
+    for what in ("parameters", "buffers", "state_dict keys"):
+        if old[what] != new[what]:
+            _raise_changed(name, what, old[what], new[what])
+
+
+def _raise_changed(name: str, what: str, old: list[str], new: list[str]) -> None:
+    lost, added = [n for n in old if n not in new], [n for n in new if n not in old]
+    changes = f"gone: {listed(lost) or 'none'}; new: {listed(added) or 'none'}" if lost or added else "another order"
+    raise NameChanged(
+        message(
+            f"{name}: changed the {what} of the module",
+            found=changes,
+            expected="a transform leaves class, names, their order and state_dict keys alone",
+            fix=f"return the same module from {name}, with hooks instead of wrappers",
+        )
+    )
+
+
+# -- help for transforms -----------------------------------------------------------------------------
+
+
+def agree_on_parameters(what: str, module: nn.Module, ctx: DistContext, facts: Mapping[str, object]) -> None:
+    """As `ctx.agree`, and every rank has the same parameters and buffers.
+
+    Changes: nothing. Collectives: none; meetings through the store.
+
+    Raises:
+        ContextError: Names, shapes, dtypes or requires_grad differ; the text names the first.
+        PeerError: Another rank failed, died, or did not come.
+    """
+    if ctx.world_size == 1 or ctx.world.store is None:
+        return
+    layout = dict(_layout(module))
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+    world = ctx.require_collective(what)
+    entries = exchange(world, what, {"call": what, **facts, "layout of the module": digest})
+    if any(entry["layout of the module"] != digest for entry in entries):
+        # Only now, when something is wrong, send the long form around.
+        compare(f"{what} of {type(module).__name__}", exchange(world, what, layout))
+    compare(what, entries)
+
+
+def _layout(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, parameter in module.named_parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        yield name, f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
+    for name, buffer in module.named_buffers():
+        yield name, f"{tuple(buffer.shape)} {buffer.dtype} buffer"
+
+
+def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
+    """Raise if one of `methods` is not a method of `module` besides forward.
+
+    Raises:
+        ValueError: An unknown name, `forward` itself, or one name twice.
+    """
+    wrong = [name for name in methods if name == "forward" or not callable(getattr(module, name, None))]
+    twice = sorted({name for name in methods if list(methods).count(name) > 1})
+    if wrong or twice:
+        raise ValueError(
+            message(
+                f"{what}: methods = {list(methods)} cannot be used",
+                found=listed(repr(name) for name in [*wrong, *twice]),
+                expected=f"methods of {type(module).__name__} other than forward, each once",
+                fix=f"weft.{what}(module, ctx, methods=())",
+            )
+        )
+
+
+@overload
+def compose() -> Callable[[T, DistContext], tuple[T, DistContext]]: ...
+@overload
+def compose(
+    *transforms: Callable[[T, DistContext], tuple[T, DistContext]],
+) -> Callable[[T, DistContext], tuple[T, DistContext]]: ...
+@overload
+def compose(*transforms: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]: ...
+def compose(*transforms: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Chain transforms into one; the first one given is applied first.
+
+    Changes: nothing by itself. Collectives: those of the parts.
+
+    Args:
+        transforms: Functions `(obj, ..., ctx) -> (obj, ..., ctx')`; fix options with
+            `functools.partial`.
+
+    Returns:
+        One function of the same form.
+
+    Example:
+        >>> import weft
+        >>> from functools import partial
+        >>> prepare = compose(partial(weft.with_precision, policy="bf16"), weft.replicate)
+        >>> model, ctx = prepare(nn.Linear(2, 2), weft.local())
+        >>> [record.name for record in ctx.applied]
+        ['with_precision', 'replicate']
+    """
+
+    def composed(*arguments: Any) -> tuple[Any, ...]:
+        result: tuple[Any, ...] = arguments
+        for one in transforms:
+            result = one(*result)
+        return result
+
+    return composed

@@ -1,0 +1,94 @@
+"""Gradients in buckets: torch's DDP reducer, used directly.
+
+Source: `torch.distributed.Reducer` (torch/csrc/distributed/c10d/reducer.cpp), Li et al., "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["Buckets"]
+
+
+class Buckets:
+    """Averages gradients bucket by bucket, while backward still runs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int,
+        find_unused: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._find_unused = find_unused
+        self._needs_rebuild = True
+        sparse = _sparse_gradients(module, parameters)
+        limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
+        buckets, sizes = dist._compute_bucket_assignment_by_size(list(parameters), limits, sparse)
+        self._reducer = dist.Reducer(
+            list(parameters),
+            list(reversed(buckets)),  # gradients come last layer first
+            list(reversed(sizes)),
+            group,
+            sparse,
+            bucket_bytes,
+            find_unused,
+            True,  # gradients are views of the buckets: one copy less
+            dict(enumerate(names)),
+            limits[0],
+        )
+        if dtype is not None:
+            dist._register_comm_hook(self._reducer, group, _in_dtype(dtype))
+
+    def begin(self, enabled: bool, outputs: list[torch.Tensor]) -> None:
+        """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""
+        if enabled:
+            self._reducer.prepare_for_backward(outputs)
+
+    def end(self, enabled: bool, got: bytearray) -> None:
+        """Check that all buckets have travelled; once, reorder them as the gradients really came."""
+        if not enabled:
+            return
+        if self._find_unused:
+            self._reducer._check_reducer_finalized()
+        if self._needs_rebuild:
+            self._needs_rebuild = not self._reducer._rebuild_buckets()
+
+    def undo(self) -> None:
+        """Nothing to undo: the parameters were not touched."""
+
+
+def _sparse_gradients(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[bool]:
+    sparse = {
+        id(child.weight)
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    }
+    return [id(p) in sparse for p in parameters]
+
+
+def _in_dtype(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+    """A communication hook that rounds a bucket to `dtype`, averages it, and widens it again."""
+
+    def reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        small = (buffer / dist.get_world_size(group)).to(dtype)
+        work = dist.all_reduce(small, group=group, async_op=True)
+        assert work is not None
+
+        def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            return buffer.copy_(done.value()[0])
+
+        return work.get_future().then(widen)
+
+    return reduce

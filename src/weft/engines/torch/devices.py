@@ -1,0 +1,75 @@
+"""Which device a rank computes on, through torch's device-generic interface."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.errors import ContextError, message
+
+__all__ = ["choose_device", "default_backend"]
+
+
+def choose_device(request: str | None, local_rank: int, world_size: int) -> torch.device:
+    """Pick the device of this rank.
+
+    Args:
+        request: "cpu", an accelerator type, or a type with an index; None picks the accelerator
+            that torch finds, else the CPU. An explicit index is taken literally and not checked,
+            so that no driver is touched; a type without one takes `local_rank` modulo the count.
+        local_rank: Of this process on its node.
+        world_size: Of the job.
+
+    Returns:
+        The device, with an index if its type has several.
+
+    Raises:
+        ContextError: No such device here, or it cannot be used by several processes (MPS).
+    """
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if request is None:
+        wanted = torch.device(present.type) if present is not None else torch.device("cpu")
+    else:
+        wanted = _parse(request)
+    if wanted.type == "mps" and world_size > 1:
+        raise ContextError(
+            message(
+                f"start: device = {wanted} cannot serve {world_size} ranks",
+                found=f"world size {world_size} on mps",
+                expected="one process: torch has no collectives on mps",
+                fix='weft.start(device="cpu"), or launch with -n 1',
+            )
+        )
+    if wanted.type in ("cpu", "mps", "meta") or wanted.index is not None:
+        return wanted
+    if present is None or present.type != wanted.type:
+        raise ContextError(
+            message(
+                f"start: device = {request!r} is not there",
+                found=f"accelerator {present}" if present is not None else "no accelerator",
+                expected=f"torch built for {wanted.type}, and a device of that type",
+                fix='weft.start(device="cpu")',
+            )
+        )
+    return torch.device(wanted.type, local_rank % max(torch.accelerator.device_count(), 1))
+
+
+def _parse(request: str) -> torch.device:
+    try:
+        return torch.device(request)
+    except RuntimeError as error:
+        raise ContextError(
+            message(
+                f"start: device = {request!r} is not a device",
+                found=repr(request),
+                expected='a device type with or without an index, such as "cpu", "cuda" or "cuda:1"',
+                fix='weft.start(device="cpu")',
+            )
+        ) from error
+
+
+def default_backend(device: torch.device) -> str:
+    """The process-group backends for tensors on `device` and on the CPU."""
+    if device.type == "cpu":
+        return "gloo"
+    fast = torch.distributed.get_default_backend_for_device(device.type)
+    return f"cpu:gloo,{device.type}:{fast}"

@@ -1,0 +1,148 @@
+"""Parameters and gradients as views of one buffer: one all-reduce, and one optimizer kernel.
+
+For models of many small tensors, where the cost of a step is calls and not arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.errors import ContractError, message
+
+__all__ = ["FlatBuffer", "FlatPiece"]
+
+
+class FlatPiece:
+    """All parameters of one dtype and device, laid out one after another.
+
+    Attributes:
+        values: The parameters' storage, [number of elements].
+        gradients: Their gradients' storage, [number of elements].
+        parameters: Views of `values`, in order.
+        views: Views of `gradients`, in order.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], indices: Sequence[int]) -> None:
+        self.parameters = list(parameters)
+        self.indices = list(indices)
+        first = self.parameters[0]
+        total = sum(p.numel() for p in self.parameters)
+        self.values = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros_like(self.values)
+        self.views: list[torch.Tensor] = []
+        start = 0
+        for parameter in self.parameters:
+            part = slice(start, start + parameter.numel())
+            self.values[part].copy_(parameter.detach().reshape(-1))
+            parameter.data = self.values[part].view(parameter.shape)
+            self.views.append(self.gradients[part].view(parameter.shape))
+            start = part.stop
+        self._pairs = list(zip(self.parameters, self.views, strict=True))
+
+    def attach(self) -> None:
+        """Let every parameter's gradient be its view, before backward adds to it."""
+        if all(p.grad is None for p in self.parameters):
+            self.gradients.zero_()
+            for parameter, view in self._pairs:
+                parameter.grad = view
+            return
+        for parameter, view in self._pairs:
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def is_intact(self) -> bool:
+        """Whether the parameters still lie in the buffer; `Module.to` moves them out of it."""
+        return self.parameters[0].data_ptr() == self.values.data_ptr()
+
+    def detach(self) -> None:
+        """Give every parameter and gradient a storage of its own again."""
+        for parameter, view in self._pairs:
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+            parameter.data = parameter.data.clone()
+
+
+class FlatBuffer:
+    """Averages all gradients with one all-reduce when backward has ended."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        find_unused: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._indices = {id(p): index for index, p in enumerate(parameters)}
+        self.pieces: list[FlatPiece] = []
+        self.lay_out(parameters)
+        self._group: dist.ProcessGroup = group
+        self._scale = 1 / dist.get_world_size(group)
+        self._find_unused = find_unused
+        self._dtype = dtype
+
+    def lay_out(self, order: Sequence[torch.Tensor]) -> None:
+        """Put the parameters into buffers in this order; those not in it come last, as before."""
+        rank = {id(p): place for place, p in enumerate(order)}
+        old = [p for piece in self.pieces for p in piece.parameters] or list(order)
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for p in sorted(old, key=lambda p: rank.get(id(p), len(rank))):
+            assert isinstance(p, nn.Parameter)
+            kinds.setdefault((p.dtype, p.device), []).append(p)
+        for piece in self.pieces:
+            piece.detach()
+        self.pieces = [FlatPiece(same, [self._indices[id(p)] for p in same]) for same in kinds.values()]
+
+    def begin(self, enabled: bool, outputs: list[torch.Tensor]) -> None:
+        """Let backward write into the buffer."""
+        for piece in self.pieces:
+            if not piece.is_intact():
+                raise ContractError(
+                    message(
+                        "replicate: the parameters were moved out of the flat buffer",
+                        found=f"a parameter of shape {tuple(piece.parameters[0].shape)} with storage of its own",
+                        expected="no Module.to(), .half() or `parameter.data = ...` after replicate(flat=True)",
+                        fix="move or cast the model before weft.replicate",
+                    )
+                )
+            piece.attach()
+
+    def end(self, enabled: bool, got: bytearray) -> None:
+        """Average the buffer over the ranks."""
+        if not enabled:
+            return
+        for piece in self.pieces:
+            piece.attach()  # zero_grad between forward and backward detached them
+            self._average(piece.gradients.mul_(self._scale))
+        if self._find_unused:
+            self._forget_unused(got)
+
+    def _average(self, scaled: torch.Tensor) -> None:
+        if self._dtype is None:
+            self._group.allreduce([scaled]).wait()
+        else:
+            small = scaled.to(self._dtype)
+            self._group.allreduce([small]).wait()
+            scaled.copy_(small)
+
+    def _forget_unused(self, got: bytearray) -> None:
+        """A parameter that no rank used has no gradient, as in one process."""
+        used = torch.tensor(list(got), dtype=torch.int32, device=self.pieces[0].values.device)
+        self._group.allreduce([used]).wait()
+        counts = used.tolist()
+        for piece in self.pieces:
+            for index, parameter in zip(piece.indices, piece.parameters, strict=True):
+                if not counts[index]:
+                    parameter.grad = None
+
+    def undo(self) -> None:
+        """Give the parameters storages of their own again."""
+        for piece in self.pieces:
+            piece.detach()

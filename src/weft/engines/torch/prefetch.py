@@ -1,0 +1,77 @@
+"""Bring batches to the device one ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from weft.nested import map_leaves, tensors
+
+__all__ = ["move", "prefetch"]
+
+
+def move(value: Any, device: torch.device, *, non_blocking: bool = False, skip: frozenset[str] = frozenset()) -> Any:
+    """Put the tensors of a nested value on `device`.
+
+    Args:
+        value: Objects with a `to` method that takes a device are asked to move themselves.
+        device: Where to.
+        non_blocking: Do not wait for copies from pinned memory.
+        skip: Mapping keys (at any depth) whose values stay where they are.
+
+    Returns:
+        `value` itself if everything is there already, else a rebuilt one.
+    """
+    if not isinstance(value, torch.Tensor) and _moves_itself(value):
+        return value.to(device)
+
+    def put(path: tuple[str, ...], leaf: Any) -> Any:
+        if skip and any(key in skip for key in path):
+            return leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if _moves_itself(leaf) else leaf
+
+    return map_leaves(put, value)
+
+
+def _moves_itself(value: object) -> bool:
+    return callable(getattr(value, "to", None)) and not isinstance(value, type)
+
+
+def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Yield every batch on `device`; the copy of the next one runs while this one is used.
+
+    On a CPU nothing is copied and nothing is read ahead. On an accelerator, copies run on a
+    stream of their own; the memory of a batch is not reused before its last use.
+    """
+    if device.type == "cpu":
+        yield from batches
+        return
+    if device.type == "mps":
+        for batch in batches:
+            yield move(batch, device)
+        return
+    stream = torch.Stream(device=device)
+    ahead: Any = None
+    filled = False
+    for batch in batches:
+        with stream:
+            moved = move(batch, device, non_blocking=True)
+        if filled:
+            yield _claim(ahead, stream, device)
+        ahead, filled = moved, True
+    if filled:
+        yield _claim(ahead, stream, device)
+
+
+def _claim(batch: Any, stream: torch.Stream, device: torch.device) -> Any:
+    """Make the current stream wait for the copy, and keep its memory until that stream is done."""
+    current = torch.accelerator.current_stream(device)
+    current.wait_stream(stream)
+    for tensor in tensors(batch):
+        if tensor.device == device:
+            tensor.record_stream(current)
+    return batch

@@ -1,0 +1,139 @@
+"""Every error weft raises, and the one builder of their texts.
+
+    WeftError
+    |-- ContextError            facts contradict each other, or a context is used where it may not be
+    |   `-- CollectiveRefused   a collective on a context that speaks for one rank only
+    |-- ContractError           a transform was used against its rules
+    |   |-- AlreadyApplied      ... a second time on the same object
+    |   |-- OrderError          ... in an order that would change the numbers
+    |   |-- StaleContext        ... with a context that misses what was done to the object
+    |   |-- NameChanged         ... and changed names, keys or the class of a module
+    |   |-- NotSynchronized     gradients that should be reduced over ranks were not
+    |   `-- UnusedParameters    parameters that got no gradient although they should
+    |-- PeerError               another rank failed, died or did not arrive
+    |-- CheckpointError         a checkpoint cannot be written, read or trusted
+    `-- MissingExtra            an optional package is not installed
+
+Wrong arguments are plain `ValueError` / `TypeError` with the same three-line text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "AlreadyApplied",
+    "CheckpointError",
+    "CollectiveRefused",
+    "ContextError",
+    "ContractError",
+    "MissingExtra",
+    "NameChanged",
+    "NotSynchronized",
+    "OrderError",
+    "PeerError",
+    "StaleContext",
+    "UnusedParameters",
+    "WeftError",
+    "listed",
+    "message",
+]
+
+_MAX_OFFENDERS = 5
+
+
+def listed(offenders: Iterable[object]) -> str:
+    """Join up to five offenders, then say how many more there are.
+
+    Example:
+        >>> listed(["a", "b"])
+        'a, b'
+        >>> listed(range(8))
+        '0, 1, 2, 3, 4 and 3 more'
+    """
+    items = [str(offender) for offender in offenders]
+    shown = ", ".join(items[:_MAX_OFFENDERS])
+    hidden = len(items) - _MAX_OFFENDERS
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+def message(problem: str, *, found: str, expected: str, fix: str) -> str:
+    """Build the text of an error: what is wrong, what was found, the rule, and a line to paste.
+
+    Example:
+        >>> print(message("f: n = -1 cannot be used", found="n = -1", expected="n >= 0", fix="f(0)"))
+        f: n = -1 cannot be used
+          found:    n = -1
+          expected: n >= 0
+          fix:      f(0)
+    """
+    return f"{problem}\n  found:    {found}\n  expected: {expected}\n  fix:      {fix}"
+
+
+class WeftError(Exception):
+    """Base of all errors of this package."""
+
+
+class ContextError(WeftError):
+    """The context is contradictory, closed, or lacks what was asked of it."""
+
+
+class CollectiveRefused(ContextError):
+    """A collective was called on a context that speaks for some ranks only."""
+
+
+class ContractError(WeftError):
+    """A transform was used against its rules."""
+
+
+class AlreadyApplied(ContractError):
+    """The same transform was applied to the same object before."""
+
+
+class OrderError(ContractError):
+    """Two transforms were applied in an order that would change the numbers."""
+
+
+class StaleContext(ContractError):
+    """The context does not know of a transform that was applied to the object."""
+
+
+class NameChanged(ContractError):
+    """A transform changed parameter names, their order, state_dict keys or the class."""
+
+
+class NotSynchronized(ContractError):
+    """Gradients that should have been reduced over the ranks were not."""
+
+
+class UnusedParameters(ContractError):
+    """Parameters that take part in the reduction got no gradient."""
+
+
+class PeerError(WeftError):
+    """Another rank failed, died, or did not arrive.
+
+    Attributes:
+        rank: The rank to look at first; -1 when it is not known.
+        text: What that rank said, or how it was found missing.
+    """
+
+    def __init__(self, problem: str, *, rank: int = -1, text: str = "") -> None:
+        super().__init__(problem)
+        self.rank = rank
+        self.text = text
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _rebuild_peer_error, (self.args[0], self.rank, self.text)
+
+
+def _rebuild_peer_error(problem: str, rank: int, text: str) -> PeerError:
+    return PeerError(problem, rank=rank, text=text)
+
+
+class CheckpointError(WeftError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class MissingExtra(WeftError, ImportError):
+    """An optional package is needed and not installed; the text names the extra."""

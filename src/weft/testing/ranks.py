@@ -1,0 +1,294 @@
+"""`run_ranks`: run a function on real gloo ranks, in milliseconds, and never hang."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from weft.context import DistContext
+from weft.errors import PeerError, WeftError, message
+
+__all__ = ["RankPool", "RanksFailed", "run_ranks"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_GROUP_TIMEOUT_S = 60.0
+_GRACE_S = 10.0  # after the first failure, how long the other ranks may take to notice
+
+
+class RanksFailed(WeftError):
+    """A function failed on some ranks.
+
+    Attributes:
+        errors: Exception per failed rank, as far as it could be sent.
+        traces: Traceback text per failed rank.
+        first: The rank to look at first: one whose error is not the echo of another's.
+    """
+
+    def __init__(self, text: str, errors: Mapping[int, BaseException], traces: Mapping[int, str], first: int) -> None:
+        super().__init__(text)
+        self.errors = dict(errors)
+        self.traces = dict(traces)
+        self.first = first
+
+
+def run_ranks(
+    fn: Callable[Concatenate[DistContext, P], R],
+    n: int,
+    *args: P.args,
+    timeout_s: float = 60.0,
+    mesh: Mapping[str, int] | None = None,
+    data_axes: Sequence[str] | None = None,
+    seed: int = 0,
+    debug: bool = False,
+    **kwargs: P.kwargs,
+) -> list[R]:
+    """Call `fn(ctx, *args, **kwargs)` on `n` ranks and return their results in rank order.
+
+    The ranks are real processes with a gloo group between them. They come from a warm pool, so a
+    call costs milliseconds and not an import of torch; after a failure the pool is made anew.
+    What the ranks print is printed here, marked by rank.
+
+    Changes: starts processes that end with this one. Collectives: those of `fn`.
+
+    Args:
+        fn: Any function; local functions and lambdas need the package cloudpickle, which the
+            extra `weft[test]` installs.
+        n: Number of ranks; 1 runs in a process of its own too, without a group.
+        args: For `fn`; must pickle.
+        timeout_s: A call that takes longer is a hang: the ranks are killed and it fails.
+        mesh: As for `weft.start`.
+        data_axes: As for `weft.start`.
+        seed: As for `weft.start`.
+        debug: As for `weft.start`.
+        kwargs: For `fn`.
+
+    Returns:
+        What `fn` returned on each rank; tensors and other values come by pickle.
+
+    Raises:
+        RanksFailed: `fn` raised, a rank died, or the time was over; with each rank's traceback.
+
+    Example:
+        >>> def double(ctx, x):
+        ...     return ctx.rank + 2 * x
+        >>> run_ranks(double, 2, 10)
+        [20, 21]
+    """
+    options = {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug}
+    return _default_pool().run(n, fn, args, kwargs, timeout_s=timeout_s, options=options)
+
+
+@functools.cache
+def _default_pool() -> RankPool:
+    return RankPool()
+
+
+class RankPool:
+    """Warm ranks: one world per size, made when first asked for, kept until it fails."""
+
+    def __init__(self) -> None:
+        self._server: _Server | None = None
+        self._worlds: dict[int, _RankWorld] = {}
+
+    def run(
+        self,
+        n: int,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        options: Mapping[str, Any],
+    ) -> list[Any]:
+        """See `run_ranks`."""
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 64:
+            raise ValueError(
+                message("run_ranks: n cannot be used", found=repr(n), expected="1 to 64 ranks", fix="run_ranks(fn, 2)")
+            )
+        job = {
+            "call": _pickled(fn, args, kwargs),
+            "folder": os.getcwd(),
+            "path": list(sys.path),
+            "options": dict(options),
+        }
+        world = self._worlds.pop(n, None)
+        if world is None:
+            self._server = self._server if self._server is not None and self._server.is_alive() else _Server()
+            world = _RankWorld(self._server, n)
+        answers = world.call(job, timeout_s)
+        if all(answer["ok"] for answer in answers.values()) and len(answers) == n:
+            self._worlds[n] = world
+            _show(answers)
+            return [answers[rank]["result"] for rank in range(n)]
+        ended = world.kill()
+        raise _failure(n, answers, ended, timeout_s)
+
+    def close(self) -> None:
+        """End all ranks and the process they were forked from."""
+        for world in self._worlds.values():
+            world.kill()
+        self._worlds.clear()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class _Server:
+    """The process that ranks are forked from, and the store they meet at."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "weft.testing.rank_server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._lines = self._control.makefile("r")
+        # The store lives here, not in a rank: ranks of tests are killed.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._names = itertools.count()
+        self._finalizer = weakref.finalize(self, _end_server, self._process, self._control)
+        if self._lines.readline() != "ready\n":
+            raise WeftError("run_ranks: the process that ranks are forked from did not start; see its output above")
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, n: int) -> tuple[list[int], list[Connection]]:
+        """Start `n` ranks; returns their process ids and pipes."""
+        pairs = [socket.socketpair() for _ in range(n)]
+        name = f"world/{os.getpid()}/{next(self._names)}"
+        request = {"fork": n, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S}
+        socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])
+        for _, theirs in pairs:
+            theirs.close()
+        pids: list[int] = json.loads(self._lines.readline())["pids"]
+        return pids, [Connection(os.dup(ours.detach())) for ours, _ in pairs]
+
+    def ended(self) -> dict[int, int]:
+        """Exit codes of ranks that ended since last asked, by process id."""
+        self._control.sendall(json.dumps({"ended": True}).encode())
+        answer = json.loads(self._lines.readline())["ended"]
+        return {int(pid): code for pid, code in answer.items()}
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()  # the server reads the end of its socket, and kills the ranks
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _RankWorld:
+    """The ranks of one world."""
+
+    def __init__(self, server: _Server, n: int) -> None:
+        self._server = server
+        self._pids, self._pipes = server.fork(n)
+
+    def call(self, job: dict[str, Any], timeout_s: float) -> dict[int, dict[str, Any]]:
+        """Send a job to all ranks and collect their answers; a rank that died has none."""
+        data = pickle.dumps(job)
+        for pipe in self._pipes:
+            pipe.send_bytes(data)
+        answers: dict[int, dict[str, Any]] = {}
+        waiting = dict(enumerate(self._pipes))
+        end = time.monotonic() + timeout_s
+        while waiting and time.monotonic() < end:
+            ready = wait(list(waiting.values()), timeout=max(end - time.monotonic(), 0))
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    answers[rank] = pickle.loads(waiting[rank].recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = {"ok": False, "error": None, "trace": "", "output": "", "died": True}
+                del waiting[rank]
+                if not answers[rank]["ok"]:
+                    end = min(end, time.monotonic() + _GRACE_S)
+        return answers
+
+    def kill(self) -> dict[int, int]:
+        """End all ranks; returns exit codes by rank of those that had ended by themselves."""
+        ended = self._server.ended() if self._server.is_alive() else {}
+        for pid, pipe in zip(self._pids, self._pipes, strict=True):
+            pipe.close()
+            if pid not in ended:
+                try:
+                    os.kill(pid, 9)
+                except ProcessLookupError:
+                    continue
+        return {rank: ended[pid] for rank, pid in enumerate(self._pids) if pid in ended}
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    call = (fn, tuple(args), dict(kwargs))
+    try:
+        import cloudpickle  # noqa: PLC0415  (an extra)
+    except ImportError:
+        cloudpickle = None
+    try:
+        data: bytes = cloudpickle.dumps(call) if cloudpickle is not None else pickle.dumps(call)
+    except Exception as error:
+        raise TypeError(
+            message(
+                f"run_ranks: {getattr(fn, '__qualname__', fn)!s} and its arguments cannot be sent to the ranks",
+                found=f"{type(error).__name__}: {error}",
+                expected="a function of a module and arguments that pickle" + (", or cloudpickle" if cloudpickle is None else ""),
+                fix="pip install 'weft[test]'" if cloudpickle is None else "build such arguments inside of the function",
+            )
+        ) from error
+    return data
+
+
+def _show(answers: Mapping[int, Mapping[str, Any]]) -> None:
+    for rank, answer in sorted(answers.items()):
+        for line in answer["output"].splitlines():
+            print(f"[rank {rank}] {line}")  # noqa: T201  (that is what the ranks printed)
+
+
+def _failure(n: int, answers: Mapping[int, Mapping[str, Any]], ended: Mapping[int, int], timeout_s: float) -> RanksFailed:
+    errors: dict[int, BaseException] = {}
+    traces: dict[int, str] = {}
+    for rank in range(n):
+        answer = answers.get(rank)
+        if answer is None:
+            traces[rank] = "still running when it was killed"
+        elif answer.get("died"):
+            code = ended.get(rank)
+            traces[rank] = "ended without an answer" + (f", exit code {code}" if code is not None else "")
+        elif not answer["ok"]:
+            traces[rank] = answer["trace"]
+            if answer["error"] is not None:
+                errors[rank] = answer["error"]
+        if answer is not None and answer.get("output"):
+            traces[rank] = traces.get(rank, "fine") + "\nIt printed:\n" + answer["output"]
+    guilty = [r for r in traces if r in answers and not answers[r]["ok"] and not isinstance(errors.get(r), PeerError)]
+    first = min(guilty or traces)
+    hang = all(rank not in answers or answers[rank]["ok"] for rank in range(n))
+    headline = f"no answer within {timeout_s:g} s" if hang else f"rank {first} failed first"
+    parts = [f"run_ranks: {headline}"]
+    parts += [f"---- rank {rank} of {n} ----\n{traces[rank].rstrip()}" for rank in sorted(traces, key=lambda r: (r != first, r))]
+    failure = RanksFailed("\n".join(parts), errors, traces, first)
+    failure.__cause__ = errors.get(first)
+    return failure

@@ -1,0 +1,1 @@
+"""The transforms, one room each; file name = function name."""

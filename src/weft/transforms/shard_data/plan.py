@@ -1,0 +1,98 @@
+"""Which rank gets which samples of an epoch, in which step: pure arithmetic.
+
+Words: a *unit* is what is shared out, a sample or (for a custom batch sampler) a whole batch. The
+*order* is the list of units of an epoch, the same on all ranks. Step t uses the stretch
+`order[start + t*G : start + (t+1)*G]`, G units for all ranks together, cut into equal pieces in
+rank order. So the ranks' pieces, joined, are the order itself, at every world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from weft.errors import message
+
+__all__ = ["Plan", "Uneven"]
+
+U = TypeVar("U")
+Uneven = Literal["balance", "empty", "pad", "drop", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How units are shared out.
+
+    Attributes:
+        rank: Of this process among the ranks that see different data.
+        size: Number of these ranks.
+        per_rank: Units per rank and full step.
+        drop_last: Leave the last, incomplete step out.
+        uneven: What to do with an incomplete last step whose units cannot be shared out equally.
+    """
+
+    rank: int
+    size: int
+    per_rank: int
+    drop_last: bool
+    uneven: Uneven
+
+    @property
+    def per_step(self) -> int:
+        """Units per full step, all ranks together."""
+        return self.per_rank * self.size
+
+    def num_steps(self, units: int) -> int:
+        """Steps in which so many units are used up."""
+        full, rest = divmod(units, self.per_step)
+        return full + (1 if self._rest_counts(rest) else 0)
+
+    def _rest_counts(self, rest: int) -> bool:
+        if rest == 0 or self.drop_last:
+            return False
+        return rest >= self.size or self.uneven != "drop"
+
+    def used_after(self, step: int, units: int) -> int:
+        """Units of `units` that all ranks together have used after so many steps."""
+        return min(step * self.per_step, units)
+
+    def pieces(self, order: Sequence[U]) -> Iterator[Sequence[U]]:
+        """Yield this rank's piece of every step; an empty one only with `uneven="empty"`."""
+        full, rest = divmod(len(order), self.per_step)
+        for step in range(full):
+            start = step * self.per_step + self.rank * self.per_rank
+            yield order[start : start + self.per_rank]
+        if self._rest_counts(rest):
+            yield self._last_piece(order, full * self.per_step, rest)
+
+    def _last_piece(self, order: Sequence[U], start: int, rest: int) -> Sequence[U]:
+        if self.uneven == "pad":
+            # The order goes round: the first units come again until the step is full.
+            first = start + self.rank * self.per_rank
+            return [order[index % len(order)] for index in range(first, first + self.per_rank)]
+        share, extra = divmod(rest, self.size)
+        if self.uneven == "drop":
+            extra = 0
+        first = start + self.rank * share + min(self.rank, extra)
+        return order[first : first + share + (1 if self.rank < extra else 0)]
+
+    def check(self, units: int, what: str) -> None:
+        """Raise if the last step cannot be shared out as `uneven` asks.
+
+        Raises:
+            ValueError: The text names the numbers and the choices.
+        """
+        rest = 0 if self.drop_last else units % self.per_step
+        unequal = self.uneven == "error" and rest % self.size != 0
+        too_few = self.uneven == "balance" and 0 < rest < self.size
+        if unequal or too_few:
+            raise ValueError(
+                message(
+                    f"shard_data: {what} cannot be shared out among {self.size} ranks",
+                    found=f"{units} in steps of {self.per_rank} x {self.size}, {rest} left for the last step",
+                    expected=f"{'a multiple of' if unequal else 'at least'} {self.size} left, or a choice what to do",
+                    fix='drop_last=True, or weft.shard_data(loader, ctx, uneven="drop"), "pad" (repeats samples) '
+                    'or "empty" (some ranks get a batch with no rows)',
+                )
+            )

@@ -1,0 +1,435 @@
+"""`with_precision`: which dtype where, for modules; skipped steps, for optimizers.
+
+The policy and its checks are here; casts, autocast and the fp16 scale are the engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import check_methods, offered, transform
+from weft.engines.options import CastOptions, ScaleOptions
+from weft.errors import ContractError, OrderError, listed, message
+from weft.placing import place_module
+
+__all__ = ["LossScaling", "Precision", "creation_dtype", "loss_scale", "skipped", "with_precision"]
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def _is_float(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the fp16 scale moves. Powers of two only, so that scaling and unscaling are exact.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018; `torch.amp.GradScaler`.
+
+    Attributes:
+        init: First scale.
+        growth: Factor after `growth_every` good steps in a row.
+        backoff: Factor after a step with a non-finite gradient.
+        growth_every: Good steps until the scale grows.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_every: int = 2000
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}={value}"
+            for name, value in (("init", self.init), ("growth", self.growth), ("backoff", self.backoff))
+            if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5)
+        ]
+        wrong += [f"growth={self.growth}"] if self.growth < 1 else []
+        wrong += [f"backoff={self.backoff}"] if self.backoff >= 1 else []
+        wrong += [f"growth_every={self.growth_every}"] if self.growth_every < 1 else []
+        if wrong:
+            raise ValueError(
+                message(
+                    f"LossScaling: {listed(wrong)} cannot be used",
+                    found=listed(wrong),
+                    expected="powers of two; growth >= 1, backoff < 1, growth_every >= 1",
+                    fix="LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype is used where. None always means: leave it as it is.
+
+    Attributes:
+        param: Parameters that are trained are stored in it; frozen ones are left alone.
+        compute: Inside the module. If parameters are stored in another dtype, torch's autocast
+            picks the operations that are safe in it; otherwise inputs are cast to it.
+        reduce: In which gradients travel between ranks.
+        buffer: Floating-point buffers are stored in it.
+        output: Floating-point outputs are cast to it.
+        scaling: For fp16: scale gradients inside of the module.
+    """
+
+    param: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+    output: torch.dtype | None = None
+    scaling: LossScaling | None = None
+
+    def __post_init__(self) -> None:
+        fields = {"param": self.param, "compute": self.compute, "reduce": self.reduce}
+        fields |= {"buffer": self.buffer, "output": self.output}
+        wrong = [f"{name}={dtype}" for name, dtype in fields.items() if dtype is not None and not _is_float(dtype)]
+        if wrong:
+            raise ValueError(
+                message(
+                    f"Precision: {listed(wrong)} cannot be used",
+                    found=listed(wrong),
+                    expected="floating-point dtypes of 16 bits or more",
+                    fix="Precision(param=torch.float32, compute=torch.bfloat16)",
+                )
+            )
+        if self.scaling is not None and self.compute is not torch.float16:
+            raise ValueError(
+                message(
+                    "Precision: a loss scale has no effect here",
+                    found=f"compute={self.compute}",
+                    expected="compute=torch.float16 with scaling, or no scaling",
+                    fix="Precision(param=torch.float32, compute=torch.float16, scaling=LossScaling())",
+                )
+            )
+
+
+_NAMED = {
+    "fp32": Precision(param=torch.float32),
+    "fp64": Precision(param=torch.float64, compute=torch.float64, buffer=torch.float64),
+    "bf16": Precision(param=torch.float32, compute=torch.bfloat16, output=torch.float32),
+    "fp16": Precision(param=torch.float32, compute=torch.float16, output=torch.float32, scaling=LossScaling()),
+    "bf16-true": Precision(param=torch.bfloat16, compute=torch.bfloat16, buffer=torch.bfloat16),
+    "fp16-true": Precision(param=torch.float16, compute=torch.float16, buffer=torch.float16),
+}
+
+
+@overload
+def with_precision(
+    obj: M, ctx: DistContext, policy: str | Precision, *, methods: Sequence[str] = ()
+) -> tuple[M, DistContext]: ...
+@overload
+def with_precision(obj: O, ctx: DistContext) -> tuple[O, DistContext]: ...
+@transform(
+    before={"recompute", "replicate", "fully_shard", "zero_partition", "compiled", "fuse_step"},
+    collective=True,
+)
+def with_precision(
+    obj: Any, ctx: DistContext, policy: str | Precision | None = None, *, methods: Sequence[str] = ()
+) -> tuple[Any, DistContext]:
+    """Compute a module in a chosen precision, or let an optimizer skip bad fp16 steps.
+
+    For a module: casts parameters as the policy says, runs its calls under torch's autocast, casts
+    outputs. With "fp16" gradients are scaled inside the module only: outside of it, losses and
+    gradients are always in true units, so clipping and logging need no unscaling, and modules with
+    different scales can be chained.
+
+    For an optimizer (after the module, with the context that knows it): a step with a non-finite
+    gradient on any rank is skipped on all ranks, and the scale backs off; see `skipped`. Needed
+    with "fp16"; without it the second backward raises. With other policies it does nothing.
+
+    Policies: "fp32"; "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs;
+    "bf16-true", "fp16-true", "fp64": everything in that dtype; or a `Precision`.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018; `torch.autocast`.
+
+    Changes: `obj` in place: dtypes of trained parameters and buffers as the policy says, and
+    hooks; the module is moved to `ctx.device`. Names, class and keys stay.
+    Collectives: none here; for an optimizer with fp16 modules on several ranks, one all-reduce
+    of a few numbers per step.
+
+    Args:
+        obj: A module, or an optimizer over parameters of modules this was applied to.
+        ctx: Where we run.
+        policy: For a module; see above.
+        methods: Methods of the module besides forward to treat alike.
+
+    Returns:
+        `obj` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: It was applied to `obj` before.
+        OrderError: After `replicate` or another strategy; or an optimizer before its modules.
+        ValueError: Unknown policy, one that the device cannot do, or trained fp16 parameters
+            together with a loss scale.
+        ContextError: The ranks ask for different policies.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "bf16")
+        >>> model(torch.ones(1, 2)).dtype, model.weight.dtype
+        (torch.float32, torch.float32)
+    """
+    if isinstance(obj, torch.optim.Optimizer):
+        return _on_optimizer(obj, ctx, policy)
+    if not isinstance(obj, nn.Module):
+        raise TypeError(
+            message(
+                "with_precision: this is neither a module nor an optimizer",
+                found=type(obj).__name__,
+                expected="a torch.nn.Module or a torch.optim.Optimizer",
+                fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+            )
+        )
+    return _on_module(obj, ctx, _policy(policy), tuple(methods))
+
+
+# -- modules -----------------------------------------------------------------------------------------
+
+
+class _Offer:
+    """What later transforms may ask of a module with a precision."""
+
+    def __init__(self, precision: Precision, precise: Any) -> None:
+        self.precision = precision
+        self.reduce_dtype = precision.reduce
+        self.precise = precise
+
+    def undo(self) -> None:
+        """Take casts and autocast off; parameters keep their dtype."""
+        if self.precise is not None:
+            self.precise.undo()
+
+
+def _on_module(module: nn.Module, ctx: DistContext, precision: Precision, methods: tuple[str, ...]) -> Any:
+    check_methods("with_precision", module, methods)
+    _check_device(precision, ctx)
+    _check_scalable(module, precision)
+    ctx.agree("with_precision", {"policy": repr(precision), "methods": list(methods)})
+    place_module("with_precision", module, ctx)
+    _cast_parameters(module, precision)
+    options = _cast_options(module, precision, methods)
+    idle = options == CastOptions(methods=methods)
+    precise = None if idle else ctx.engine.precise(module, ctx.device, options)
+    return module, ctx.offering(_Offer(precision, precise))
+
+
+def _policy(policy: str | Precision | None) -> Precision:
+    if isinstance(policy, Precision):
+        return policy
+    if policy in _NAMED:
+        return _NAMED[policy]
+    raise ValueError(
+        message(
+            f"with_precision: policy = {policy!r} is unknown",
+            found=repr(policy),
+            expected=", ".join(repr(name) for name in _NAMED) + ", or a weft.Precision",
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+        )
+    )
+
+
+def _check_device(precision: Precision, ctx: DistContext) -> None:
+    kind = ctx.device.type
+    double = torch.float64 in (precision.param, precision.compute, precision.buffer, precision.output)
+    low = precision.compute in _LOW and precision.param is not precision.compute
+    if (kind == "mps" and double) or (low and not torch.amp.autocast_mode.is_autocast_available(kind)):
+        raise ValueError(
+            message(
+                f"with_precision: {kind} cannot do this policy",
+                found="float64 on mps" if double else f"torch has no autocast on {kind}",
+                expected="a policy the device supports",
+                fix='model, ctx = weft.with_precision(model, ctx, "fp32")',
+            )
+        )
+
+
+def _check_scalable(module: nn.Module, precision: Precision) -> None:
+    """A scale needs gradients wider than fp16: a trained fp16 parameter has fp16 gradients."""
+    if precision.scaling is None or (precision.param is not None and precision.param is not torch.float16):
+        return
+    names = [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and torch.float16 in (precision.param, p.dtype if precision.param is None else None)
+    ]
+    if names:
+        raise ValueError(
+            message(
+                "with_precision: float16 parameters cannot be trained with a loss scale",
+                found=listed(names),
+                expected="float32 parameters, computed in float16",
+                fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
+            )
+        )
+
+
+def _cast_parameters(module: nn.Module, precision: Precision) -> None:
+    if precision.param is not None:
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.is_floating_point() and type(parameter) is nn.Parameter:
+                parameter.data = parameter.data.to(precision.param)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(precision.param)
+    if precision.buffer is not None:
+        for child in module.modules():
+            for name, buffer in child.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    child._buffers[name] = buffer.to(precision.buffer)
+
+
+def _cast_options(module: nn.Module, precision: Precision, methods: tuple[str, ...]) -> CastOptions:
+    stored = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    compute = precision.compute
+    mixed = compute in _LOW and bool(stored - {compute})
+    scaling = precision.scaling
+    return CastOptions(
+        autocast=compute if mixed else None,
+        inputs=compute if compute is not None and not mixed else None,
+        outputs=precision.output,
+        scale=None if scaling is None else ScaleOptions(**vars(scaling)),
+        methods=methods,
+    )
+
+
+# -- optimizers --------------------------------------------------------------------------------------
+
+
+class _SkipOffer:
+    def __init__(self, skipping: Any) -> None:
+        self.skipping = skipping
+
+    def undo(self) -> None:
+        """Let the optimizer step whatever the gradients are."""
+        if self.skipping is not None:
+            self.skipping.undo()
+
+    def release(self) -> None:
+        if self.skipping is not None:
+            self.skipping.release()
+
+
+def _on_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext, policy: object) -> Any:
+    if policy is not None:
+        raise ValueError(
+            message(
+                "with_precision: an optimizer takes no policy",
+                found=repr(policy),
+                expected="the policy of the modules whose parameters it holds",
+                fix="optimizer, ctx = weft.with_precision(optimizer, ctx)",
+            )
+        )
+    modules = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
+    pairs = [(module, offer) for module in modules for offer in offered(module, _Offer)]
+    wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+    if not any(wanted & {id(p) for p in cast(nn.Module, module).parameters()} for module, _ in pairs):
+        raise OrderError(
+            message(
+                "with_precision: the context knows no module with a precision that holds these parameters",
+                found=f"transforms so far: {listed(record.name for record in ctx.applied) or 'none'}",
+                expected="with_precision on the module, then the optimizer, then with_precision on the optimizer",
+                fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
+            )
+        )
+    scales = [offer.precise.scale for _, offer in pairs if offer.precise is not None and offer.precise.scale is not None]
+    if not scales:
+        return optimizer, ctx.offering(_SkipOffer(None))
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            message(
+                "with_precision: LBFGS evaluates the loss inside of step, which cannot be skipped",
+                found="LBFGS with an fp16 module",
+                expected="an optimizer that is stepped after backward",
+                fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+            )
+        )
+    group = ctx.require_collective("with_precision").group if ctx.world_size > 1 else None
+    return optimizer, ctx.offering(_SkipOffer(ctx.engine.skip_steps(optimizer, scales, group)))
+
+
+def skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether the last step of an optimizer was skipped because of a non-finite gradient.
+
+    Changes: nothing. Collectives: none; the answer is the same on all ranks.
+
+    Args:
+        optimizer: One that `with_precision` was applied to.
+
+    Returns:
+        True after a skipped step, False after a good one and before the first.
+
+    Raises:
+        ContractError: `with_precision` was not applied to it.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")
+        >>> optimizer, ctx = weft.with_precision(torch.optim.SGD(model.parameters()), ctx)
+        >>> skipped(optimizer)
+        False
+    """
+    offers = offered(optimizer, _SkipOffer)
+    if not offers:
+        raise ContractError(
+            message(
+                "skipped: this optimizer steps whatever the gradients are",
+                found=type(optimizer).__name__,
+                expected="an optimizer that with_precision was applied to",
+                fix="optimizer, ctx = weft.with_precision(optimizer, ctx)",
+            )
+        )
+    return bool(offers[-1].skipping is not None and offers[-1].skipping.skipped)
+
+
+def loss_scale(module: nn.Module) -> float:
+    """Tell the fp16 scale of a module; 1 in other precisions.
+
+    Changes: nothing. Collectives: none. On a GPU this waits for the device.
+
+    Example:
+        >>> import weft
+        >>> loss_scale(weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")[0])
+        65536.0
+    """
+    scales = [offer.precise.scale for offer in offered(module, _Offer) if offer.precise is not None]
+    return float(scales[-1].value) if scales and scales[-1] is not None else 1.0
+
+
+@contextlib.contextmanager
+def creation_dtype(policy: str | Precision) -> Iterator[None]:
+    """Create parameters in the dtype in which the policy stores them.
+
+    Changes: torch's default dtype inside of the body; restored afterwards, also on an error.
+    Collectives: none.
+
+    Args:
+        policy: As for `with_precision`.
+
+    Raises:
+        ValueError: Unknown policy.
+
+    Example:
+        >>> with creation_dtype("bf16-true"):
+        ...     model = nn.Linear(2, 2)
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+    before = torch.get_default_dtype()
+    dtype = _policy(policy).param
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
