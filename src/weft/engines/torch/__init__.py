@@ -6,6 +6,7 @@
     reducer.py     gradients averaged during backward ...
     buckets.py     ... in buckets, with torch's DDP reducer
     flat.py        ... in one flat buffer
+    exchange.py    sums of small buffers between pairs of ranks
     flat_step.py   the optimizer's step on that buffer
     precision.py   casts and autocast around a module
     loss_scale.py  the fp16 scale inside a module

@@ -30,7 +30,6 @@ class Buckets:
         find_unused: bool,
         dtype: torch.dtype | None,
     ) -> None:
-        self._find_unused = find_unused
         self._needs_rebuild = True
         sparse = _sparse_gradients(module, parameters)
         limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
@@ -50,17 +49,16 @@ class Buckets:
         if dtype is not None:
             dist._register_comm_hook(self._reducer, group, _in_dtype(dtype))
 
-    def begin(self, enabled: bool, outputs: list[torch.Tensor]) -> None:
-        """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""
-        if enabled:
-            self._reducer.prepare_for_backward(outputs)
+    def prepare(self) -> None:
+        """Nothing to prepare."""
 
-    def end(self, enabled: bool, got: bytearray) -> None:
+    def begin(self, outputs: list[torch.Tensor]) -> None:
+        """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""
+        self._reducer.prepare_for_backward(outputs)
+
+    def end(self, got: bytearray) -> None:
         """Check that all buckets have travelled; once, reorder them as the gradients really came."""
-        if not enabled:
-            return
-        if self._find_unused:
-            self._reducer._check_reducer_finalized()
+        self._reducer._check_reducer_finalized()
         if self._needs_rebuild:
             self._needs_rebuild = not self._reducer._rebuild_buckets()
 

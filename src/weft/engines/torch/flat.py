@@ -5,12 +5,14 @@ For models of many small tensors, where the cost of a step is calls and not arit
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.engines.torch.exchange import SmallSum
 from weft.errors import ContractError, message
 
 __all__ = ["FlatBuffer", "FlatPiece"]
@@ -39,16 +41,20 @@ class FlatPiece:
             part = slice(start, start + parameter.numel())
             self.values[part].copy_(parameter.detach().reshape(-1))
             parameter.data = self.values[part].view(parameter.shape)
-            self.views.append(self.gradients[part].view(parameter.shape))
+            # `.data`: autograd need not know that these are views; adding to them is far cheaper.
+            self.views.append(self.gradients[part].view(parameter.shape).data)
             start = part.stop
         self._pairs = list(zip(self.parameters, self.views, strict=True))
 
     def attach(self) -> None:
         """Let every parameter's gradient be its view, before backward adds to it."""
-        if all(p.grad is None for p in self.parameters):
+        gradients = [p.grad for p in self.parameters]
+        if gradients[0] is None and not any(gradient is not None for gradient in gradients):
             self.gradients.zero_()
             for parameter, view in self._pairs:
                 parameter.grad = view
+            return
+        if all(map(operator.is_, gradients, self.views)):
             return
         for parameter, view in self._pairs:
             if parameter.grad is None:
@@ -70,7 +76,7 @@ class FlatPiece:
 
 
 class FlatBuffer:
-    """Averages all gradients with one all-reduce when backward has ended."""
+    """Averages all gradients at once when backward has ended."""
 
     def __init__(
         self,
@@ -82,11 +88,11 @@ class FlatBuffer:
     ) -> None:
         self._indices = {id(p): index for index, p in enumerate(parameters)}
         self.pieces: list[FlatPiece] = []
-        self.lay_out(parameters)
         self._group: dist.ProcessGroup = group
         self._scale = 1 / dist.get_world_size(group)
         self._find_unused = find_unused
         self._dtype = dtype
+        self.lay_out(parameters)
 
     def lay_out(self, order: Sequence[torch.Tensor]) -> None:
         """Put the parameters into buffers in this order; those not in it come last, as before."""
@@ -99,9 +105,10 @@ class FlatBuffer:
         for piece in self.pieces:
             piece.detach()
         self.pieces = [FlatPiece(same, [self._indices[id(p)] for p in same]) for same in kinds.values()]
+        self._sums = [SmallSum(self._group, piece.values.to(self._dtype or piece.values.dtype)) for piece in self.pieces]
 
-    def begin(self, enabled: bool, outputs: list[torch.Tensor]) -> None:
-        """Let backward write into the buffer."""
+    def prepare(self) -> None:
+        """Let the backward pass to come write into the buffer."""
         for piece in self.pieces:
             if not piece.is_intact():
                 raise ContractError(
@@ -114,23 +121,21 @@ class FlatBuffer:
                 )
             piece.attach()
 
-    def end(self, enabled: bool, got: bytearray) -> None:
+    def begin(self, outputs: list[torch.Tensor]) -> None:
+        """Nothing to do yet: all travels at the end."""
+
+    def end(self, got: bytearray) -> None:
         """Average the buffer over the ranks."""
-        if not enabled:
-            return
-        for piece in self.pieces:
-            piece.attach()  # zero_grad between forward and backward detached them
-            self._average(piece.gradients.mul_(self._scale))
+        for piece, add_up in zip(self.pieces, self._sums, strict=True):
+            piece.attach()  # zero_grad between forward and backward detached it
+            if self._dtype is None:
+                add_up(piece.gradients.mul_(self._scale))
+            else:
+                small = (piece.gradients * self._scale).to(self._dtype)
+                add_up(small)
+                piece.gradients.copy_(small)
         if self._find_unused:
             self._forget_unused(got)
-
-    def _average(self, scaled: torch.Tensor) -> None:
-        if self._dtype is None:
-            self._group.allreduce([scaled]).wait()
-        else:
-            small = scaled.to(self._dtype)
-            self._group.allreduce([small]).wait()
-            scaled.copy_(small)
 
     def _forget_unused(self, got: bytearray) -> None:
         """A parameter that no rank used has no gradient, as in one process."""

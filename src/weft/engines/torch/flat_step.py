@@ -7,6 +7,7 @@ its state holds views of the flat state, `state_dict` and schedulers work.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,11 +87,16 @@ class _Run:
     def __init__(self, piece: FlatPiece, first: int, last: int) -> None:
         self.piece = piece
         self.parameters = piece.parameters[first:last]
+        self._views = piece.views[first:last]
         sizes = [p.numel() for p in piece.parameters]
         start, stop = sum(sizes[:first]), sum(sizes[:last])
         self.values = nn.Parameter(piece.values[start:stop])
         self.gradients = piece.gradients[start:stop]
         self.state: dict[str, Any] = {}
+
+    def is_attached(self) -> bool:
+        """Whether every parameter's gradient lies in the buffer."""
+        return all(map(operator.is_, [p.grad for p in self.parameters], self._views))
 
     def split_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Show each parameter its part of the state, as views."""
@@ -159,7 +165,7 @@ class FlatStep:
             run.join_state(optimizer)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(callable(value) for value in (*args[1:], *kwargs.values())):
+        if len(args) > 1 or kwargs:
             raise ContractError(
                 message(
                     "fuse_step: step() was called with a closure",
@@ -192,6 +198,8 @@ class FlatStep:
 
 def _has_gradients(run: _Run) -> bool:
     """Whether the run's gradients are there; puts strangers into the buffer first."""
+    if run.is_attached():
+        return True
     missing = [p for p in run.parameters if p.grad is None]
     if len(missing) == len(run.parameters):
         return False

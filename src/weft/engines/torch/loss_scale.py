@@ -54,7 +54,7 @@ class LossScale:
         self._no = torch.zeros((), dtype=torch.float32, device=device)
         self.found = self.came_in = self.went_out = self._no
         self._versions: int | None = None
-        self._session = BackwardSession(self._begin, self._end, late=True)
+        self._session = BackwardSession(self._begin, self._end, rounds=2)
 
     # -- at the borders --------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
 """Average gradients over ranks during backward, without a wrapper around the module.
 
-Communication starts when a backward pass enters the module ([Note: backward session]), not when
-forward runs as in DDP. So whether a backward pass communicates is decided when it happens, and a
-module may be called several times before one backward, or have several backwards follow.
+Communication starts when the first gradient of a backward pass reaches a parameter ([Note:
+backward session]), not when forward runs as in DDP. So whether a backward pass communicates is
+decided when it happens, and a module may be called several times before one backward, or have
+several backwards follow.
 
-[Note: guard] A gradient that reaches a parameter although no backward pass has entered through
-forward or a listed method would stay local and let the replicas drift apart. A hook on every
-parameter sees that; it is the one thing done per parameter, and costs less than DDP's wrapper.
+[Note: guard] The one thing done per parameter is a hook that sees the first gradient. It also sees
+a gradient that comes although forward or a listed method was never called: precision and other
+things that are hung on these calls were left out then, and that is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import ReduceOptions
-from weft.engines.torch.backward import BackwardSession, hook_outputs
+from weft.engines.torch.backward import BackwardSession
 from weft.engines.torch.buckets import Buckets
 from weft.engines.torch.calls import Hook, Removable, around_methods
 from weft.engines.torch.flat import FlatBuffer
@@ -33,11 +34,14 @@ __all__ = ["GradientReducer", "is_reduced"]
 class Channel(Protocol):
     """What moves the gradients: `Buckets` or `FlatBuffer`."""
 
-    def begin(self, enabled: bool, outputs: list[torch.Tensor]) -> None:
-        """Backward enters."""
+    def prepare(self) -> None:
+        """Forward was called: a backward pass is to be expected."""
 
-    def end(self, enabled: bool, got: bytearray) -> None:
-        """Backward has ended; `got[i]` tells whether parameter i got a gradient."""
+    def begin(self, outputs: list[torch.Tensor]) -> None:
+        """A backward pass that communicates has begun."""
+
+    def end(self, got: bytearray) -> None:
+        """It has ended; `got[i]` tells whether parameter i got a gradient."""
 
     def undo(self) -> None:
         """Leave the parameters as they were found."""
@@ -61,11 +65,16 @@ class GradientReducer:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
         self._parameters = [p for _, p in named]
-        self._got = bytearray(len(named))
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._armed = False
+        self._calls = 0
+        self._got = bytearray(len(named))
+        self._nothing = bytes(len(named))
+        self._buffers = options.buffers == "broadcast" and any(True for _ in module.buffers())
+        self._other_methods = _other_methods(module, options.methods)
         self._unreduced_versions: int | None = None
-        self.session = BackwardSession(self._begin, self._end)
+        # Buckets finish in a callback of their own, which has to be over before ours.
+        self.session = BackwardSession(self._begin, self._end, rounds=0 if options.flat else 1)
         self.channel: Channel | None = self._make_channel(module) if named else None
         self._removable = Removable()
         self._hang_on(module)
@@ -118,28 +127,32 @@ class GradientReducer:
         forward = module.register_forward_hook(_AfterForward(self))
         self._removable.add(forward.remove)
         around_methods(module, self._options.methods, _AroundMethod(self), self._removable)
-        others = _other_methods(module, self._options.methods)
-        for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
-            guard = _guard(self.session.flag, self._got, index, name, self._class_name, others)
+        for index, parameter in enumerate(self._parameters):
+            guard = _guard(self.session.flag, self._got, weakref.ref(self), index)
             self._removable.add(parameter.register_post_accumulate_grad_hook(guard).remove)
 
     # -- one step --------------------------------------------------------------------------------
 
     def watch(self, output: Any) -> Any:
-        """Make backward through the `output` of a call reduce the gradients."""
-        if not torch.is_grad_enabled():
-            return output
-        if self.session.was_torn():
+        """Note that forward or a listed method was called."""
+        if self.session.flag[0] and self.session.was_torn():
             self._start_anew()
         if self._unreduced_versions is not None:
             self._check_not_stepped()
-        if self._options.unused == "zero":
-            return self._watch_unused(output)
-        return hook_outputs(output, self.session.enter)
+        if self.channel is not None and torch.is_grad_enabled():
+            self.channel.prepare()
+        self._calls += 1
+        return self._watch_unused(output) if self.finds_unused else output
+
+    def arrive(self, index: int) -> None:
+        """The first gradient of a backward pass has reached parameter `index`."""
+        if not self._calls:
+            _raise_past_forward(self._names[index], self._class_name, self._other_methods)
+        self.session.enter()
 
     def _watch_unused(self, output: Any) -> Any:
-        """As `watch`, and find out already now which parameters the outputs do not depend on."""
-        output = hook_outputs(_through_one_node(output), self.session.enter)
+        """Find out already now which parameters the outputs do not depend on."""
+        output = _through_one_node(output)
         # Several calls may come before one backward: all their outputs count.
         self._outputs = [ref for ref in self._outputs if ref() is not None]
         self._outputs += [weakref.ref(t) for t in tensors(output) if t.requires_grad]
@@ -157,14 +170,13 @@ class GradientReducer:
                     fix="model, ctx = weft.plain(model, ctx)  # before the context is closed",
                 )
             )
-        self.channel.begin(self.enabled, outputs)
+        self.channel.begin(outputs)
         self._armed = True
 
     def _begin(self) -> None:
-        self._got[:] = bytes(len(self._got))
-        if self._armed:
+        if self._armed or not self.enabled:
             return
-        if self.enabled and self._options.unused == "zero":
+        if self.finds_unused:
             raise NotSynchronized(
                 message(
                     f'replicate: a second backward through {self._class_name} with unused="zero"',
@@ -176,25 +188,28 @@ class GradientReducer:
         self._arm([])
 
     def _end(self) -> None:
+        # Several calls may have come before this backward; a rest only makes `arrive` lenient.
+        self._calls -= 1
+        if not self.enabled:
+            self._got[:] = self._nothing
+            self._unreduced_versions = self._versions()
+            return
         self._armed = False
-        self._outputs.clear()
-        if not any(self._got):
-            return  # torch.autograd.grad: no parameter was touched
-        if self.enabled and self._options.unused == "error" and not all(self._got):
+        if self._outputs:
+            self._outputs.clear()
+        if not self.finds_unused and not all(self._got):
             self._raise_unused()
         assert self.channel is not None
-        self.channel.end(self.enabled, self._got)
-        self._unreduced_versions = None if self.enabled else self._versions()
-        if self.enabled:
+        self.channel.end(self._got)
+        self._got[:] = self._nothing
+        self._unreduced_versions = None
+        if self._buffers:
             self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
         module = self._module()
-        if self._options.buffers == "local" or module is None or self._group is None:
-            return
-        buffers = [buffer.detach() for buffer in module.buffers()]
-        if buffers:
-            dist._broadcast_coalesced(self._group, buffers, 250 * 2**20, 0)
+        if module is not None and self._group is not None:
+            dist._broadcast_coalesced(self._group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
 
     # -- what can go wrong -----------------------------------------------------------------------
 
@@ -203,6 +218,7 @@ class GradientReducer:
         module = self._module()
         self._armed = False
         self._outputs.clear()
+        self._got[:] = self._nothing
         if module is not None and not isinstance(self.channel, FlatBuffer) and self._group is not None:
             self.channel = self._make_channel(module)
 
@@ -238,10 +254,10 @@ class GradientReducer:
 
 class _AfterForward(Hook):
     def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
+        self._watch = reducer.watch
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._reducer.watch(output)
+        return self._watch(output)
 
 
 class _AroundMethod(Hook):
@@ -253,13 +269,15 @@ class _AroundMethod(Hook):
 
 
 def _guard(
-    flag: bytearray, got: bytearray, index: int, name: str, class_name: str, others: Sequence[str]
+    flag: bytearray, got: bytearray, reducer: weakref.ref[GradientReducer], index: int
 ) -> Callable[[torch.Tensor], None]:
     """The hook of one parameter; it must not hold the reducer, which holds the parameter in C++."""
 
     def guard(parameter: torch.Tensor) -> None:
         if not flag[0]:
-            _raise_past_forward(name, class_name, others)
+            alive = reducer()
+            if alive is not None:
+                alive.arrive(index)
         got[index] = 1
 
     return guard
