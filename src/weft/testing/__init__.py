@@ -8,7 +8,9 @@
     laws.py         what every transform promises, as functions
 """
 
+from weft.testing import laws as laws
+from weft.testing.equivalence import assert_equivalent, largest_difference
 from weft.testing.fake import fake
 from weft.testing.ranks import RankPool, RanksFailed, run_ranks
 
-__all__ = ["RankPool", "RanksFailed", "fake", "run_ranks"]
+__all__ = ["RankPool", "RanksFailed", "assert_equivalent", "fake", "largest_difference", "laws", "run_ranks"]

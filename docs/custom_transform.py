@@ -1,0 +1,55 @@
+"""A transform of your own: sum the gradients of all ranks instead of averaging them.
+
+Only public names are used, and every law of `weft.testing.laws` holds (tests/laws/table.py).
+"""
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+import weft
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class SumOverRanks:
+    """Offers `weft.GradSync`: later transforms switch it on and off, and divide by `mean_over`."""
+
+    mean_over = 1  # a sum: nothing is averaged
+
+    def __init__(self, module: torch.nn.Module, ctx: weft.DistContext) -> None:
+        self.group, self.enabled = ctx.group, True
+        self.waiting: dict[int, torch.Tensor] = {}  # gradients of micro-batches before the last
+        self.hooks = [p.register_hook(self.reduce_of(i)) for i, p in enumerate(module.parameters()) if p.requires_grad]
+
+    def set(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+    def reduce_of(self, index: int):
+        def reduce(gradient: torch.Tensor) -> torch.Tensor:
+            total = gradient + self.waiting.pop(index, torch.zeros(()).to(gradient))
+            if not self.enabled:
+                self.waiting[index] = total
+                return torch.zeros_like(gradient)
+            dist.all_reduce(total, group=self.group)
+            return total
+
+        return reduce
+
+    def undo(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+@weft.transform(
+    after={"with_precision"}, before={"accumulate_grads"}, excludes={"replicate", "fully_shard"}, collective=True
+)
+def sum_gradients(module: M, ctx: weft.DistContext) -> tuple[M, weft.DistContext]:
+    """Sum the gradients of all ranks; every rank starts from rank 0's parameters."""
+    ctx.agree("sum_gradients", {"parameters": sum(p.numel() for p in module.parameters())})
+    if ctx.world_size == 1:
+        return module, ctx
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), src=ctx.ranks[0], group=ctx.group)
+    return module, ctx.offering(SumOverRanks(module, ctx))

@@ -1,0 +1,36 @@
+"""The `weft` command, one file per subcommand.
+
+    launch.py   start a script on several processes
+    preload.py  what ranks find imported when they are forked
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from weft.cli import launch
+
+__all__ = ["main", "parser"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    top = argparse.ArgumentParser(prog="weft", description="Distributed PyTorch training by composing functions.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    launch.add_parser(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; default: those of this process.
+
+    Returns:
+        The exit code.
+    """
+    options = parser().parse_args(arguments)
+    code: int = options.run(options)
+    return code

@@ -1,0 +1,173 @@
+"""`weft launch`: a thin front of `torch.distributed.run`.
+
+The agent is torch's own: rendezvous, environment of the ranks, monitoring. Two things differ from
+torchrun: ranks are forked from a process that has imported torch already, and the traceback of
+the rank that failed first is the last thing printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import runpy
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from weft.errors import ContextError, PeerError, message
+from weft.topology import topology
+
+__all__ = ["add_parser", "config", "first_failure", "run_target"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand."""
+    sub = commands.add_parser(
+        "launch",
+        help="run a script on several processes",
+        usage="weft launch [-n N] [--nnodes N] [--node-rank R] [--rdzv HOST:PORT] [-m] script ...",
+        description="Run a script, or a module with -m, on N processes per node. What follows the script is its own.",
+    )
+    sub.add_argument("-n", "--nproc", type=int, default=1, help="processes on this node (default 1)")
+    sub.add_argument("--nnodes", type=int, default=1, help="nodes of the job (default 1)")
+    sub.add_argument("--node-rank", type=int, default=None, help="rank of this node; default: as they come")
+    sub.add_argument("--rdzv", default=None, metavar="HOST:PORT", help="where the nodes meet; needed for several nodes")
+    sub.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    sub.add_argument("script", help="file, or module with -m")
+    sub.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on untouched")
+    sub.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Launch; returns 0, or the exit code of the rank that failed first, after saying why."""
+    try:
+        settings = config(options.nproc, options.nnodes, options.node_rank, options.rdzv)
+        if not options.module and not Path(options.script).is_file():
+            raise ContextError(
+                message(
+                    f"launch: there is no file {options.script!r}",
+                    found=f"working directory {Path.cwd()}",
+                    expected="a python file, or the name of a module with -m",
+                    fix=f"weft launch -n {options.nproc} -m {options.script}",
+                )
+            )
+    except ContextError as error:
+        print(f"weft {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    # The agent logs every failure at length; the one that came first is printed below instead.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="weft-") as reports:
+        try:
+            elastic_launch(settings, run_target)(options.script, options.module, list(options.arguments), reports)
+        except ChildFailedError as error:
+            text, code = first_failure(error, Path(reports))
+            print(text, file=sys.stderr)  # noqa: T201
+            return code
+    return 0
+
+
+def config(nproc: int, nnodes: int = 1, node_rank: int | None = None, rdzv: str | None = None) -> LaunchConfig:
+    """Turn the options into torch's launch configuration.
+
+    Args:
+        nproc: Processes on this node.
+        nnodes: Nodes of the job.
+        node_rank: Rank of this node; None lets the rendezvous give ranks as nodes come.
+        rdzv: Where the nodes meet, `host:port`; None for one node: a free port of this machine.
+
+    Returns:
+        The configuration; ranks are forked where the system can, else spawned.
+
+    Raises:
+        ContextError: Numbers out of range, or several nodes without `rdzv`.
+    """
+    wrong = None
+    if nproc < 1 or nnodes < 1 or not 0 <= (node_rank or 0) < nnodes:
+        wrong = (f"-n {nproc} --nnodes {nnodes} --node-rank {node_rank}", "counts >= 1, 0 <= node rank < nodes")
+    elif nnodes > 1 and rdzv is None:
+        wrong = (f"--nnodes {nnodes}, no --rdzv", "the address of the first node")
+    if wrong is not None:
+        fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
+        raise ContextError(message("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix))
+    static = nnodes > 1 and node_rank is not None
+    return LaunchConfig(
+        min_nodes=nnodes,
+        max_nodes=nnodes,
+        nproc_per_node=nproc,
+        run_id="weft" if rdzv is not None else str(uuid.uuid4()),
+        rdzv_backend="static" if static else "c10d",
+        rdzv_endpoint=rdzv or "localhost:0",
+        rdzv_configs={"rank": node_rank or 0, "timeout": 900} if static else {"timeout": 900},
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver" if sys.platform.startswith("linux") else "spawn",
+    )
+
+
+def run_target(target: str, is_module: bool, arguments: list[str], reports: str) -> None:
+    """Run a script or module as the main program of this process; called on every rank.
+
+    Args:
+        target: File, or module.
+        is_module: Which of the two.
+        arguments: Of the script.
+        reports: Folder in which a rank that fails leaves its traceback.
+    """
+    sys.argv = [target, *arguments]
+    try:
+        if is_module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    except Exception as error:
+        place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
+        report = {
+            "rank": place.rank,
+            "time": time.time(),
+            "echo": isinstance(error, PeerError),
+            "trace": _own_traceback(error, target),
+        }
+        (Path(reports) / f"{place.rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        sys.stdout.flush()
+        sys.exit(1)
+
+
+def _own_traceback(error: BaseException, target: str) -> str:
+    """The traceback from the script's first line on, without what started the script."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != target:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def first_failure(error: ChildFailedError, reports: Path) -> tuple[str, int]:
+    """Text and exit code of the rank that failed by itself, first; not of one that only noticed.
+
+    Args:
+        error: What the agent says.
+        reports: Folder with the tracebacks of the ranks.
+
+    Returns:
+        Text to print, exit code: that of the rank, or 128 + signal.
+    """
+    rank, failure = error.get_first_failure()
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
+    found.sort(key=lambda report: (report["echo"], report["time"]))
+    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    if found:
+        last = found[0]["trace"].rstrip().splitlines()[-1]
+        return f"{found[0]['trace'].rstrip()}\nweft launch: rank {found[0]['rank']} failed: {last}", code
+    how = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+    return f"weft launch: rank {rank} (process {failure.pid}) ended {how}", code

@@ -1,0 +1,88 @@
+"""`assert_equivalent`: does a training function give the same at every world size?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+
+from weft.context import DistContext
+from weft.nested import leaves
+from weft.testing.ranks import run_ranks
+
+__all__ = ["assert_equivalent", "largest_difference"]
+
+P = ParamSpec("P")
+
+
+def assert_equivalent(
+    train: Callable[Concatenate[DistContext, P], Any],
+    worlds: Sequence[int] = (1, 2, 4),
+    *args: P.args,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
+    timeout_s: float = 60.0,
+    **kwargs: P.kwargs,
+) -> None:
+    """Run `train(ctx, ...)` at several world sizes and compare what it returns.
+
+    For your own training step: return the loss curve, or the parameters, for one global batch
+    size, and this shows that neither depends on the number of ranks.
+
+    Changes: starts processes. Collectives: those of `train`.
+
+    Args:
+        train: Returns a nested value of tensors and numbers, the same on all ranks.
+        worlds: World sizes; the first is the reference.
+        args: For `train`.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        timeout_s: Per world size.
+        kwargs: For `train`.
+
+    Raises:
+        AssertionError: The text names world size, rank, place and values.
+        RanksFailed: `train` raised.
+
+    Example:
+        >>> def mean(ctx):
+        ...     part = torch.arange(8.0).chunk(ctx.world_size)[ctx.rank]
+        ...     return weft.reduce(part.sum(), ctx, "sum") / 8
+        >>> import weft
+        >>> assert_equivalent(mean, worlds=(1, 2))
+    """
+    reference = None
+    for n in worlds:
+        for rank, result in enumerate(run_ranks(train, n, *args, timeout_s=timeout_s, **kwargs)):
+            if reference is None:
+                reference = result
+            _compare(reference, result, f"world {n}, rank {rank}, against world {worlds[0]}", rtol, atol)
+
+
+def _compare(expected: object, found: object, where: str, rtol: float, atol: float) -> None:
+    pairs = list(zip(leaves(expected), leaves(found), strict=True))
+    for (path, one), (other_path, two) in pairs:
+        place = ".".join(path) or "the result"
+        assert path == other_path, f"{where}: {place} became {'.'.join(other_path)}"
+        if isinstance(one, (torch.Tensor, int, float)) and not isinstance(one, bool):
+            torch.testing.assert_close(
+                torch.as_tensor(two),
+                torch.as_tensor(one),
+                rtol=rtol,
+                atol=atol,
+                msg=lambda text, place=place: f"{where}: {place}\n{text}",
+            )
+        else:
+            assert one == two, f"{where}: {place} is {two!r}, not {one!r}"
+
+
+def largest_difference(one: object, two: object) -> float:
+    """The largest absolute difference between the tensors of two nested values, in float64.
+
+    Example:
+        >>> largest_difference([torch.zeros(2)], [torch.tensor([0.0, 3.0])])
+        3.0
+    """
+    pairs = zip(leaves(one), leaves(two), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) if a.numel() else 0.0 for (_, a), (_, b) in pairs)

@@ -1,0 +1,482 @@
+"""The laws every transform keeps, as functions: for the table of this package and for your own.
+
+A `Row` says how to apply one transform to the parts of a small training job. Each law takes a row
+and raises `AssertionError` if the transform breaks it. `check_laws(row)` runs them all.
+
+    1. one_rank_changes_nothing     on one rank the parameters are those of plain torch, bit for bit
+    2. names_stay                   parameter names, order, state_dict keys, class, attributes
+    3. twice_raises                 AlreadyApplied, and a stale context is noticed
+    4. ranks_equal_reference        n ranks = the naive loop in one process
+    6. pairs_agree                  any two rows, in both orders: the reference, or OrderError
+    7. leaves_no_trace              environment, random state, default dtype, threads, groups
+    8. failure_reaches_all          bad input on one rank: every rank raises, in seconds
+
+(5, saving and loading, joins with checkpoints.)
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from weft.collectives import reduce
+from weft.context import DistContext, local
+from weft.contract import GradSync, offered
+from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
+from weft.testing.equivalence import largest_difference
+from weft.testing.ranks import run_ranks
+
+__all__ = [
+    "LAWS",
+    "Job",
+    "Parts",
+    "Row",
+    "check_laws",
+    "failure_reaches_all",
+    "leaves_no_trace",
+    "names_stay",
+    "one_rank_changes_nothing",
+    "pairs_agree",
+    "ranks_equal_reference",
+    "reference",
+    "train",
+    "twice_raises",
+]
+
+
+@dataclass
+class Parts:
+    """What transforms are applied to."""
+
+    module: nn.Module
+    loader: Any
+    optimizer: torch.optim.Optimizer | None = None
+
+
+Apply = Callable[[Parts, DistContext], DistContext]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One transform, as the laws see it.
+
+    Attributes:
+        name: For people.
+        apply: Applies the transform to the right part, in place in `Parts`; returns the context.
+        on_optimizer: It takes the optimizer, and so comes after all others.
+        needs: Rows that have to be applied before this one has any meaning.
+        then: For a row on the module: what the optimizer needs as well, applied once it is there.
+        synchronizes: It makes gradients equal on all ranks.
+        tolerance: Allowed difference to the reference in float64 parameters.
+        one_rank_tolerance: The same on one rank; 0 means bit for bit.
+        dtype: Of the model and data.
+        break_input: Applies the transform with an argument it must refuse.
+    """
+
+    name: str
+    apply: Apply
+    on_optimizer: bool = False
+    needs: tuple[Row, ...] = ()
+    then: Apply | None = None
+    synchronizes: bool = False
+    tolerance: float = 1e-12
+    one_rank_tolerance: float = 0.0
+    dtype: torch.dtype = torch.float64
+    break_input: Apply | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The small training job of the laws: a classifier on ragged data.
+
+    Attributes:
+        samples: Size of the dataset.
+        global_batch: Samples per micro-batch of all ranks together.
+        epochs: Passes over the data.
+        clip: Largest norm of the gradient.
+        dtype: Of the model and data.
+        seed: Of model and data.
+    """
+
+    samples: int = 38
+    global_batch: int = 8
+    epochs: int = 2
+    clip: float = 0.5
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+    def dataset(self) -> TensorDataset:
+        """Features [samples, 6] and classes [samples]."""
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        x = torch.randn(self.samples, 6, generator=draw, dtype=torch.float64).to(self.dtype)
+        return TensorDataset(x, torch.randint(0, 3, (self.samples,), generator=draw))
+
+    def model(self) -> Model:
+        """The same model wherever it is called; the global random state is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return Model().to(self.dtype)
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """AdamW with large steps, so that a wrong gradient shows."""
+        return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Model(nn.Module):
+    """A small classifier with a tied weight, a buffer, an attribute and a method besides forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
+        self.third.weight = self.second.weight
+        self.head = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("shift", torch.full((8,), 0.1))
+        self.note = "mine"
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 6] to [batch, 8]."""
+        hidden = torch.tanh(self.first(x)) + self.shift
+        return torch.relu(self.third(torch.tanh(self.second(hidden))) * self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 6] to logits [batch, 3]."""
+        logits: torch.Tensor = self.head(self.features(x))
+        return logits
+
+
+def reference(job: Job, steps: int = 1) -> list[torch.Tensor]:
+    """Parameters after training with plain torch, one process, no transform: the one truth."""
+    module = job.model()
+    optimizer = job.optimizer(module)
+    x, y = job.dataset().tensors
+    for _ in range(job.epochs):
+        batches = list(zip(x.split(job.global_batch), y.split(job.global_batch), strict=True))
+        for start in range(0, len(batches), steps):
+            window = batches[start : start + steps]
+            total = sum(len(classes) for _, classes in window)
+            for features, classes in window:
+                _loss(module, features, classes, total).backward()
+            _finish_step(module, optimizer, job)
+    return [p.detach() for p in module.parameters()]
+
+
+def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]:
+    """Parameters after the same training with `rows` applied in order, on the ranks of `ctx`."""
+    torch.manual_seed(ctx.rank)  # whatever the ranks draw, training must not depend on it
+    parts, ctx = _build(ctx, job, [row for row in rows if not row.on_optimizer])
+    parts.optimizer = job.optimizer(parts.module)
+    ctx = _apply_to_optimizer(parts, ctx, rows)
+    ranks = ([sync.mean_over for sync in offered(parts.module, GradSync)] or [1])[-1]
+    for _ in range(job.epochs):
+        for window in parts.loader:
+            if hasattr(window, "denominator"):
+                total = window.denominator(lambda batch: len(batch[1]))
+                batches: Iterable[Any] = window
+            else:
+                total = float(reduce(torch.tensor(float(len(window[1]))), ctx)) / ranks
+                batches = [window]
+            for features, classes in batches:
+                _loss(parts.module, features, classes, total).backward()
+            _finish_step(parts.module, parts.optimizer, job)
+    return [p.detach().clone() for p in parts.module.parameters()]
+
+
+def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(x), y, reduction="sum") / total
+
+
+def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> None:
+    torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _build(ctx: DistContext, job: Job, rows: Sequence[Row]) -> tuple[Parts, DistContext]:
+    parts = Parts(job.model(), _loader(ctx, job, rows))
+    for row in rows:
+        ctx = row.apply(parts, ctx)
+    return parts, ctx
+
+
+def _loader(ctx: DistContext, job: Job, rows: Sequence[Row]) -> DataLoader[Any]:
+    """The plain loader: of the whole data if a row will share it out, else of this rank's part."""
+    dataset, per_rank = job.dataset(), job.global_batch // ctx.world_size
+    if any(row.name.startswith("shard_data") for row in rows):
+        return DataLoader(dataset, batch_size=per_rank)
+    order = torch.arange(job.samples).split(job.global_batch)
+    mine = [list(step.tensor_split(ctx.world_size)[ctx.rank]) for step in order]
+    return DataLoader(dataset, batch_sampler=mine)
+
+
+# -- the laws ----------------------------------------------------------------------------------------
+
+
+def _with_needs(row: Row) -> list[Row]:
+    return [*row.needs, row]
+
+
+def _steps_of(rows: Sequence[Row]) -> int:
+    """Micro-batches per window, written in a row's name as `accumulate_grads[3]`."""
+    names = [row.name for row in rows if row.name.startswith("accumulate_grads")]
+    return int(names[0].partition("[")[2].partition("]")[0].partition(",")[0] or 1) if names else 1
+
+
+def one_rank_changes_nothing(row: Row, job: Job | None = None) -> None:
+    """Law 1: on one rank, training gives the parameters of plain torch, bit for bit."""
+    job = replace(job or Job(), dtype=row.dtype)
+    rows = _with_needs(row)
+    difference = largest_difference(reference(job, _steps_of(rows)), train(local(), rows, job))
+    assert difference <= row.one_rank_tolerance, f"{row.name}: on one rank parameters differ by {difference}"
+
+
+def names_stay(row: Row, ranks: int = 2) -> None:
+    """Law 2: names, order, keys, class and attributes of the module stay, and it can be copied."""
+    run_ranks(_check_names, ranks, row)
+
+
+def _check_names(ctx: DistContext, row: Row) -> None:
+    job = Job(dtype=row.dtype)
+    before, plain_loader = job.model(), _loader(ctx, job, _with_needs(row))
+    parts, ctx = _build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
+    _apply_on_optimizer(parts, ctx, row, job)
+    module = parts.module
+    assert isinstance(module, Model), f"{row.name}: the class became {type(module)}"
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in before.named_parameters()], row.name
+    assert list(module.state_dict()) == list(before.state_dict()), row.name
+    assert module.note == "mine" and module.third.weight is module.second.weight, row.name
+    assert isinstance(parts.loader, DataLoader), f"{row.name}: the loader became {type(parts.loader)}"
+    kept = ("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "prefetch_factor")
+    changed = [name for name in kept if getattr(parts.loader, name) != getattr(plain_loader, name)]
+    assert not changed, f"{row.name}: the loader lost {changed}"
+    copied = copy.deepcopy(module)
+    x = job.dataset().tensors[0][:2]
+    with torch.no_grad():
+        assert torch.allclose(copied(x), before.to(x.dtype)(x), atol=0.05) or ctx.rank, f"{row.name}: the copy differs"
+    pickle.loads(pickle.dumps(module))
+
+
+def _apply_on_optimizer(parts: Parts, ctx: DistContext, row: Row, job: Job) -> DistContext:
+    parts.optimizer = job.optimizer(parts.module)
+    return _apply_to_optimizer(parts, ctx, _with_needs(row))
+
+
+def _apply_to_optimizer(parts: Parts, ctx: DistContext, rows: Sequence[Row]) -> DistContext:
+    chosen = [row.apply for row in rows if row.on_optimizer]
+    needed = [row.then for row in rows if row.then is not None and row.then not in chosen]
+    for apply in dict.fromkeys((*needed, *chosen)):
+        ctx = apply(parts, ctx)
+    return ctx
+
+
+def twice_raises(row: Row, ranks: int = 2) -> None:
+    """Law 3: a second application raises AlreadyApplied, also with a context that forgot the first."""
+    run_ranks(_check_twice, ranks, row)
+
+
+def _check_twice(ctx: DistContext, row: Row) -> None:
+    job = Job(dtype=row.dtype)
+    parts, before = _build(ctx, job, list(row.needs))
+    parts.optimizer = job.optimizer(parts.module)
+    after = row.apply(parts, before)
+    state = {name: value.clone() for name, value in parts.module.state_dict().items()}
+    for known in (after, before):
+        try:
+            row.apply(parts, known)
+        except AlreadyApplied as error:
+            assert "found:" in str(error) and "fix:" in str(error), str(error)
+        else:
+            raise AssertionError(f"{row.name}: a second application was accepted")
+    for name, value in parts.module.state_dict().items():
+        assert torch.equal(value, state[name]), f"{row.name}: refused, but {name} changed"
+    assert before.applied == after.applied[: len(before.applied)], f"{row.name}: changed the context it was given"
+
+
+def ranks_equal_reference(row: Row, ranks: int = 2, job: Job | None = None) -> None:
+    """Law 4: training on several ranks gives the parameters of the naive loop in one process."""
+    job = replace(job or Job(), dtype=row.dtype)
+    rows = _complete(_with_needs(row))
+    expected = reference(job, _steps_of(rows))
+    for rank, found in enumerate(run_ranks(train, ranks, rows, job)):
+        difference = largest_difference(expected, found)
+        assert difference <= row.tolerance, f"{row.name}: rank {rank} of {ranks} differs by {difference}"
+
+
+def _complete(rows: list[Row]) -> list[Row]:
+    """Training on several ranks needs something that makes the gradients equal."""
+    if any(row.synchronizes for row in rows):
+        return rows
+    return [PLAIN_SYNC, *rows]
+
+
+def pairs_agree(one: Row, two: Row, ranks: int = 2, job: Job | None = None) -> str:
+    """Law 6: two rows in this order give the reference, or raise OrderError naming the right order.
+
+    Returns:
+        "agrees" or "refused".
+    """
+    job = replace(job or Job(), dtype=torch.float32 if torch.float32 in (one.dtype, two.dtype) else torch.float64)
+    needs = [row for row in (*one.needs, *two.needs) if row.name not in (one.name, two.name)]
+    rows = [*dict.fromkeys(needs), one, two]
+    try:
+        found = run_ranks(_train_pair, ranks, rows, job)
+    except WeftError as error:
+        cause = error.__cause__
+        assert isinstance(cause, OrderError), f"{one.name}, {two.name}: {error}"
+        assert one.name.partition("[")[0] in str(cause) and two.name.partition("[")[0] in str(cause), str(cause)
+        assert "expected:" in str(cause), str(cause)
+        return "refused"
+    expected = reference(job, _steps_of(rows))
+    for rank, parameters in enumerate(found):
+        difference = largest_difference(expected, parameters)
+        limit = max(one.tolerance, two.tolerance, 1e-6 if job.dtype is torch.float32 else 0)
+        assert difference <= limit, f"{one.name}, then {two.name}: rank {rank} differs by {difference}"
+    return "agrees"
+
+
+def _train_pair(ctx: DistContext, rows: list[Row], job: Job) -> list[torch.Tensor]:
+    return train(ctx, _complete(rows), job)
+
+
+def leaves_no_trace(row: Row, ranks: int = 2) -> None:
+    """Law 7: the process is as before, and everything is collected once it is dropped."""
+    run_ranks(_check_trace, ranks, row)
+
+
+def _check_trace(ctx: DistContext, row: Row) -> None:
+    job = Job(dtype=row.dtype)
+    before = _process_state()
+    parts, after = _build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
+    after = _apply_on_optimizer(parts, after, row, job)
+    if any(r.synchronizes for r in _with_needs(row)):
+        _train_once(parts, job)
+    assert _process_state() == before, f"{row.name}: {_changes(before, _process_state())}"
+    refs = [weakref.ref(part) for part in (parts.module, parts.loader, parts.optimizer) if part is not None]
+    first = next(parts.module.parameters())
+    refs.append(weakref.ref(first))
+    del parts, first
+    gc.collect()
+    alive = [type(ref()).__name__ for ref in refs if ref() is not None]
+    assert not alive, f"{row.name}: still alive after del and one collection: {alive}"
+    del after
+
+
+def _train_once(parts: Parts, job: Job) -> None:
+    """One backward pass and step, so that whatever is made lazily is there."""
+    assert parts.optimizer is not None
+    with torch.random.fork_rng(devices=[]):  # torch's own DataLoader draws a seed for its workers
+        window = next(iter(parts.loader))
+        batch = next(iter(window)) if hasattr(window, "denominator") else window
+    _loss(parts.module, *batch, 1.0).backward()
+    _finish_step(parts.module, parts.optimizer, job)
+
+
+def _process_state() -> dict[str, object]:
+    return {
+        "environment": dict(os.environ),
+        "torch random state": torch.get_rng_state().tolist(),
+        "python random state": random.getstate(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "torch threads": torch.get_num_threads(),
+        "threads": threading.active_count(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "groups": len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0,
+    }
+
+
+def _changes(before: dict[str, object], after: dict[str, object]) -> str:
+    return ", ".join(name for name in before if before[name] != after[name]) + " changed"
+
+
+def failure_reaches_all(row: Row, ranks: int = 2) -> None:
+    """Law 8: if the transform refuses on one rank, every rank raises within 10 s and knows which."""
+    if row.break_input is None:
+        return
+    for rank, (kind, culprit, seconds, changed) in enumerate(run_ranks(_check_failure, ranks, row)):
+        assert kind != "nothing", f"{row.name}: rank {rank} did not notice"
+        assert seconds < 10, f"{row.name}: rank {rank} needed {seconds:.1f} s to notice"
+        assert rank == ranks - 1 or culprit == ranks - 1, f"{row.name}: rank {rank} got {kind}, blames {culprit}"
+        assert not changed, f"{row.name}: rank {rank} changed {changed}"
+
+
+def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[str]]:
+    assert row.break_input is not None
+    job = Job(dtype=row.dtype)
+    parts, ctx = _build(ctx, job, list(row.needs))
+    parts.optimizer = job.optimizer(parts.module)
+    state = {name: value.clone() for name, value in parts.module.state_dict().items()}
+    hooks = _count_hooks(parts.module)
+    begin = time.monotonic()
+    kind, culprit = "nothing", -1
+    try:
+        (row.break_input if ctx.rank == ctx.world_size - 1 else row.apply)(parts, ctx)
+        ctx.agree("after the transform")  # local transforms: the next meeting tells
+    except PeerError as error:
+        kind, culprit = "PeerError", error.rank
+    except (WeftError, ValueError, TypeError) as error:
+        kind = type(error).__name__
+        culprit = ctx.world_size - 1 if f"on rank {ctx.world_size - 1}" in str(error) else -1
+    seconds = time.monotonic() - begin
+    changed = [name for name, value in parts.module.state_dict().items() if not torch.equal(value, state[name])]
+    changed += ["hooks"] if _count_hooks(parts.module) != hooks else []
+    return kind, culprit, seconds, changed
+
+
+def _count_hooks(module: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+def _sync_plainly(parts: Parts, ctx: DistContext) -> DistContext:
+    """Average gradients by hand, as a row of its own: the laws do not lean on `replicate`."""
+    if ctx.world_size > 1:
+        for parameter in parts.module.parameters():
+            parameter.register_hook(_Average(ctx))
+    return ctx
+
+
+class _Average:
+    def __init__(self, ctx: DistContext) -> None:
+        self.ctx = ctx
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        return reduce(gradient, self.ctx, "sum")
+
+
+PLAIN_SYNC = Row(name="plain sync", apply=_sync_plainly, synchronizes=True)
+
+
+LAWS: dict[str, Callable[[Row], None]] = {
+    "one_rank_changes_nothing": one_rank_changes_nothing,
+    "names_stay": names_stay,
+    "twice_raises": twice_raises,
+    "ranks_equal_reference": ranks_equal_reference,
+    "leaves_no_trace": leaves_no_trace,
+    "failure_reaches_all": failure_reaches_all,
+}
+
+
+def check_laws(row: Row) -> None:
+    """Run every law that concerns one row alone.
+
+    Raises:
+        AssertionError: A law is broken; the text says which and how.
+    """
+    for law in LAWS.values():
+        law(row)

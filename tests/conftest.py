@@ -1,0 +1,33 @@
+"""The leak police: a test leaves environment, defaults, random state and threads as they were."""
+
+import os
+import random
+import threading
+
+import pytest
+import torch
+
+
+def _state():
+    return {
+        "environment": dict(os.environ),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "torch threads": torch.get_num_threads(),
+        "threads": sorted(t.name for t in threading.enumerate() if not t.daemon),
+        "group": torch.distributed.is_initialized(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def leak_police():
+    torch.manual_seed(0)
+    random.seed(0)
+    before = _state()
+    before["environment"].pop("PYTEST_CURRENT_TEST", None)
+    yield
+    after = _state()
+    after["environment"].pop("PYTEST_CURRENT_TEST", None)
+    changed = [name for name in before if before[name] != after[name]]
+    assert not changed, f"the test changed: {', '.join(changed)}"

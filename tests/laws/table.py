@@ -1,0 +1,144 @@
+"""The table transforms x laws: one row per transform and important option."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import weft
+from weft.testing.laws import Parts, Row
+
+
+def _custom_transform():
+    """The transform of the docs page, loaded from its file."""
+    path = pathlib.Path(__file__).parents[2] / "docs" / "custom_transform.py"
+    spec = importlib.util.spec_from_file_location("custom_transform", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+custom_transform = _custom_transform()
+
+
+def shard(parts: Parts, ctx, **options):
+    parts.loader, ctx = weft.shard_data(parts.loader, ctx, **{"uneven": "empty", **options})
+    return ctx
+
+
+def copy_weights(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.replicate(parts.module, ctx, **options)
+    return ctx
+
+
+def precise(parts: Parts, ctx, policy):
+    parts.module, ctx = weft.with_precision(parts.module, ctx, policy)
+    return ctx
+
+
+def precise_optimizer(parts: Parts, ctx):
+    parts.optimizer, ctx = weft.with_precision(parts.optimizer, ctx)
+    return ctx
+
+
+def accumulate(parts: Parts, ctx, **options):
+    parts.module, parts.loader, ctx = weft.accumulate_grads(parts.module, parts.loader, ctx, **options)
+    return ctx
+
+
+def norms(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.sync_batch_norm(parts.module, ctx, **options)
+    return ctx
+
+
+def fuse(parts: Parts, ctx):
+    parts.optimizer, ctx = weft.fuse_step(parts.optimizer, ctx)
+    return ctx
+
+
+def fuse_wrong(parts: Parts, ctx):
+    parts.optimizer = torch.optim.Adagrad.__new__(torch.optim.LBFGS)
+    return fuse(parts, ctx)
+
+
+def sum_all(parts: Parts, ctx):
+    parts.module, ctx = custom_transform.sum_gradients(parts.module, ctx)
+    return ctx
+
+
+def sum_other_model(parts: Parts, ctx):
+    other = replace(parts, module=torch.nn.Linear(1, 1))
+    return sum_all(other, None if ctx is None else ctx.only(0))
+
+
+SHARD = Row(name="shard_data", apply=shard, break_input=partial(shard, uneven="nonsense"))
+REPLICATE = Row(
+    name="replicate", apply=copy_weights, synchronizes=True, break_input=partial(copy_weights, bucket_bytes=-1)
+)
+FLAT = Row(
+    name="replicate[flat]",
+    apply=partial(copy_weights, flat=True),
+    synchronizes=True,
+    break_input=partial(copy_weights, axis="nowhere"),
+)
+UNUSED = Row(
+    name="replicate[unused]",
+    apply=partial(copy_weights, unused="zero"),
+    synchronizes=True,
+    break_input=partial(copy_weights, unused="sometimes"),
+)
+TINY_BUCKETS = Row(name="replicate[buckets]", apply=partial(copy_weights, bucket_bytes=64), synchronizes=True)
+FP32 = Row(
+    name="with_precision[fp32]",
+    apply=partial(precise, policy="fp32"),
+    dtype=torch.float32,
+    tolerance=2e-6,
+    break_input=partial(precise, policy="fp31"),
+)
+# Tolerances of 16-bit rows: AdamW moves each weight by about lr=0.01 a step whatever the size of the
+# gradient, so a gradient near zero that rounds to the other sign costs 0.02 per step, of 12 steps.
+BF16 = Row(
+    name="with_precision[bf16]",
+    apply=partial(precise, policy="bf16"),
+    dtype=torch.float32,
+    tolerance=0.05,
+    one_rank_tolerance=0.05,
+    break_input=partial(precise, policy=weft.Precision(compute=torch.bfloat16)),
+)
+FP16_MODULE = Row(
+    name="with_precision[fp16]",
+    apply=partial(precise, policy="fp16"),
+    then=precise_optimizer,
+    dtype=torch.float32,
+    tolerance=0.05,
+    one_rank_tolerance=0.05,
+)
+FP16 = Row(
+    name="with_precision[fp16 optimizer]",
+    apply=precise_optimizer,
+    on_optimizer=True,
+    needs=(FP16_MODULE,),
+    dtype=torch.float32,
+    tolerance=0.05,
+    one_rank_tolerance=0.05,
+)
+ACCUMULATE = Row(
+    name="accumulate_grads[3]", apply=partial(accumulate, steps=3), break_input=partial(accumulate, steps=0)
+)
+EVERY = Row(
+    name="accumulate_grads[2,every]",
+    apply=partial(accumulate, steps=2, reduce="every"),
+    break_input=partial(accumulate, steps=3, reduce="never"),
+)
+NORMS = Row(name="sync_batch_norm", apply=norms, break_input=partial(norms, axis="nowhere"))
+FUSE = Row(name="fuse_step", apply=fuse, on_optimizer=True, needs=(FLAT,), break_input=fuse_wrong)
+CUSTOM = Row(name="sum_gradients", apply=sum_all, synchronizes=True, break_input=sum_other_model)
+
+TABLE = [
+    SHARD, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
+]  # fmt: skip
+PAIRS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
