@@ -136,8 +136,8 @@ def run_target(target: str, is_module: bool, arguments: list[str], reports: str)
         report = {
             "rank": place.rank,
             "time": time.time(),
-            "echo": isinstance(error, PeerError),
             "trace": _own_traceback(error, target),
+            "blames": [error.rank, error.text] if isinstance(error, PeerError) else None,
         }
         (Path(reports) / f"{place.rank}.json").write_text(json.dumps(report), encoding="utf-8")
         sys.stdout.flush()
@@ -164,10 +164,11 @@ def first_failure(error: ChildFailedError, reports: Path) -> tuple[str, int]:
     """
     rank, failure = error.get_first_failure()
     found = [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
-    found.sort(key=lambda report: (report["echo"], report["time"]))
+    found.sort(key=lambda report: (report["blames"] is not None, report["time"]))
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     if found:
-        last = found[0]["trace"].rstrip().splitlines()[-1]
-        return f"{found[0]['trace'].rstrip()}\nweft launch: rank {found[0]['rank']} failed: {last}", code
+        trace = found[0]["trace"].rstrip()
+        culprit, why = found[0]["blames"] or (found[0]["rank"], trace.splitlines()[-1])
+        return f"{trace}\nweft launch: rank {culprit} failed: {why}", code
     how = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
     return f"weft launch: rank {rank} (process {failure.pid}) ended {how}", code

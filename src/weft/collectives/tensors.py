@@ -132,12 +132,11 @@ def _gather_packed(found: list[torch.Tensor], value: object, world: World, ctx: 
     sizes = [sum(num_bytes(shape, t.dtype) for shape, t in zip(row, found, strict=True)) for row in shapes]
     mine = [t.contiguous().reshape(-1).view(torch.uint8).to(ctx.device) for t in found if t.numel()]
     longest = max(sizes)
-    if longest == 0:
-        return [t.clone() for t in found]
     packed = torch.zeros(longest, dtype=torch.uint8, device=ctx.device)
     packed[: sizes[ctx.rank]] = torch.cat(mine) if mine else packed[:0]
     all_bytes = packed.new_empty(longest * ctx.world_size)
-    all_gather_flat(all_bytes, packed, world)
+    if longest:
+        all_gather_flat(all_bytes, packed, world)
     return [_join(index, found, shapes, all_bytes.view(ctx.world_size, longest)) for index in range(len(found))]
 
 
@@ -151,7 +150,10 @@ def _join(index: int, found: list[torch.Tensor], shapes: list[list[list[int]]], 
         if stop > start:
             # Slices start anywhere; a dtype's view wants its own alignment.
             pieces.append(data[start:stop].clone().view(tensor.dtype).view(row[index]))
-    return (torch.cat(pieces) if pieces else tensor.clone()).to(tensor.device)
+    if not pieces:
+        rows = sum(row[index][0] for row in shapes)
+        return tensor.new_empty([rows, *shapes[0][index][1:]])
+    return torch.cat(pieces).to(tensor.device)
 
 
 def _exchange_shapes(found: list[torch.Tensor], value: object, world: World, ctx: DistContext) -> list[list[list[int]]]:

@@ -13,6 +13,7 @@ from weft.context.applied import Applied
 from weft.context.distcontext import DistContext, Restriction
 from weft.context.explain import explain
 from weft.context.start import adopt, local, start
+from weft.engines import TorchEngine
 from weft.context.world import World
 
-__all__ = ["Applied", "DistContext", "Restriction", "World", "adopt", "explain", "local", "start"]
+__all__ = ["Applied", "DistContext", "Restriction", "TorchEngine", "World", "adopt", "explain", "local", "start"]

@@ -30,38 +30,54 @@ _CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waite
 _BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
 
 
-def make_line(world: World, members: Sequence[int], backend: str, name: str) -> World:
-    """Make the world of some ranks of `world`; every rank of `world` calls it, members make the group.
+def make_line(world: World, lines: Sequence[Sequence[int]], backend: str, name: str) -> World:
+    """Make process groups for some disjoint sets of ranks, and return the one this rank is in.
 
-    Collectives: one group is made, by its members only.
+    Collectives: one group per line. Every rank of `world` calls it with the same lines.
 
     Args:
         world: The larger world.
-        members: Ranks of `world`, in the order of the new one.
-        backend: Of the process group.
+        lines: Ranks of `world`, each line in ascending order.
+        backend: Of the process groups.
         name: For the error text when the ranks do not agree.
 
     Returns:
-        The new world; with rank -1 and no group on the other ranks.
+        The world of this rank's line; of the first line with rank -1, if it is in none.
     """
-    rank = list(members).index(world.rank) if world.rank in members else -1
-    line = World(ranks=[world.ranks[m] for m in members], rank=rank, timeout_s=world.timeout_s)
+    mine = next((line for line in lines if world.rank in line), lines[0])
+    rank = list(mine).index(world.rank) if world.rank in mine else -1
+    line = World(ranks=[world.ranks[m] for m in mine], rank=rank, timeout_s=world.timeout_s)
     line.root = world.root
     number = world.next_line()
     if world.group is None or world.store is None:
         return line
-    agree(world, name)
-    if rank >= 0 and len(line.ranks) > 1:
-        line.group = dist.new_group(
-            list(line.ranks),
-            timeout=timedelta(seconds=world.timeout_s),
-            backend=backend,
-            use_local_synchronization=True,  # the other ranks take no part
-        )
+    agree(world, name, {"lines": [list(each) for each in lines]})
+    for members in lines:
+        group = _new_group(world, [world.ranks[m] for m in members], backend)
+        if world.rank in members:
+            line.group = group
+    if rank >= 0:
         line.store = dist.PrefixStore(f"line/{number}/{line.ranks[0]}", world.store)
-        world.root.made.append(line)
         announce(line)
+        world.root.made.append(line)
     return line
+
+
+def _new_group(world: World, ranks: list[int], backend: str) -> dist.ProcessGroup | None:
+    """One process group; None on ranks that are not in it."""
+    # torch wants every rank of the default group to take part in making a group. If only some are
+    # here, its members make it among themselves; such a group has a name that depends on its ranks
+    # alone, so it is never destroyed before the default group (a second one would meet its ghost).
+    all_here = len(world.ranks) == dist.get_world_size()
+    if not all_here and world.ranks[world.rank] not in ranks:
+        return None
+    limit = timedelta(seconds=world.timeout_s)
+    made = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=not all_here)
+    if not isinstance(made, dist.ProcessGroup):
+        return None
+    if all_here:
+        world.root.disposable.append(made)
+    return made
 
 
 def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh | None:
@@ -79,15 +95,9 @@ def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: st
 
 
 def _line_group(world: World, axis: str) -> dist.ProcessGroup:
-    line = world.lines.get(axis)
-    if line is None or line.group is None:  # an axis of size 1: a group of this rank alone
-        group: dist.ProcessGroup = dist.new_group([world.ranks[world.rank]], use_local_synchronization=True)
-        line = World(ranks=[world.ranks[world.rank]], rank=0, group=group)
-        line.root = world.root
-        world.lines[axis] = line
-        world.root.made.append(line)
-    assert line.group is not None
-    return line.group
+    group = world.lines[axis].group
+    assert group is not None
+    return group
 
 
 def close(world: World) -> None:
@@ -153,7 +163,7 @@ def _release(world: World) -> None:
     for holder in list(world.holders):
         holder.release()
     world.meshes.clear()
-    groups = [line.group for line in world.made]
+    disposable, world.disposable = world.disposable, []
     for line in (*world.made, *world.lines.values()):
         line.group = None
         line.meshes.clear()
@@ -166,6 +176,5 @@ def _release(world: World) -> None:
         if world.owner:
             dist.destroy_process_group()
         else:
-            for made in groups:
-                if made is not None:
-                    dist.destroy_process_group(made)
+            for made in disposable:
+                dist.destroy_process_group(made)

@@ -183,7 +183,7 @@ class DistContext:
         sizes = tuple((name, self.axis_size(name)) for name in names)
         if {name for name, size in self.axes if size > 1} <= set(names):
             return replace(self, axes=sizes, data_axes=self._data_axes_in(names))
-        members = self.line(names)
+        members = next(line for line in self.all_lines(names) if self.rank in line)
         world = self._line(names, members)
         return replace(
             self,
@@ -195,17 +195,17 @@ class DistContext:
             world=world,
         )
 
-    def line(self, names: Sequence[str]) -> list[int]:
-        """The ranks that differ from this one along `names` only, in order."""
-        mine = self.coordinates
-        return [
-            rank
-            for rank in range(self.world_size)
-            if all(place == mine[name] for name, place in self.coordinates_of(rank).items() if name not in names)
-        ]
+    def all_lines(self, names: Sequence[str]) -> list[list[int]]:
+        """The ranks, sorted into lines whose members differ along `names` only."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates_of(rank)
+            lines.setdefault(tuple(at for name, at in place.items() if name not in names), []).append(rank)
+        return list(lines.values())
 
-    def _line(self, names: tuple[str, ...], members: list[int]) -> World:
-        live = self.world.lines.get("+".join(names))
+    def _line(self, names: Sequence[str], members: list[int]) -> World:
+        wide = [name for name in names if self.axis_size(name) > 1] or list(names[:1])
+        live = self.world.lines.get("+".join(wide))
         if live is not None:
             return live
         if len(members) == 1 or self.world.group is None:
@@ -219,7 +219,6 @@ class DistContext:
             )
         )
 
-
     def _data_axes_in(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in names if name in self.data_axes)
 
@@ -229,17 +228,17 @@ class DistContext:
         Changes: nothing. Collectives: makes one process group.
 
         Args:
-            ranks: Ranks of this context, without repeats.
+            ranks: Ranks of this context, without repeats; their order does not matter.
 
         Returns:
-            A context with one axis "data" over `ranks`. On the other ranks its `rank` is -1,
+            A context with one axis "data" over `ranks`, in ascending order. On the other ranks its `rank` is -1,
             `here` is False and every collective raises.
 
         Raises:
             ContextError: Empty, repeated or unknown ranks.
             PeerError: Another rank failed or asked for other ranks.
         """
-        members = list(ranks)
+        members = sorted(ranks)
         if not members or len(set(members)) != len(members) or not all(0 <= r < self.world_size for r in members):
             raise ContextError(
                 message(
@@ -249,7 +248,7 @@ class DistContext:
                     fix="ctx.subset([0, 1])",
                 )
             )
-        world = closing.make_line(self.world, members, self.engine.backend(self.device), f"subset {members}")
+        world = closing.make_line(self.world, [members], self.engine.backend(self.device), f"subset {members}")
         return replace(
             self,
             rank=members.index(self.rank) if self.rank in members else -1,

@@ -366,13 +366,12 @@ def _context(
 
 def _make_lines(ctx: DistContext) -> None:
     """Make the group of this rank's line along each axis, and along all data axes together."""
-    wide = [name for name, size in ctx.axes if size > 1]
-    combinations = [(name,) for name in wide]
-    data = tuple(name for name in ctx.data_axes if name in wide)
+    combinations = [(name,) for name, _ in ctx.axes] if len(ctx.axes) > 1 else []
+    data = tuple(name for name, size in ctx.axes if name in ctx.data_axes and size > 1)
     if len(data) > 1:
         combinations.append(data)
     for names in combinations:
-        if set(names) == set(wide):
-            continue  # that is the whole world, whose group exists
-        backend = ctx.engine.backend(ctx.device)
-        ctx.world.lines["+".join(names)] = closing.make_line(ctx.world, ctx.line(names), backend, f"axis {names}")
+        lines = ctx.all_lines(names)
+        if len(lines) > 1:  # else that is the whole world, whose group exists
+            backend = ctx.engine.backend(ctx.device)
+            ctx.world.lines["+".join(names)] = closing.make_line(ctx.world, lines, backend, f"axis {names}")

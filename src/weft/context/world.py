@@ -73,6 +73,7 @@ class World:
         root: The world that was started or adopted; this one is a part of it.
         lines: The worlds of this rank's mesh axes by name.
         made: On a root, every smaller world made of it.
+        disposable: On a root, the groups of those worlds that can be destroyed by themselves.
         meshes: torch's meshes over the groups above.
         meetings: How many meetings there were.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
@@ -100,6 +101,7 @@ class World:
         self.root: World = self
         self.lines: dict[str, World] = {}
         self.made: list[World] = []
+        self.disposable: list[dist.ProcessGroup] = []
         self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.meetings = 0

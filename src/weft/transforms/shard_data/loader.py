@@ -100,7 +100,7 @@ class ShardedLoader(Extension[T]):
         assert isinstance(batches, RankBatches)
         left = batches.total - cursor.start
         last = batches.plan.num_steps(left) - 1
-        empty = batches.plan.uneven == "empty" and 0 < left % batches.plan.per_step <= batches.plan.rank
+        empty = batches.plan.ends_empty(left)
         for step, batch in enumerate(self._worker_batches()):
             cursor.samples = cursor.start + batches.plan.used_after(step + 1, left)
             yield map_tensors(lambda t: t[:0] if t.dim() else t, batch) if empty and step == last else batch

@@ -77,6 +77,11 @@ class Plan:
         first = start + self.rank * share + min(self.rank, extra)
         return order[first : first + share + (1 if self.rank < extra else 0)]
 
+    def ends_empty(self, units: int) -> bool:
+        """Whether this rank gets nothing in the last step of so many units."""
+        rest = units % self.per_step
+        return self.uneven == "empty" and self._rest_counts(rest) and rest <= self.rank
+
     def check(self, units: int, what: str) -> None:
         """Raise if the last step cannot be shared out as `uneven` asks.
 

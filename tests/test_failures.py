@@ -1,0 +1,197 @@
+"""Faults in real scripts, started by hand: every other rank ends in seconds and names the culprit."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, weft
+
+fault = sys.argv[1]
+with weft.start(timeout_s=60, debug=fault == "shape") as ctx:
+    model, ctx = weft.replicate(torch.nn.Linear(4, 4), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        if step == 5 and ctx.rank == 1:
+            if fault == "raise":
+                raise ValueError("the data of rank 1 is bad")
+            if fault == "kill":
+                os.kill(os.getpid(), 9)
+            if fault == "only":
+                weft.reduce(torch.ones(1), ctx.only(1))
+        if step == 5 and fault == "shape":
+            weft.reduce(torch.ones(2 + ctx.rank), ctx)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("fine")
+"""
+
+
+def _port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _start(path, n, *arguments):
+    base = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")}
+    common = {**base, "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(path), *arguments],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+
+
+def _end(processes, limit_s=60):
+    end = time.monotonic() + limit_s
+    try:
+        outputs = [p.communicate(timeout=max(end - time.monotonic(), 0.1))[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [p.returncode for p in processes], outputs
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fault", "n", "text"),
+    [
+        ("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad"),
+        ("kill", 2, "rank 1 failed.*its process is gone"),
+        ("kill", 4, "rank 1 failed.*its process is gone"),
+        ("only", 2, "rank 1 failed.*CollectiveRefused: reduce: refused on a context for rank 1 only, at .*train.py:\\d+"),
+    ],
+)
+def test_a_fault_on_one_rank_ends_all_and_is_named(script, fault, n, text):
+    codes, outputs = _end(_start(script, n, fault))
+    assert all(code != 0 for code in codes)
+    assert codes[1] == (-signal.SIGKILL if fault == "kill" else 1)
+    for rank, output in enumerate(outputs):
+        if rank != 1:
+            assert re.search(text, output, re.DOTALL), f"rank {rank}:\n{output}"
+            assert "terminate called" not in output
+
+
+def test_a_mismatch_raises_on_all_ranks_with_debug(script):
+    codes, outputs = _end(_start(script, 2, "shape"))
+    assert codes == [1, 1]
+    for output in outputs:
+        assert "value: [2] torch.float32' on rank 0 at" in output and re.search(r"train.py:\d+", output)
+
+
+def test_a_run_ends_with_zero_and_in_good_order(script):
+    for _ in range(3):
+        codes, outputs = _end(_start(script, 2, "none"))
+        assert codes == [0, 0], outputs
+        assert all(output == "fine\n" for output in outputs)
+
+
+WITHOUT_WITH = """
+import sys
+import torch, weft
+ctx = weft.start(timeout_s=60)
+weft.reduce(torch.ones(1), ctx)
+if sys.argv[1] == "raise" and ctx.rank == 0:
+    raise ValueError("rank 0 is bad")
+weft.reduce(torch.ones(1), ctx)
+"""
+
+
+def test_a_context_that_nobody_closes(tmp_path):
+    path = tmp_path / "open.py"
+    path.write_text(WITHOUT_WITH)
+    codes, outputs = _end(_start(path, 2, "fine"))
+    assert codes == [0, 0] and outputs == ["", ""]
+    codes, outputs = _end(_start(path, 2, "raise"))
+    assert codes == [1, 1] and "rank 0 failed" in outputs[1] and "ValueError: rank 0 is bad" in outputs[1]
+
+
+def test_a_rank_that_never_comes(tmp_path):
+    path = tmp_path / "lonely.py"
+    path.write_text("import weft\nweft.start(timeout_s=2)\n")
+    processes = _start(path, 2)
+    late = processes.pop()
+    late.kill()
+    late.communicate()
+    codes, outputs = _end(processes)
+    assert codes == [1] and "rank 0 of 2 cannot meet the others" in outputs[0] and "fix:" in outputs[0]
+
+
+SIDE_BY_SIDE = """
+import copy, gc, os, weakref
+import torch, weft
+from torch import nn
+
+def build(policy, steps):
+    torch.manual_seed(0)
+    ctx = weft.local(seed=1)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4))
+    loader, ctx = weft.shard_data(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), ctx)
+    model, ctx = weft.with_precision(nn.Linear(4, 4), ctx, policy)
+    model, ctx = weft.replicate(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=steps)
+    return model, optimizer, loader, ctx
+
+def steps(model, optimizer, loader):
+    for window in loader:
+        for (x,) in window:
+            (model(x).square().mean() / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+def solo(*args):
+    parts = build(*args)
+    for _ in steps(*parts[:3]):
+        pass
+    return [p.detach().clone() for p in parts[0].parameters()]
+
+torch.optim.SGD([torch.ones(1)])  # torch's own lazy imports set variables; not ours to answer for
+before = (dict(os.environ), torch.get_default_dtype(), {n: id(v) for n, v in vars(weft).items()})
+alone = [solo("fp32", 1), solo("bf16", 4)]
+one, two = build("fp32", 1), build("bf16", 4)
+turns = [steps(*one[:3]), steps(*two[:3])]
+while turns:
+    for turn in list(turns):
+        if next(turn, "end") == "end":
+            turns.remove(turn)
+for parts, expected in zip((one, two), alone):
+    assert all(torch.equal(p, e) for p, e in zip(parts[0].parameters(), expected))
+state = torch.get_rng_state()
+build_state = weft.local(), weft.local(seed=2)
+assert torch.equal(state, torch.get_rng_state())
+assert before == (dict(os.environ), torch.get_default_dtype(), {n: id(v) for n, v in vars(weft).items()})
+refs = [weakref.ref(part) for parts in (one, two) for part in parts]
+del one, two, parts, turns, turn, build_state
+gc.collect()
+assert [r() for r in refs] == [None] * 8, [r() for r in refs]
+print("fine")
+"""
+
+
+def test_two_contexts_side_by_side_leave_nothing_behind(tmp_path):
+    path = tmp_path / "side_by_side.py"
+    path.write_text(SIDE_BY_SIDE)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "fine\n", done.stderr
