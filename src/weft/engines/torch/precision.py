@@ -32,6 +32,11 @@ class PreciseModule:
         self._entered: list[Any] = []
         self._removable = Removable()
         self.scale = LossScale(module, options.scale) if options.scale is not None else None
+        if self.scale is not None:
+            # The borders are autograd functions with Python inside: a compiler has to stop there,
+            # and must not find autocast switched on in one graph and off in another.
+            self.before = torch.compiler.disable(self.before)  # type: ignore[method-assign]
+            self.after = torch.compiler.disable(self.after)  # type: ignore[method-assign]
         before = module.register_forward_pre_hook(_Before(self), with_kwargs=True)
         after = module.register_forward_hook(_After(self), always_call=True)
         self._removable.add(before.remove)

@@ -67,7 +67,7 @@ class GradientReducer:
         self._parameters = [p for _, p in named]
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._armed = False
-        self._calls = 0
+        self._called_at = -1
         self._got = bytearray(len(named))
         self._nothing = bytes(len(named))
         self._buffers = options.buffers == "broadcast" and any(True for _ in module.buffers())
@@ -139,14 +139,16 @@ class GradientReducer:
             self._start_anew()
         if self._unreduced_versions is not None:
             self._check_not_stepped()
-        if self.channel is not None and torch.is_grad_enabled():
-            self.channel.prepare()
-        self._calls += 1
+        if torch.is_grad_enabled():
+            self._called_at = self._parameters[0]._version
+            if self.channel is not None:
+                self.channel.prepare()
         return self._watch_unused(output) if self.finds_unused else output
 
     def arrive(self, index: int) -> None:
         """The first gradient of a backward pass has reached parameter `index`."""
-        if not self._calls:
+        # Steps change the version: a call before the last step is no excuse for this backward.
+        if self._called_at != self._parameters[0]._version:
             _raise_past_forward(self._names[index], self._class_name, self._other_methods)
         self.session.enter()
 
@@ -188,8 +190,6 @@ class GradientReducer:
         self._arm([])
 
     def _end(self) -> None:
-        # Several calls may have come before this backward; a rest only makes `arrive` lenient.
-        self._calls -= 1
         if not self.enabled:
             self._got[:] = self._nothing
             self._unreduced_versions = self._versions()
