@@ -206,7 +206,7 @@ def transform(
                 if rules.collective and ctx.world.meetings == meetings:
                     disagree(ctx.world, error)
                 raise
-            return cast(R, _record(rules, options, objects, result))
+            return cast("R", _record(rules, options, objects, result))
 
         return applied
 
@@ -283,7 +283,7 @@ def _check(rules: _Rules, obj: object, ctx: DistContext) -> None:
         raise StaleContext(
             message(
                 f"{rules.name}: the context does not know what was done to this {kind}",
-                found=f"applied to the object: {listed(done)}; missing in ctx.applied: {listed(r.name for r in missing)}",
+                found=f"applied to the object: {listed(done)}; not in ctx.applied: {listed(r.name for r in missing)}",
                 expected="the context that the last transform returned",
                 fix=f"obj, ctx = {missing[-1].name}(obj, ctx); obj, ctx = {rules.name}(obj, ctx)",
             )

@@ -58,6 +58,6 @@ def _rebuild(chain: tuple[type[Any], ...], state: dict[str, Any]) -> Any:
     cls = chain[-1]
     for addition in reversed(chain[:-1]):
         cls = _extended(addition, cls)
-    loader = cls.__new__(cls)
+    loader: Any = object.__new__(cls)
     loader.__dict__.update(state)
     return loader

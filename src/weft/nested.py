@@ -30,7 +30,7 @@ def map_leaves(fn: Callable[[Path, Any], Any], value: T, path: Path = ()) -> T:
         >>> map_leaves(lambda path, leaf: leaf + 1, {"a": [1, 2]})
         {'a': [2, 3]}
     """
-    return cast(T, _map(fn, value, path))
+    return cast("T", _map(fn, value, path))
 
 
 def _map(fn: Callable[[Path, Any], Any], value: Any, path: Path) -> Any:

@@ -355,8 +355,10 @@ def _check(place: Topology, facts: _Facts) -> None:
         wrong.append(
             f"{place.num_nodes} nodes x {place.local_world_size} processes = {product}, world size {place.world_size}"
         )
-    elif stated and facts.has("GROUP_RANK") and place.rank != (
-        place.node_rank * place.local_world_size + place.local_rank
+    elif (
+        stated
+        and facts.has("GROUP_RANK")
+        and place.rank != (place.node_rank * place.local_world_size + place.local_rank)
     ):
         wrong.append(
             f"rank {place.rank}, but node {place.node_rank} x {place.local_world_size} + local rank {place.local_rank}"

@@ -1,7 +1,7 @@
 """The `weft` command, one file per subcommand.
 
-    launch.py   start a script on several processes
-    preload.py  what ranks find imported when they are forked
+launch.py   start a script on several processes
+preload.py  what ranks find imported when they are forked
 """
 
 from __future__ import annotations

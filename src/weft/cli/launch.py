@@ -98,7 +98,9 @@ def config(nproc: int, nnodes: int = 1, node_rank: int | None = None, rdzv: str 
         wrong = (f"--nnodes {nnodes}, no --rdzv", "the address of the first node")
     if wrong is not None:
         fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
-        raise ContextError(message("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix))
+        raise ContextError(
+            message("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
+        )
     static = nnodes > 1 and node_rank is not None
     return LaunchConfig(
         min_nodes=nnodes,
@@ -131,7 +133,7 @@ def run_target(target: str, is_module: bool, arguments: list[str], reports: str)
         else:
             sys.path.insert(0, str(Path(target).resolve().parent))
             runpy.run_path(target, run_name="__main__")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (reported and turned into the exit code below)
         place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
         report = {
             "rank": place.rank,

@@ -6,7 +6,6 @@
 import gc
 
 import torch._dynamo
-import torch.distributed.elastic.multiprocessing.api
 
 import weft
 

@@ -15,13 +15,23 @@ from weft.context.world import absent, compare, culprit, exchange, is_communicat
 from weft.errors import PeerError, message
 from weft.nested import leaves
 
-__all__ = ["HEADER_WORDS", "all_gather_flat", "all_gather_words", "enter", "finish", "num_bytes", "only_tensors", "peers_named"]
+__all__ = [
+    "HEADER_WORDS",
+    "all_gather_flat",
+    "all_gather_words",
+    "enter",
+    "finish",
+    "num_bytes",
+    "only_tensors",
+    "peers_named",
+]
 
 _SLICE = timedelta(seconds=0.5)
 HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
 
 
 def all_gather_words(words: list[int], world: World, ctx: DistContext, length: int = HEADER_WORDS) -> list[list[int]]:
+    """Gather up to `length` integers from every rank; short rows are filled up with zeros."""
     mine = torch.zeros(length, dtype=torch.int64, device=ctx.device)
     mine[: len(words)] = torch.tensor(words, dtype=torch.int64)
     everyone = mine.new_empty(length * ctx.world_size)
@@ -31,6 +41,7 @@ def all_gather_words(words: list[int], world: World, ctx: DistContext, length: i
 
 
 def num_bytes(shape: list[int], dtype: torch.dtype) -> int:
+    """Size of a tensor of this shape and dtype."""
     total = dtype.itemsize
     for size in shape:
         total *= size
@@ -38,6 +49,7 @@ def num_bytes(shape: list[int], dtype: torch.dtype) -> int:
 
 
 def only_tensors(what: str, value: object) -> list[torch.Tensor]:
+    """The leaves of `value`, or `TypeError` if one is not a tensor."""
     found: list[torch.Tensor] = []
     for path, leaf in leaves(value):
         if not isinstance(leaf, torch.Tensor):
@@ -86,6 +98,7 @@ def finish(work: dist.Work | None, world: World) -> None:
 
     Raises:
         PeerError: A peer failed or died.
+        RuntimeError: torch's own error of the collective.
     """
     if work is None:
         return

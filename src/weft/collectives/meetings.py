@@ -96,7 +96,9 @@ def main_first(ctx: DistContext, *, local: bool = False) -> Iterator[None]:
     main = ctx.rank - ctx.local_rank if local else 0
     key = f"first/{world.next_meeting()}/{main}"
     if not first:
-        wait_for_key(world, key, "main_first", [key if r == main else f"peer/{r}" for r in range(world.size)], patient=True)
+        wait_for_key(
+            world, key, "main_first", [key if r == main else f"peer/{r}" for r in range(world.size)], patient=True
+        )
         error = json.loads(world.store.get(key))
         if error is not None:
             raise PeerError(f"main_first: rank {main} failed: {error}", rank=main, text=error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,17 +44,26 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
         {'step': 3}
     """
     if not 0 <= source < ctx.world_size:
-        raise ValueError(message(f"broadcast: source = {source} is not a rank", found=str(source), expected=f"0 to {ctx.world_size - 1}", fix="weft.broadcast(value, ctx, source=0)"))
+        raise ValueError(
+            message(
+                f"broadcast: source = {source} is not a rank",
+                found=str(source),
+                expected=f"0 to {ctx.world_size - 1}",
+                fix="weft.broadcast(value, ctx, source=0)",
+            )
+        )
     world = enter("broadcast", ctx, None, {"source": source})
     if world.group is None:
         _encode("broadcast", value)
         return value
     with peers_named("broadcast", world):
-        return _broadcast_encoded(value, ctx, world, source)
+        return cast("T", _broadcast_encoded(value, ctx, world, source))
 
 
 def _broadcast_encoded(value: Any, ctx: DistContext, world: World, source: int) -> Any:
-    text, parts, failure = b"", [], None
+    text: bytes = b""
+    parts: list[torch.Tensor] = []
+    failure: TypeError | None = None
     if ctx.rank == source:
         try:
             text, parts = _encode("broadcast", value)
@@ -97,14 +106,15 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
         ['a']
     """
     world = enter("gather_objects", ctx, None, {})
+    text: bytes = b""
+    parts: list[torch.Tensor] = []
+    failure: TypeError | None = None
     try:
         text, parts = _encode("gather_objects", value)
     except TypeError as error:
         if world.group is None:
             raise
-        text, parts, failure = b"", [], error
-    else:
-        failure = None
+        failure = error
     body = torch.cat([_bytes_tensor(text), *(p.cpu() for p in parts)]).to(ctx.device)
     if world.group is None:
         return [_decode(body, len(text), ctx.device)]

@@ -8,7 +8,16 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.collectives.entry import HEADER_WORDS, all_gather_flat, all_gather_words, enter, finish, num_bytes, only_tensors, peers_named
+from weft.collectives.entry import (
+    HEADER_WORDS,
+    all_gather_flat,
+    all_gather_words,
+    enter,
+    finish,
+    num_bytes,
+    only_tensors,
+    peers_named,
+)
 from weft.context import DistContext, World
 from weft.context.world import compare, exchange
 from weft.errors import ContextError, message
@@ -46,7 +55,14 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum") -> T:
         {'loss': tensor(2.)}
     """
     if op not in _OPS:
-        raise ValueError(message(f"reduce: op = {op!r} is unknown", found=repr(op), expected="one of " + ", ".join(_OPS), fix='weft.reduce(value, ctx, "sum")'))
+        raise ValueError(
+            message(
+                f"reduce: op = {op!r} is unknown",
+                found=repr(op),
+                expected="one of " + ", ".join(_OPS),
+                fix='weft.reduce(value, ctx, "sum")',
+            )
+        )
     found = only_tensors("reduce", value)
     world = enter("reduce", ctx, value, {"op": op})
     inputs = [_for_op(tensor, op) for tensor in found]
@@ -140,7 +156,9 @@ def _gather_packed(found: list[torch.Tensor], value: object, world: World, ctx: 
     return [_join(index, found, shapes, all_bytes.view(ctx.world_size, longest)) for index in range(len(found))]
 
 
-def _join(index: int, found: list[torch.Tensor], shapes: list[list[list[int]]], all_bytes: torch.Tensor) -> torch.Tensor:
+def _join(
+    index: int, found: list[torch.Tensor], shapes: list[list[list[int]]], all_bytes: torch.Tensor
+) -> torch.Tensor:
     """Cut tensor `index` out of every rank's bytes and join the pieces."""
     tensor = found[index]
     pieces: list[torch.Tensor] = []
@@ -158,7 +176,9 @@ def _join(index: int, found: list[torch.Tensor], shapes: list[list[list[int]]], 
 
 def _exchange_shapes(found: list[torch.Tensor], value: object, world: World, ctx: DistContext) -> list[list[list[int]]]:
     """Every rank's shapes; raises on every rank if the values do not fit together."""
-    structure = "; ".join(f"{'.'.join(path) or 'value'}: {leaf.dtype}, {max(leaf.dim(), 1)}-d" for path, leaf in leaves(value))
+    structure = "; ".join(
+        f"{'.'.join(path) or 'value'}: {leaf.dtype}, {max(leaf.dim(), 1)}-d" for path, leaf in leaves(value)
+    )
     dims = [size for tensor in found for size in tensor.shape]
     words = [zlib.crc32(structure.encode()), len(dims), *dims]
     heads = all_gather_words(words[:HEADER_WORDS], world, ctx)

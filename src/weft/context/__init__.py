@@ -1,19 +1,19 @@
 """The context: where we run and what was done so far.
 
-    distcontext.py  the value, and what can be asked of it
-    explain.py      as text
-    start.py        making one; the only reader of the environment
-    settings.py     which layer sets what
-    applied.py      the record of one transform
-    world.py        the live side: how ranks meet through the store
-    closing.py      groups of a world, and its orderly end
+distcontext.py  the value, and what can be asked of it
+explain.py      as text
+start.py        making one; the only reader of the environment
+settings.py     which layer sets what
+applied.py      the record of one transform
+world.py        the live side: how ranks meet through the store
+closing.py      groups of a world, and its orderly end
 """
 
 from weft.context.applied import Applied
 from weft.context.distcontext import DistContext, Restriction
 from weft.context.explain import explain
 from weft.context.start import adopt, local, start
-from weft.engines import TorchEngine
 from weft.context.world import World
+from weft.engines import TorchEngine
 
 __all__ = ["Applied", "DistContext", "Restriction", "TorchEngine", "World", "adopt", "explain", "local", "start"]

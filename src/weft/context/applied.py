@@ -37,4 +37,8 @@ class Applied:
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={text}" for name, text in self.options)
-        return f"{self.name}({', '.join(self.targets)}; {options})" if options else f"{self.name}({', '.join(self.targets)})"
+        return (
+            f"{self.name}({', '.join(self.targets)}; {options})"
+            if options
+            else f"{self.name}({', '.join(self.targets)})"
+        )

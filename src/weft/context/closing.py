@@ -81,7 +81,7 @@ def _new_group(world: World, ranks: list[int], backend: str) -> dist.ProcessGrou
 
 
 def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh | None:
-    """torch's mesh over groups that exist already; made once per world and set of axes."""
+    """Torch's mesh over groups that exist already; made once per world and set of axes."""
     if world.group is None:
         return None
     if axes not in world.meshes:

@@ -336,7 +336,7 @@ class DistContext:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """torch's `DeviceMesh` with the axes of this context; None for one rank.
+        """Torch's `DeviceMesh` with the axes of this context; None for one rank.
 
         Collectives: none; the groups exist already.
         """
@@ -409,7 +409,9 @@ class DistContext:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         closing.close_after(self.world.root, error)
 
     def __getstate__(self) -> dict[str, object]:
@@ -427,7 +429,7 @@ class DistContext:
 def line_outside() -> str:
     """`file:line` of the innermost caller outside of this package (tests of weft count as outside)."""
     package = __name__.partition(".")[0]
-    frame = sys._getframe(1)  # noqa: SLF001  (traceback.walk_stack is the slow form of this)
+    frame = sys._getframe(1)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name.partition(".")[0] != package and name != "contextlib":

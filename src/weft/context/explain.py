@@ -27,7 +27,13 @@ def explain(ctx: DistContext) -> str:
     lines.append(f"node {ctx.node_rank} of {ctx.num_nodes}, process {ctx.local_rank} of {ctx.local_world_size}")
     axes = ", ".join(f"{name}={size}{'' if name in ctx.data_axes else ' (same data)'}" for name, size in ctx.axes)
     lines.append(f"mesh: {axes}")
-    values = {"seed": ctx.seed, "timeout_s": ctx.timeout_s, "debug": ctx.debug, "device": ctx.device, "mesh": dict(ctx.axes)}
+    values = {
+        "seed": ctx.seed,
+        "timeout_s": ctx.timeout_s,
+        "debug": ctx.debug,
+        "device": ctx.device,
+        "mesh": dict(ctx.axes),
+    }
     for name, source in ctx.sources:
         value = values.get(name, f"{ctx.rank}, {ctx.world_size}" if name == "rank, world_size" else "")
         lines.append(f"  {name:<16} {value!s:<20} from {source}".rstrip())

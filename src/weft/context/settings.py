@@ -166,7 +166,9 @@ def mesh_axes(
         raise ContextError(
             message(
                 f"mesh = {dict(mesh or {})} does not fit a world of {world_size}",
-                found=listed(bad) if bad else f"{dict(mesh or {})}: {' x '.join(map(str, (mesh or {}).values())) or '0'}",
+                found=listed(bad)
+                if bad
+                else f"{dict(mesh or {})}: {' x '.join(map(str, (mesh or {}).values())) or '0'}",
                 expected=f"names and sizes >= 1 that multiply to {world_size}; one size may be -1",
                 fix='weft.start(mesh={"data": -1})',
             )

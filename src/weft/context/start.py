@@ -212,7 +212,7 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
             message(
                 f"start: rank {place.rank} of {place.world_size} cannot meet the others",
                 found=f"{place.master_addr}:{place.master_port} ({place.source}): {str(error).splitlines()[0]}",
-                expected=f"rank 0 serves that address, and all {place.world_size} ranks start within {settings.timeout_s:g} s",
+                expected=f"rank 0 serves that address, and all ranks start within {settings.timeout_s:g} s",
                 fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
             )
         ) from error
@@ -359,14 +359,16 @@ def _context(
         world=world,
     )
     if world.group is not None:
-        ctx.agree("start", {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug})
+        ctx.agree(
+            "start", {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}
+        )
         _make_lines(ctx)
     return ctx
 
 
 def _make_lines(ctx: DistContext) -> None:
     """Make the group of this rank's line along each axis, and along all data axes together."""
-    combinations = [(name,) for name, _ in ctx.axes] if len(ctx.axes) > 1 else []
+    combinations: list[tuple[str, ...]] = [(name,) for name, _ in ctx.axes] if len(ctx.axes) > 1 else []
     data = tuple(name for name, size in ctx.axes if name in ctx.data_axes and size > 1)
     if len(data) > 1:
         combinations.append(data)

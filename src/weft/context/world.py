@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import socket
 import time
 import weakref
@@ -109,6 +110,7 @@ class World:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     def next_meeting(self) -> int:
@@ -149,15 +151,19 @@ def agree(world: World, what: str, facts: Mapping[str, object] | None = None) ->
 
 
 def compare(what: str, entries: Sequence[Mapping[str, object]]) -> None:
-    """Raise `ContextError` if the facts of the ranks, one mapping each, are not all equal.
+    """Check that the facts of the ranks, one mapping each, are all equal.
 
     A fact named "at" is not compared: it is the line of each rank's call, shown when others differ.
+
+    Raises:
+        ContextError: They are not; the text shows each difference.
     """
     names = [name for name in dict.fromkeys(name for entry in entries for name in entry) if name != "at"]
     different = [name for name in names if any(entry.get(name) != entries[0].get(name) for entry in entries)]
     if different:
         lines = [
-            f"{name}: " + listed(f"{entry.get(name)!r} on rank {rank}{_line(entry)}" for rank, entry in enumerate(entries))
+            f"{name}: "
+            + listed(f"{entry.get(name)!r} on rank {rank}{_line(entry)}" for rank, entry in enumerate(entries))
             for name in different
         ]
         raise ContextError(
@@ -218,12 +224,16 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
 
     Raises:
         PeerError: A rank that is waited for failed or died, or the time is over.
-    """
+    """  # noqa: DOC501  (errors made by functions)
     assert world.store is not None
     end = time.monotonic() + world.timeout_s
     with _store_errors(world, what):
-        while not _arrives(world.store, key, _SLICE_S if patient else min(_SLICE_S, max(end - time.monotonic(), 0.001))):
-            missing = [r for r in range(world.size) if r != world.rank and not (expected and _has(world.store, expected[r]))]
+        while not _arrives(
+            world.store, key, _SLICE_S if patient else min(_SLICE_S, max(end - time.monotonic(), 0.001))
+        ):
+            missing = [
+                r for r in range(world.size) if r != world.rank and not (expected and _has(world.store, expected[r]))
+            ]
             blamed = culprit(world, missing)
             if blamed is not None:
                 raise _peer_error(what, *blamed)
@@ -410,12 +420,12 @@ def _host() -> str:
 def _born(pid: int) -> str | None:
     """Start time of a process, which tells a recycled process id apart; None if there is none."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        with pathlib.Path(f"/proc/{pid}/stat").open(encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
         return None if fields[0] in ("Z", "X") else fields[19]  # a zombie is dead
     except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
         pass
-    if os.path.isdir("/proc/self"):
+    if pathlib.Path("/proc/self").is_dir():
         return None
     try:  # systems without /proc: the process id alone has to do
         os.kill(pid, 0)

@@ -1,11 +1,11 @@
 """Test worlds, for weft and for its users.
 
-    fake.py         any rank of any world in one process: plans and shapes
-    ranks.py        real gloo ranks from a warm pool: numbers and failures
-    rank_server.py  the process they are forked from
-    rank_worker.py  what a rank does
-    equivalence.py  does training give the same at every world size?
-    laws.py         what every transform promises, as functions
+fake.py         any rank of any world in one process: plans and shapes
+ranks.py        real gloo ranks from a warm pool: numbers and failures
+rank_server.py  the process they are forked from
+rank_worker.py  what a rank does
+equivalence.py  does training give the same at every world size?
+laws.py         what every transform promises, as functions
 """
 
 from weft.testing import laws as laws

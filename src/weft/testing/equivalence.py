@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 
-from weft.context import DistContext
 from weft.nested import leaves
 from weft.testing.ranks import run_ranks
 
 __all__ = ["assert_equivalent", "largest_difference"]
 
-P = ParamSpec("P")
-
 
 def assert_equivalent(
-    train: Callable[Concatenate[DistContext, P], Any],
+    train: Callable[..., Any],
     worlds: Sequence[int] = (1, 2, 4),
-    *args: P.args,
+    *args: Any,
     rtol: float = 1e-5,
     atol: float = 1e-8,
     timeout_s: float = 60.0,
-    **kwargs: P.kwargs,
+    **kwargs: Any,
 ) -> None:
     """Run `train(ctx, ...)` at several world sizes and compare what it returns.
 
@@ -71,10 +69,14 @@ def _compare(expected: object, found: object, where: str, rtol: float, atol: flo
                 torch.as_tensor(one),
                 rtol=rtol,
                 atol=atol,
-                msg=lambda text, place=place: f"{where}: {place}\n{text}",
+                msg=functools.partial(_placed, f"{where}: {place}"),
             )
         else:
             assert one == two, f"{where}: {place} is {two!r}, not {one!r}"
+
+
+def _placed(place: str, text: str) -> str:
+    return f"{place}\n{text}"
 
 
 def largest_difference(one: object, two: object) -> float:

@@ -147,6 +147,7 @@ class Model(nn.Module):
         self.third.weight = self.second.weight
         self.head = nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.ones(()))
+        self.shift: torch.Tensor
         self.register_buffer("shift", torch.full((8,), 0.1))
         self.note = "mine"
 
@@ -383,7 +384,8 @@ def _train_once(parts: Parts, job: Job) -> None:
     with torch.random.fork_rng(devices=[]):  # torch's own DataLoader draws a seed for its workers
         window = next(iter(parts.loader))
         batch = next(iter(window)) if hasattr(window, "denominator") else window
-    _loss(parts.module, *batch, 1.0).backward()
+    features, classes = batch
+    _loss(parts.module, features, classes, 1.0).backward()
     _finish_step(parts.module, parts.optimizer, job)
 
 

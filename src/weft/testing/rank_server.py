@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-from datetime import timedelta
 
 from weft.testing.rank_worker import serve_jobs
 
@@ -23,7 +22,6 @@ def main(fd: int) -> None:
     """Fork ranks on request until the test process is gone."""
     control = socket.socket(fileno=fd)
     import torch  # noqa: PLC0415  (after the arguments are known to be right)
-    import torch._dynamo  # noqa: PLC0415  (any optimizer imports it; here once for all ranks)
 
     torch.set_num_threads(1)
     gc.collect()

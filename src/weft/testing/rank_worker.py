@@ -87,7 +87,7 @@ def _reset() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(mode=False)
 
 
 @contextlib.contextmanager

@@ -14,16 +14,15 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft.context import DistContext
 from weft.errors import PeerError, WeftError, message
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
 _GROUP_TIMEOUT_S = 60.0
 _GRACE_S = 10.0  # after the first failure, how long the other ranks may take to notice
@@ -46,15 +45,15 @@ class RanksFailed(WeftError):
 
 
 def run_ranks(
-    fn: Callable[Concatenate[DistContext, P], R],
+    fn: Callable[..., R],
     n: int,
-    *args: P.args,
+    *args: Any,
     timeout_s: float = 60.0,
     mesh: Mapping[str, int] | None = None,
     data_axes: Sequence[str] | None = None,
     seed: int = 0,
     debug: bool = False,
-    **kwargs: P.kwargs,
+    **kwargs: Any,
 ) -> list[R]:
     """Call `fn(ctx, *args, **kwargs)` on `n` ranks and return their results in rank order.
 
@@ -121,7 +120,7 @@ class RankPool:
             )
         job = {
             "call": _pickled(fn, args, kwargs),
-            "folder": os.getcwd(),
+            "folder": str(Path.cwd()),
             "path": list(sys.path),
             "options": dict(options),
         }
@@ -254,8 +253,11 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             message(
                 f"run_ranks: {getattr(fn, '__qualname__', fn)!s} and its arguments cannot be sent to the ranks",
                 found=f"{type(error).__name__}: {error}",
-                expected="a function of a module and arguments that pickle" + (", or cloudpickle" if cloudpickle is None else ""),
-                fix="pip install 'weft[test]'" if cloudpickle is None else "build such arguments inside of the function",
+                expected="a function of a module and arguments that pickle"
+                + (", or cloudpickle" if cloudpickle is None else ""),
+                fix="pip install 'weft[test]'"
+                if cloudpickle is None
+                else "build such arguments inside of the function",
             )
         ) from error
     return data
@@ -267,7 +269,9 @@ def _show(answers: Mapping[int, Mapping[str, Any]]) -> None:
             print(f"[rank {rank}] {line}")  # noqa: T201  (that is what the ranks printed)
 
 
-def _failure(n: int, answers: Mapping[int, Mapping[str, Any]], ended: Mapping[int, int], timeout_s: float) -> RanksFailed:
+def _failure(
+    n: int, answers: Mapping[int, Mapping[str, Any]], ended: Mapping[int, int], timeout_s: float
+) -> RanksFailed:
     errors: dict[int, BaseException] = {}
     traces: dict[int, str] = {}
     for rank in range(n):
@@ -288,7 +292,10 @@ def _failure(n: int, answers: Mapping[int, Mapping[str, Any]], ended: Mapping[in
     hang = all(rank not in answers or answers[rank]["ok"] for rank in range(n))
     headline = f"no answer within {timeout_s:g} s" if hang else f"rank {first} failed first"
     parts = [f"run_ranks: {headline}"]
-    parts += [f"---- rank {rank} of {n} ----\n{traces[rank].rstrip()}" for rank in sorted(traces, key=lambda r: (r != first, r))]
+    parts += [
+        f"---- rank {rank} of {n} ----\n{traces[rank].rstrip()}"
+        for rank in sorted(traces, key=lambda r: (r != first, r))
+    ]
     failure = RanksFailed("\n".join(parts), errors, traces, first)
     failure.__cause__ = errors.get(first)
     return failure

@@ -37,7 +37,7 @@ class Window(Generic[B]):
     only (`reduce="last"`), or in each one.
     """
 
-    def __init__(self, source: Iterator[B], length: int, cutting: _Cutting) -> None:
+    def __init__(self, source: Iterator[B], length: int, cutting: _Cutting[B]) -> None:
         self._source = source
         self._length = length
         self._cutting = cutting
@@ -231,11 +231,23 @@ class _WindowLoader(Extension[Any]):
 
 @overload
 def accumulate_grads(
-    modules: M, loader: Iterable[B], ctx: DistContext, *, steps: Steps, remainder: Remainder = "step", reduce: Literal["last", "every"] = "last"
+    modules: M,
+    loader: Iterable[B],
+    ctx: DistContext,
+    *,
+    steps: Steps,
+    remainder: Remainder = "step",
+    reduce: Literal["last", "every"] = "last",
 ) -> tuple[M, Windows[B], DistContext]: ...
 @overload
 def accumulate_grads(
-    modules: Sequence[M], loader: Iterable[B], ctx: DistContext, *, steps: Steps, remainder: Remainder = "step", reduce: Literal["last", "every"] = "last"
+    modules: Sequence[M],
+    loader: Iterable[B],
+    ctx: DistContext,
+    *,
+    steps: Steps,
+    remainder: Remainder = "step",
+    reduce: Literal["last", "every"] = "last",
 ) -> tuple[Sequence[M], Windows[B], DistContext]: ...
 @transform(after={"replicate", "fully_shard", "zero_partition", "shard_data"}, collective=True)
 def accumulate_grads(
@@ -282,6 +294,7 @@ def accumulate_grads(
     Raises:
         AlreadyApplied: A module or the loader is accumulated already.
         OrderError: A strategy or `shard_data` is applied afterwards.
+        TypeError: The modules or the loader are something else.
         ValueError: An option is out of range, or the modules average over different ranks.
         ContextError: The ranks disagree.
 
@@ -294,7 +307,10 @@ def accumulate_grads(
     """
     if not callable(steps):
         _check_steps(steps, "steps")
-    for name, value, allowed in (("remainder", remainder, ("step", "drop", "carry")), ("reduce", reduce, ("last", "every"))):
+    for name, value, allowed in (
+        ("remainder", remainder, ("step", "drop", "carry")),
+        ("reduce", reduce, ("last", "every")),
+    ):
         if value not in allowed:
             raise ValueError(
                 message(
@@ -325,7 +341,10 @@ def accumulate_grads(
                 fix="one accumulate_grads per module, each with a loader of its own",
             )
         )
-    ctx.agree("accumulate_grads", {"steps": steps if isinstance(steps, int) else "schedule", "remainder": remainder, "reduce": reduce})
+    ctx.agree(
+        "accumulate_grads",
+        {"steps": steps if isinstance(steps, int) else "schedule", "remainder": remainder, "reduce": reduce},
+    )
     cutting: _Cutting[Any] = _Cutting(steps, remainder, reduce, syncs, means.pop(), ctx)
     return modules, _windowed(loader, cutting), ctx
 

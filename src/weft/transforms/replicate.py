@@ -95,7 +95,8 @@ def replicate(
     facts = {"bucket_bytes": bucket_bytes, "flat": flat, "unused": unused, "buffers": buffers, "methods": list(methods)}
     agree_on_parameters("replicate", module, ctx, facts)
     place_module("replicate", module, ctx)
-    assert world is not None and line.group is not None
+    assert world is not None
+    assert line.group is not None
     ctx.engine.broadcast_state(module, line.group)
     return module, ctx.offering(ctx.engine.reduce_gradients(module, line.group, options))
 

@@ -16,9 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @transform(before={"replicate", "fully_shard", "zero_partition", "compiled"}, collective=True)
-def sync_batch_norm(
-    module: M, ctx: DistContext, *, axis: str | Sequence[str] | None = None
-) -> tuple[M, DistContext]:
+def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | None = None) -> tuple[M, DistContext]:
     """Let every batch norm of `module` compute mean and variance over the batches of all ranks.
 
     Without it a batch norm sees its own rank's batch only, and training differs from one process
@@ -50,7 +48,10 @@ def sync_batch_norm(
         >>> model, ctx = weft.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), weft.local())
     """
     line = ctx.on(ctx.data_axes if axis is None else axis)
-    ctx.agree("sync_batch_norm", {"batch norms": sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())})
+    ctx.agree(
+        "sync_batch_norm",
+        {"batch norms": sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())},
+    )
     if line.world_size == 1:
         return module, ctx
     ctx.require_collective("sync_batch_norm")

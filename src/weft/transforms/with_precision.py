@@ -172,6 +172,7 @@ def with_precision(
         OrderError: After `replicate` or another strategy; or an optimizer before its modules.
         ValueError: Unknown policy, one that the device cannot do, or trained fp16 parameters
             together with a loss scale.
+        TypeError: `obj` is neither a module nor an optimizer, or `policy` no policy.
         ContextError: The ranks ask for different policies.
 
     Example:
@@ -211,7 +212,9 @@ class _Offer:
             self.precise.undo()
 
 
-def _on_module(module: nn.Module, ctx: DistContext, precision: Precision, methods: tuple[str, ...]) -> Any:
+def _on_module(
+    module: nn.Module, ctx: DistContext, precision: Precision, methods: tuple[str, ...]
+) -> tuple[nn.Module, DistContext]:
     check_methods("with_precision", module, methods)
     _check_device(precision, ctx)
     _check_scalable(module, precision)
@@ -319,7 +322,9 @@ class _SkipOffer:
             self.skipping.release()
 
 
-def _on_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext, policy: object) -> Any:
+def _on_optimizer(
+    optimizer: torch.optim.Optimizer, ctx: DistContext, policy: object
+) -> tuple[torch.optim.Optimizer, DistContext]:
     if policy is not None:
         raise ValueError(
             message(
@@ -332,7 +337,7 @@ def _on_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext, policy: ob
     modules = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
     pairs = [(module, offer) for module in modules for offer in offered(module, _Offer)]
     wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
-    if not any(wanted & {id(p) for p in cast(nn.Module, module).parameters()} for module, _ in pairs):
+    if not any(wanted & {id(p) for p in cast("nn.Module", module).parameters()} for module, _ in pairs):
         raise OrderError(
             message(
                 "with_precision: the context knows no module with a precision that holds these parameters",
@@ -341,11 +346,13 @@ def _on_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext, policy: ob
                 fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
             )
         )
-    scales = [offer.precise.scale for _, offer in pairs if offer.precise is not None and offer.precise.scale is not None]
+    scales = [
+        offer.precise.scale for _, offer in pairs if offer.precise is not None and offer.precise.scale is not None
+    ]
     if not scales:
         return optimizer, ctx.offering(_SkipOffer(None))
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
+        raise ValueError(  # noqa: TRY004
             message(
                 "with_precision: LBFGS evaluates the loss inside of step, which cannot be skipped",
                 found="LBFGS with an fp16 module",
@@ -432,4 +439,3 @@ def creation_dtype(policy: str | Precision) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-

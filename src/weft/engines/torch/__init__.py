@@ -1,18 +1,18 @@
 """The default engine: plain torch on CPU, CUDA, MPS and XPU.
 
-    devices.py     which device, which backend
-    backward.py    when a backward pass enters a module, and when it has ended
-    calls.py       something before and after a module's calls
-    reducer.py     gradients averaged during backward ...
-    buckets.py     ... in buckets, with torch's DDP reducer
-    flat.py        ... in one flat buffer
-    exchange.py    sums of small buffers between pairs of ranks
-    flat_step.py   the optimizer's step on that buffer
-    precision.py   casts and autocast around a module
-    loss_scale.py  the fp16 scale inside a module
-    skipping.py    the optimizer's step that is skipped
-    batch_norm.py  batch statistics over all ranks
-    prefetch.py    batches to the device ahead of use
+devices.py     which device, which backend
+backward.py    when a backward pass enters a module, and when it has ended
+calls.py       something before and after a module's calls
+reducer.py     gradients averaged during backward ...
+buckets.py     ... in buckets, with torch's DDP reducer
+flat.py        ... in one flat buffer
+exchange.py    sums of small buffers between pairs of ranks
+flat_step.py   the optimizer's step on that buffer
+precision.py   casts and autocast around a module
+loss_scale.py  the fp16 scale inside a module
+skipping.py    the optimizer's step that is skipped
+batch_norm.py  batch statistics over all ranks
+prefetch.py    batches to the device ahead of use
 """
 
 from weft.engines.torch.engine import TorchEngine

@@ -10,6 +10,7 @@ with which DDP's reducer or FSDP2 finish their communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+
 import torch
 
 __all__ = ["BackwardSession"]

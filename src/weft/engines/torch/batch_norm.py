@@ -44,7 +44,7 @@ class _OverRanks(nn.modules.batchnorm._BatchNorm):
         group = self.weft_ranks.group
         if not self.training or group is None:
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         factor = self.momentum
         running_mean = running_var = None
         if self.track_running_stats:
@@ -150,7 +150,7 @@ class _BatchNormOverRanks(torch.autograd.Function):
         return output if bias is None else output + bias.view(shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         normal, weight, scale, count = ctx.saved_tensors
         by_weight = (gradient * normal).sum(ctx.dims)
         by_bias = gradient.sum(ctx.dims)

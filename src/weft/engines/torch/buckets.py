@@ -42,7 +42,7 @@ class Buckets:
             sparse,
             bucket_bytes,
             find_unused,
-            True,  # gradients are views of the buckets: one copy less
+            True,  # noqa: FBT003  (gradients are views of the buckets: one copy less)
             dict(enumerate(names)),
             limits[0],
         )
@@ -87,6 +87,7 @@ def _in_dtype(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[t
         def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             return buffer.copy_(done.value()[0])
 
-        return work.get_future().then(widen)
+        widened: torch.futures.Future[torch.Tensor] = work.get_future().then(widen)
+        return widened
 
     return reduce

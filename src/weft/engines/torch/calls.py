@@ -45,6 +45,7 @@ class Removable:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, undo: Callable[[], None]) -> None:
+        """Note how to take one thing off again."""
         self._undo.append(undo)
 
     def remove(self) -> None:
@@ -77,9 +78,7 @@ def _plain_method(module: Any, name: str) -> Any:
     return types.MethodType(getattr(type(module), name), module)
 
 
-def around_methods(
-    module: nn.Module, methods: Sequence[str], around: Callable[..., Any], removable: Removable
-) -> None:
+def around_methods(module: nn.Module, methods: Sequence[str], around: Callable[..., Any], removable: Removable) -> None:
     """Route calls of `module.<method>` through `around(call, args, kwargs)`.
 
     Args:

@@ -94,7 +94,7 @@ class FlatBuffer:
         self._dtype = dtype
         self.lay_out(parameters)
 
-    def lay_out(self, order: Sequence[torch.Tensor]) -> None:
+    def lay_out(self, order: Sequence[nn.Parameter]) -> None:
         """Put the parameters into buffers in this order; those not in it come last, as before."""
         rank = {id(p): place for place, p in enumerate(order)}
         old = [p for piece in self.pieces for p in piece.parameters] or list(order)
@@ -105,7 +105,9 @@ class FlatBuffer:
         for piece in self.pieces:
             piece.detach()
         self.pieces = [FlatPiece(same, [self._indices[id(p)] for p in same]) for same in kinds.values()]
-        self._sums = [SmallSum(self._group, piece.values.to(self._dtype or piece.values.dtype)) for piece in self.pieces]
+        self._sums = [
+            SmallSum(self._group, piece.values.to(self._dtype or piece.values.dtype)) for piece in self.pieces
+        ]
 
     def prepare(self) -> None:
         """Let the backward pass to come write into the buffer."""

@@ -171,7 +171,7 @@ class _Border(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (ctx.scale.enter(gradient) if ctx.entering else ctx.scale.leave(gradient)), None, None
 
 
@@ -223,8 +223,8 @@ def _running_roots() -> list[torch.Tensor]:
     thread (CPU), or of the thread that waits for the device's. Empty if it cannot be found:
     the check above is then left out.
     """
-    frame: FrameType | None
-    for frame in (sys._getframe(), *sys._current_frames().values()):
+    for innermost in (sys._getframe(), *sys._current_frames().values()):
+        frame: FrameType | None = innermost
         while frame is not None:
             if frame.f_code.co_name == "_engine_run_backward":
                 return [t for t in frame.f_locals.get("t_outputs", ()) if isinstance(t, torch.Tensor)]

@@ -56,7 +56,10 @@ class PreciseModule:
             args, kwargs = self.scale.at_inputs((args, kwargs))
         if options.autocast is not None:
             mode = torch.amp.autocast_mode._enter_autocast(
-                self._device_type, options.autocast, True, torch.is_autocast_cache_enabled()
+                self._device_type,
+                options.autocast,
+                True,  # noqa: FBT003  (torch takes these by position)
+                torch.is_autocast_cache_enabled(),
             )
             self._entered.append(mode)
         return args, kwargs

@@ -108,9 +108,7 @@ class GradientReducer:
         assert self._group is not None
         options = self._options
         if options.flat:
-            return FlatBuffer(
-                self._parameters, self._group, find_unused=self.finds_unused, dtype=options.dtype
-            )
+            return FlatBuffer(self._parameters, self._group, find_unused=self.finds_unused, dtype=options.dtype)
         return Buckets(
             module,
             self._names,
@@ -330,4 +328,5 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        del ctx  # nothing was saved
         return gradients

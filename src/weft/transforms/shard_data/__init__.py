@@ -1,14 +1,15 @@
 """`shard_data`: every rank reads its own part of the data.
 
-    plan.py    which rank gets which samples: pure arithmetic
-    order.py   the order of an epoch, from (seed, epoch)
-    loader.py  the loader that comes back
+plan.py    which rank gets which samples: pure arithmetic
+order.py   the order of an epoch, from (seed, epoch)
+loader.py  the loader that comes back
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -131,15 +132,19 @@ def _per_rank(batch_size: int, mode: str, size: int) -> int:
 
 
 def _seed_of(units: Any, ctx: DistContext) -> int:
-    generator = getattr(units, "generator", None)
-    return int(generator.initial_seed()) if hasattr(generator, "initial_seed") else ctx.seed
+    generator: object = getattr(units, "generator", None)
+    return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else ctx.seed
 
 
 def _check_loader(loader: Any, mode: str, uneven: str, already_sharded: bool) -> None:
     """Raise if this is not a loader that can be shared out here."""
     problem = None
     if not isinstance(loader, DataLoader):
-        problem = (type(loader).__name__, "a torch.utils.data.DataLoader", "loader = DataLoader(dataset, batch_size=32)")
+        problem = (
+            type(loader).__name__,
+            "a torch.utils.data.DataLoader",
+            "loader = DataLoader(dataset, batch_size=32)",
+        )
     elif isinstance(loader.dataset, IterableDataset):
         problem = (
             f"{type(loader.dataset).__name__}, an IterableDataset",

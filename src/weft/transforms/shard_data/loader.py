@@ -106,7 +106,7 @@ class ShardedLoader(Extension[T]):
             yield map_tensors(lambda t: t[:0] if t.dim() else t, batch) if empty and step == last else batch
 
     def _worker_batches(self) -> Iterator[Any]:
-        """torch's own iterator, made without drawing from the global generator."""
+        """Torch's own iterator, made without drawing from the global generator."""
         before = self.__dict__["generator"]
         if before is None:
             seed = mix(self.weft_ctx.seed, self.weft_cursor.epoch, self.weft_ctx.data_rank, "workers")
@@ -151,7 +151,9 @@ class ShardedLoader(Extension[T]):
 
 def sharded_copy(loader: DataLoader[T], batches: RankBatches, ctx: DistContext) -> DataLoader[T]:
     """A copy of `loader` that reads `batches`; the original is left alone."""
-    new: DataLoader[T] = extended_copy(loader, ShardedLoader, batch_sampler=batches, weft_cursor=batches.cursor, weft_ctx=ctx)
+    new: DataLoader[T] = extended_copy(
+        loader, ShardedLoader, batch_sampler=batches, weft_cursor=batches.cursor, weft_ctx=ctx
+    )
     return new
 
 
