@@ -22,7 +22,6 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -48,7 +47,8 @@ __all__ = [
     "wait_for_parting",
 ]
 
-_SLICE_S = 0.5  # how long one look at the store may block before the peers are checked for life
+_SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
+_PAUSE_S = 0.02  # longest pause between two looks at the store
 _STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out
 _LOST = "the process that serves the store is gone"
 
@@ -242,11 +242,16 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
 
 
 def _arrives(store: dist.Store, key: str, limit_s: float) -> bool:
-    """Wait for `key` at most `limit_s`; say whether it is there."""
-    try:
-        store.wait([key], timedelta(seconds=limit_s))
-    except RuntimeError:  # each kind of store has its own error for a time that is over
-        return _has(store, key)
+    """Wait for `key` at most `limit_s`; say whether it is there.
+
+    Not by `Store.wait`: torch prints two warnings whenever the time of that is over.
+    """
+    start = time.monotonic()
+    while not _has(store, key):
+        waited = time.monotonic() - start
+        if waited >= limit_s:
+            return False
+        time.sleep(min(waited / 4 + 1e-4, _PAUSE_S, limit_s - waited))
     return True
 
 
@@ -336,8 +341,7 @@ def wait_for_parting(world: World, limit_s: float) -> None:
     waiting = [rank for rank in range(world.size) if rank != world.rank]
     with contextlib.suppress(RuntimeError):
         while waiting and time.monotonic() < end:
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait([f"parted/{waiting[0]}"], timedelta(seconds=_SLICE_S))
+            _arrives(store, f"parted/{waiting[0]}", _SLICE_S)
             waiting = [r for r in waiting if not _has(store, f"parted/{r}") and not _is_dead(store, r)]
         # The store lives in one of these processes: it may go only when all have read it.
         store.set(f"gone/{world.rank}", "1")

@@ -1,0 +1,53 @@
+"""Gradient accumulation: the loader yields windows of micro-batches, one optimizer step each.
+
+A window knows its true length, also the short one at the end of an epoch, and `denominator` counts
+samples over all ranks and micro-batches, so the loss is the exact mean under any split. Differs from
+base_loop.py in the lines marked `new`.
+
+    weft launch -n 2 examples/accumulate_grads.py
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft  # new
+
+
+def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
+    """Points [count, 2] on the arms of a spiral, and their arm [count]."""
+    arm = torch.arange(count) % arms
+    radius = torch.linspace(0.05, 1.0, count)
+    angle = 4.0 * radius + 2 * torch.pi / arms * arm
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+
+
+def main(ctx: weft.DistContext) -> None:  # new
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
+    loader, ctx = weft.shard_data(loader, ctx, mode="split")  # new
+    model, ctx = weft.replicate(model, ctx)  # new
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)  # new
+
+    for epoch in range(8):
+        total = 0.0
+        for window in windows:  # new
+            samples = window.denominator(lambda batch: len(batch[1]))  # new
+            for x, y in window:  # new
+                loss = cross_entropy(model(x), y, reduction="sum") / samples  # new
+                loss.backward()  # new
+                total += loss.item() * samples  # new
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
+        weft.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
+
+
+if __name__ == "__main__":
+    with weft.start() as ctx:  # new
+        main(ctx)  # new

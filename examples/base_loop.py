@@ -1,0 +1,40 @@
+"""The plain torch loop that the other small examples start from: one process, no weft.
+
+python examples/base_loop.py
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
+    """Points [count, 2] on the arms of a spiral, and their arm [count]."""
+    arm = torch.arange(count) % arms
+    radius = torch.linspace(0.05, 1.0, count)
+    angle = 4.0 * radius + 2 * torch.pi / arms * arm
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    for epoch in range(8):
+        total = 0.0
+        for x, y in loader:
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item() * len(y)
+        print(f"epoch {epoch}  loss {total / 1500:.4f}")
+
+
+if __name__ == "__main__":
+    main()

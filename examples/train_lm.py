@@ -1,0 +1,178 @@
+"""Train a small language model, byte by byte, on the source files of Python's standard library.
+
+    python examples/train_lm.py                     # one process
+    weft launch -n 2 examples/train_lm.py           # two ranks: the same loss curve
+
+The model is plain torch and knows nothing of weft; so is the loop, from `for step, window` on.
+Results go to `--out`: `model.safetensors` and a TensorBoard log.
+"""
+
+import argparse
+import itertools
+import math
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard.writer import SummaryWriter
+
+import weft
+
+BYTES = 256
+T = TypeVar("T")
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a feed-forward net; both added to what came in, [batch, seq, width]."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, head, seq, width / head]
+        x = x + self.out(heads.transpose(1, 2).flatten(-2))
+        mixed: Tensor = x + self.mlp(self.norm_2(x))
+        return mixed
+
+
+class ByteLM(nn.Module):
+    """A decoder-only transformer over bytes: [batch, seq] to logits [batch, seq, 256]."""
+
+    def __init__(self, width: int = 128, depth: int = 4, num_heads: int = 4, context: int = 128) -> None:
+        super().__init__()
+        self.context = context
+        self.embed, self.place = nn.Embedding(BYTES, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
+        for weight in (self.embed.weight, self.place.weight, self.head.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.arange(x.shape[1], device=x.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.embed(x) + self.place(here))))
+        return logits
+
+    @torch.no_grad()
+    def write(self, start: str, length: int, seed: int) -> str:
+        """Go on with `start` for `length` bytes."""
+        device, draw = self.head.weight.device, torch.Generator().manual_seed(seed)
+        text = torch.tensor([list(start.encode())], device=device)
+        for _ in range(length):
+            chances = (self(text[:, -self.context :])[0, -1].float().cpu() / 0.7).softmax(-1)
+            text = torch.cat([text, torch.multinomial(chances, 1, generator=draw).to(device)[None]], dim=1)
+        return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def texts(context: int) -> tuple[TensorDataset, TensorDataset]:
+    """Pieces of the standard library, [context + 1] bytes each: for training, and held out."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    both = []
+    for chosen in ([f for i, f in enumerate(files) if i % 16], files[::16]):
+        text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in chosen)), dtype=torch.uint8)
+        both.append(TensorDataset(text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1)))
+    return both[0], both[1]
+
+
+def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
+    torch.manual_seed(options.seed)
+    train_set, held_out_set = texts(options.context)
+    model = ByteLM(options.width, options.depth, context=options.context)
+    # Batch sizes are those of all ranks together, so that the curve does not depend on their number.
+    loader = DataLoader(train_set, batch_size=options.batch, shuffle=True, drop_last=True)
+    held_out = DataLoader(held_out_set, batch_size=64)
+
+    loader, ctx = weft.shard_data(loader, ctx, mode="split", seed=options.seed)
+    held_out, ctx = weft.shard_data(held_out, ctx, mode="split", uneven="empty")
+    model, ctx = weft.with_precision(model, ctx, options.precision)
+    model, ctx = weft.replicate(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
+    optimizer, ctx = weft.with_precision(optimizer, ctx)
+    model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=options.accumulate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+
+    log = SummaryWriter(options.out) if ctx.is_main else None
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    first = evaluate(model, held_out, ctx)
+    with Progress(*columns, disable=not ctx.is_main) as progress:
+        bar, tokens, since = progress.add_task("", total=options.steps), 0, time.perf_counter()
+        for step, window in enumerate(itertools.islice(endless(windows), options.steps), start=1):
+            loss = torch.zeros((), device=ctx.device)
+            for (text,) in window:
+                part = cross_entropy(model(text[:, :-1].long()).flatten(0, 1), text[:, 1:].long().flatten())
+                (part / len(window)).backward()
+                loss += part.detach() / len(window)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+            progress.advance(bar)
+            tokens += options.batch * len(window) * options.context
+            if step % options.log_every == 0 or step in (1, options.steps):
+                loss = weft.reduce(loss, ctx, "mean")
+                speed, tokens, since = tokens / (time.perf_counter() - since), 0, time.perf_counter()
+                if log is not None:
+                    progress.console.print(f"step {step:4d}  loss {loss:.4f}  {speed:,.0f} tokens/s", highlight=False)
+                    log.add_scalar("loss", loss, step)
+                    log.add_scalar("tokens_per_s", speed, step)
+
+    last = evaluate(model, held_out, ctx)
+    if log is not None:
+        log.add_scalar("held_out_loss", last, options.steps)
+        log.close()
+        save_file(model.state_dict(), options.out / "model.safetensors")
+        print(f"\n{model.write('def ', 300, options.seed)}\n")
+        print(f"held-out loss {first:.4f} -> {last:.4f} nats per byte; results in {options.out}")
+
+
+def evaluate(model: nn.Module, loader: Iterable[list[Tensor]], ctx: weft.DistContext) -> float:
+    """Mean loss per byte over the whole held-out text, the same on every rank."""
+    sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
+    with torch.no_grad():
+        for (text,) in loader:
+            loss = cross_entropy(
+                model(text[:, :-1].long()).flatten(0, 1), text[:, 1:].long().flatten(), reduction="sum"
+            )
+            sums += torch.tensor([loss, text[:, 1:].numel()], dtype=torch.float64, device=ctx.device)
+    total, count = weft.reduce(sums, ctx).tolist()
+    return total / count if count else math.nan
+
+
+def endless(loader: Iterable[T]) -> Iterator[T]:
+    """Epoch after epoch; each has its own order."""
+    while True:
+        yield from loader
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per micro-batch, of all ranks together")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per optimizer step")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128, help="bytes the model sees")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-every", type=int, default=50, help="steps between two lines")
+    parser.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="folder for the results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with weft.start() as ctx:
+        main(parse(), ctx)
