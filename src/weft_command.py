@@ -16,9 +16,12 @@ def main() -> int:
     """Run the `weft` command."""
     if sys.argv[1:2] == ["launch"] and not {"-h", "--help"} & set(sys.argv[2:3]):
         _start_fork_server(sys.argv[2:])
-    import weft.cli  # noqa: PLC0415  (imports torch)
+    try:
+        import weft.cli  # noqa: PLC0415  (imports torch)
 
-    return weft.cli.main(sys.argv[1:])
+        return weft.cli.main(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
 
 
 def _start_fork_server(arguments: list[str]) -> None:
@@ -45,12 +48,17 @@ def threads_per_rank(cores: int, ranks: int) -> int:
 
 def _ranks(arguments: list[str]) -> int:
     """The number after `-n`, before the real parser is there."""
-    for place, argument in enumerate(arguments):
-        text = arguments[place + 1] if argument in ("-n", "--nproc") and place + 1 < len(arguments) else argument
-        for prefix in ("--nproc=", "-n"):
-            text = text.removeprefix(prefix)
-        if text.isdecimal():
-            return int(text)
-        if argument in ("-m", "--module") or not argument.startswith("-"):
-            break
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name in ("-n", "--nproc"):
+            value = value if equals else next(rest, "")
+        elif argument[:2] == "-n":
+            value = argument[2:]
+        elif name in ("--nnodes", "--node-rank", "--rdzv"):
+            value = value if equals else next(rest, "")
+            continue
+        else:
+            break  # -m, or the script: what follows is not ours
+        return int(value) if value.isdecimal() else 1
     return 1

@@ -115,7 +115,11 @@ def _gather_wrong(ctx, kind):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("inner", r"(2, 3) on rank 0, (2, 4) on rank 1"), ("dtype", "torch.float64, 1-d' on rank 0"), ("structure", "a: torch.float32, 1-d' on rank 1")],
+    [
+        ("inner", r"(2, 3) on rank 0, (2, 4) on rank 1"),
+        ("dtype", "torch.float64, 1-d' on rank 0"),
+        ("structure", "a: torch.float32, 1-d' on rank 1"),
+    ],
 )
 def test_gather_of_values_that_do_not_fit(kind, text):
     for found in run_ranks(_gather_wrong, 2, kind):
@@ -155,8 +159,17 @@ def test_pad_across_refuses_nested_tensors():
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3) | st.tuples(inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.tuples(inner)
+    ),
     max_leaves=6,
 )
 
@@ -175,7 +188,11 @@ def _broadcast_value(ctx, value):
 def _broadcast_tensors(ctx):
     value = None
     if ctx.rank == 0:
-        value = {"a": torch.empty(0, 3), "b": (torch.arange(6).view(2, 3).t(), torch.tensor(True)), "c": torch.ones((), dtype=torch.bfloat16)}
+        value = {
+            "a": torch.empty(0, 3),
+            "b": (torch.arange(6).view(2, 3).t(), torch.tensor(True)),
+            "c": torch.ones((), dtype=torch.bfloat16),
+        }
     found = weft.broadcast(value, ctx)
     return found["a"].shape, found["b"][0].tolist(), found["b"][1].item(), found["c"].dtype
 

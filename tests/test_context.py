@@ -44,9 +44,33 @@ def test_applied_records_survive_pickling():
 
 @pytest.mark.parametrize("name", ["mesh", "data_axes", "device", "backend", "timeout_s", "seed", "debug"])
 def test_argument_beats_environment_beats_default(name):
-    argument = {"mesh": {"data": -1}, "data_axes": ("data",), "device": "cpu", "backend": "gloo", "timeout_s": 5.0, "seed": 7, "debug": True}
-    text = {"mesh": "replica=2,shard=-1", "data_axes": "replica", "device": "cuda:1", "backend": "nccl", "timeout_s": "9", "seed": "11", "debug": "1"}
-    parsed = {"mesh": {"replica": 2, "shard": -1}, "data_axes": ("replica",), "device": "cuda:1", "backend": "nccl", "timeout_s": 9.0, "seed": 11, "debug": True}
+    argument = {
+        "mesh": {"data": -1},
+        "data_axes": ("data",),
+        "device": "cpu",
+        "backend": "gloo",
+        "timeout_s": 5.0,
+        "seed": 7,
+        "debug": True,
+    }
+    text = {
+        "mesh": "replica=2,shard=-1",
+        "data_axes": "replica",
+        "device": "cuda:1",
+        "backend": "nccl",
+        "timeout_s": "9",
+        "seed": "11",
+        "debug": "1",
+    }
+    parsed = {
+        "mesh": {"replica": 2, "shard": -1},
+        "data_axes": ("replica",),
+        "device": "cuda:1",
+        "backend": "nccl",
+        "timeout_s": 9.0,
+        "seed": 11,
+        "debug": True,
+    }
     variable = f"WEFT_{name.upper()}"
     both = resolve({name: argument[name]}, {variable: text[name]})
     assert getattr(both, name) == argument[name] and dict(both.sources)[name] == "argument"
@@ -99,7 +123,9 @@ def test_mesh_sizes(mesh, world, axes):
     assert fake(0, world, mesh=mesh).axes == axes
 
 
-@pytest.mark.parametrize("mesh", [{"a": 3}, {"a": -1, "b": -1}, {"a": 0, "b": 4}, {"a": 2.0, "b": 2}, {"bad name": 4}, {}])
+@pytest.mark.parametrize(
+    "mesh", [{"a": 3}, {"a": -1, "b": -1}, {"a": 0, "b": 4}, {"a": 2.0, "b": 2}, {"bad name": 4}, {}]
+)
 def test_bad_mesh(mesh):
     with pytest.raises(ContextError, match="(?s)found:.*fix:"):
         fake(0, 4, mesh=mesh)
@@ -183,14 +209,18 @@ def test_subsets_can_be_made_again():
 
 def test_only_names_both_lines():
     solo = weft.local().only(0)
-    with pytest.raises(weft.CollectiveRefused, match=r"(?s)test_context.py:\d+\n.*ctx.only\(0\) at .*test_context.py:\d+"):
+    with pytest.raises(
+        weft.CollectiveRefused, match=r"(?s)test_context.py:\d+\n.*ctx.only\(0\) at .*test_context.py:\d+"
+    ):
         weft.reduce(torch.ones(1), solo)
     assert solo.here
     with pytest.raises(ContextError, match="(?s)found:    3"):
         weft.local().only(3)
 
 
-@pytest.mark.parametrize("call", [weft.barrier, lambda ctx: weft.together(ctx).__enter__(), lambda ctx: weft.any_rank(True, ctx)])
+@pytest.mark.parametrize(
+    "call", [weft.barrier, lambda ctx: weft.together(ctx).__enter__(), lambda ctx: weft.any_rank(True, ctx)]
+)
 def test_every_collective_is_refused_for_one_rank(call):
     with pytest.raises(weft.CollectiveRefused, match="fix:"):
         call(weft.local().only("main"))

@@ -43,7 +43,13 @@ def _port():
 
 def _start(path, n, *arguments):
     base = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")}
-    common = {**base, "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "OMP_NUM_THREADS": "1"}
+    common = {
+        **base,
+        "WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_port()),
+        "OMP_NUM_THREADS": "1",
+    }
     return [
         subprocess.Popen(
             [sys.executable, str(path), *arguments],
@@ -79,7 +85,11 @@ def script(tmp_path):
         ("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad"),
         ("kill", 2, "rank 1 failed.*its process is gone"),
         ("kill", 4, "rank 1 failed.*its process is gone"),
-        ("only", 2, "rank 1 failed.*CollectiveRefused: reduce: refused on a context for rank 1 only, at .*train.py:\\d+"),
+        (
+            "only",
+            2,
+            "rank 1 failed.*CollectiveRefused: reduce: refused on a context for rank 1 only, at .*train.py:\\d+",
+        ),
     ],
 )
 def test_a_fault_on_one_rank_ends_all_and_is_named(script, fault, n, text):

@@ -51,7 +51,10 @@ def _train(model, optimizer, x, steps=3):
 def _against_ddp(ctx, options, bucket_cap_mb):
     x = _x(ctx.rank)
     ddp = nn.parallel.DistributedDataParallel(
-        _net(), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, find_unused_parameters=options.get("unused") == "zero"
+        _net(),
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=options.get("unused") == "zero",
     )
     theirs = _train(ddp, torch.optim.AdamW(ddp.parameters(), 0.1), x)
     model, _ = weft.replicate(_net(seed=ctx.rank), ctx, **options)
@@ -209,7 +212,9 @@ class Branches(nn.Module):
 
     def forward(self, x, side):
         hidden = self.trunk(x)
-        return {"left": self.left(hidden), "right": self.right(hidden), "both": self.left(hidden) + self.right(hidden)}[side]
+        return {"left": self.left(hidden), "right": self.right(hidden), "both": self.left(hidden) + self.right(hidden)}[
+            side
+        ]
 
 
 def _branches(ctx, sides, options):
@@ -621,7 +626,13 @@ def _fused(ctx, name):
             if step == 1:  # through a state_dict and back
                 state = copy.deepcopy(optimizer.state_dict())
                 optimizer.load_state_dict(state)
-        results.append(([p.detach().clone() for p in model.parameters()], optimizer.state_dict(), len(optimizer.param_groups[0]["params"])))
+        results.append(
+            (
+                [p.detach().clone() for p in model.parameters()],
+                optimizer.state_dict(),
+                len(optimizer.param_groups[0]["params"]),
+            )
+        )
     return results
 
 

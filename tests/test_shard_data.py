@@ -83,7 +83,12 @@ def test_a_rank_without_samples_gets_a_batch_without_rows():
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 40), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["empty", "pad", "drop"]), st.booleans(), st.booleans()
+    st.integers(0, 40),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.sampled_from(["empty", "pad", "drop"]),
+    st.booleans(),
+    st.booleans(),
 )
 def test_union_and_order(n, batch_size, world, uneven, drop_last, shuffle):
     if n == 0 and shuffle:
@@ -93,11 +98,20 @@ def test_union_and_order(n, batch_size, world, uneven, drop_last, shuffle):
     assert len({len(part) for part in parts}) == 1
     steps = [[i for part in parts for i in part[step]] for step in range(len(parts[0]))]
     order = [i for step in steps for i in step]
-    single = [i for batch in _batches(_loader(n, **{**options, "batch_size": batch_size * world}), fake(), uneven=uneven, seed=3) for i in batch]
+    single = [
+        i
+        for batch in _batches(
+            _loader(n, **{**options, "batch_size": batch_size * world}), fake(), uneven=uneven, seed=3
+        )
+        for i in batch
+    ]
     seen = Counter(order)
     if uneven == "pad":
         assert set(order) == set(single) or drop_last or n == 0
-        assert order[: len(single) // (batch_size * world) * batch_size * world] == single[: len(single) // (batch_size * world) * batch_size * world]
+        assert (
+            order[: len(single) // (batch_size * world) * batch_size * world]
+            == single[: len(single) // (batch_size * world) * batch_size * world]
+        )
     else:
         assert all(count == 1 for count in seen.values())
         assert order == single[: len(order)]
@@ -327,7 +341,9 @@ def test_data_that_is_split_already():
     parts = []
     for rank in range(2):
         sampler = DistributedSampler(range(8), 2, rank, shuffle=False)
-        loader, _ = weft.shard_data(DataLoader(range(8), sampler=sampler, batch_size=2), fake(rank, 2), already_sharded=True)
+        loader, _ = weft.shard_data(
+            DataLoader(range(8), sampler=sampler, batch_size=2), fake(rank, 2), already_sharded=True
+        )
         parts.append([b.tolist() for b in loader])
     assert parts == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 

@@ -123,7 +123,14 @@ def test_contradiction_names_both_values(name):
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("a", "a"), ("a,b", "a"), ("a[1-3,7]", "a1"), ("a[001-3]", "a001"), ("n[2,4]-ib,x", "n2-ib"), ("a[1-2]b[7]", "a1b7")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("a[1-3,7]", "a1"),
+        ("a[001-3]", "a001"),
+        ("n[2,4]-ib,x", "n2-ib"),
+        ("a[1-2]b[7]", "a1b7"),
+    ],
 )
 def test_first_host(nodelist, host):
     assert first_host(nodelist) == host

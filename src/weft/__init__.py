@@ -50,7 +50,13 @@ from weft.errors import (
 from weft.placing import to_device
 from weft.topology import Topology, topology
 from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
+from weft.transforms.clip_grads import clip_grads
+from weft.transforms.compiled import compiled
+from weft.transforms.fully_shard import fully_shard
 from weft.transforms.fuse_step import fuse_step
+from weft.transforms.gather_step import gather_step
+from weft.transforms.plain import plain
+from weft.transforms.recompute import recompute
 from weft.transforms.replicate import replicate
 from weft.transforms.shard_data import shard_data
 from weft.transforms.sync_batch_norm import sync_batch_norm
@@ -62,6 +68,7 @@ from weft.transforms.with_precision import (
     skipped,
     with_precision,
 )
+from weft.transforms.zero_partition import zero_partition
 
 __version__ = "0.1.0"
 
@@ -94,20 +101,26 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast",
+    "clip_grads",
+    "compiled",
     "compose",
     "creation_dtype",
     "errors",
     "explain",
+    "fully_shard",
     "fuse_step",
     "gather",
     "gather_objects",
+    "gather_step",
     "local",
     "loss_scale",
     "main_first",
     "offered",
     "on_rank",
     "pad_across",
+    "plain",
     "print_once",
+    "recompute",
     "reduce",
     "replicate",
     "shard_data",
@@ -120,4 +133,5 @@ __all__ = [
     "topology",
     "transform",
     "with_precision",
+    "zero_partition",
 ]

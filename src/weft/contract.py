@@ -22,7 +22,7 @@ import functools
 import hashlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
 
@@ -40,6 +40,7 @@ __all__ = [
     "agree_on_parameters",
     "check_methods",
     "compose",
+    "forget",
     "offered",
     "transform",
 ]
@@ -121,7 +122,16 @@ def _marks_of(obj: object) -> tuple[_Mark, ...]:
 
 
 def offered(obj: object, kind: type[T]) -> list[T]:
-    """Find what the transforms applied to `obj` offer, by protocol, in the order of application.
+    """Find what the transforms applied to `obj` offer, by protocol.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        obj: A module, an optimizer, a loader.
+        kind: A protocol such as `GradSync`, or any class.
+
+    Returns:
+        The offers that fulfil it, in the order of application.
 
     Example:
         >>> offered(nn.Linear(2, 2), GradSync)
@@ -166,6 +176,10 @@ def transform(
     Returns:
         A decorator that keeps the signature.
 
+    Raises:
+        TypeError: The decorated function has no `ctx` after its objects; when it is called, its
+            result is not the objects and a context.
+
     Example:
         >>> import weft
         >>> @transform(before={"replicate"})
@@ -187,36 +201,53 @@ def transform(
             collective=collective,
         )
         signature = inspect.signature(fn)
+        given = _objects_before_ctx(fn.__name__, signature)
 
         @functools.wraps(fn)
         def applied(*args: P.args, **kwargs: P.kwargs) -> R:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            ctx, objects, options = _split(rules.name, bound.arguments)
+            ctx, objects, options = _split(rules.name, given, bound.arguments)
             meetings = ctx.world.meetings
             try:
                 for obj in objects:
                     _check(rules, obj, ctx)
                 names = [_names(obj) for obj in objects]
-                result = fn(*args, **kwargs)
-                for old, new in zip(names, _objects(_results(rules.name, result)[:-1]), strict=False):
+                *returned, next_ctx = _results(rules.name, given, fn(*args, **kwargs))
+                for old, new in zip(names, _objects(returned), strict=False):
                     _check_names(rules.name, old, new)
             except Exception as error:
                 # The peers are waiting in `agree`, unless this rank came that far.
                 if rules.collective and ctx.world.meetings == meetings:
                     disagree(ctx.world, error)
                 raise
-            return cast("R", _record(rules, options, objects, result))
+            return cast("R", (*returned, _record(rules, options, objects, returned, next_ctx)))
 
         return applied
 
     return decorate
 
 
-def _split(name: str, arguments: Mapping[str, Any]) -> tuple[DistContext, list[object], dict[str, Any]]:
+def _objects_before_ctx(name: str, signature: inspect.Signature) -> list[str]:
+    """The parameters before `ctx`: what the transform is applied to, and returns."""
+    names = list(signature.parameters)
+    if "ctx" not in names[1:]:
+        raise TypeError(
+            message(
+                f"transform: {name} takes no context after its objects",
+                found=f"{name}({', '.join(names)})",
+                expected="the objects, then `ctx`, then options",
+                fix=f"def {name}(module, ctx, *, option=1): ...",
+            )
+        )
+    return names[: names.index("ctx")]
+
+
+def _split(
+    name: str, given: Sequence[str], arguments: Mapping[str, Any]
+) -> tuple[DistContext, list[object], dict[str, Any]]:
     """Sort a call's arguments into the context, the objects before it and the options after it."""
-    names = list(arguments)
-    ctx = arguments.get("ctx")
+    ctx = arguments["ctx"]
     if not isinstance(ctx, DistContext):
         raise TypeError(
             message(
@@ -226,9 +257,8 @@ def _split(name: str, arguments: Mapping[str, Any]) -> tuple[DistContext, list[o
                 fix=f"{name}(..., ctx)",
             )
         )
-    place = names.index("ctx")
-    options = {key: arguments[key] for key in names[place + 1 :]}
-    return ctx, _objects([arguments[key] for key in names[:place]]), options
+    options = {key: value for key, value in arguments.items() if key != "ctx" and key not in given}
+    return ctx, _objects([arguments[key] for key in given]), options
 
 
 def _objects(arguments: list[Any]) -> list[object]:
@@ -290,22 +320,25 @@ def _check(rules: _Rules, obj: object, ctx: DistContext) -> None:
         )
 
 
-def _results(name: str, result: object) -> list[Any]:
-    if not (isinstance(result, tuple) and len(result) >= 2 and isinstance(result[-1], DistContext)):
-        raise TypeError(
-            message(
-                f"{name}: a transform returns its objects and the next context",
-                found=type(result).__name__,
-                expected="a tuple that ends with a DistContext",
-                fix="return module, ctx",
-            )
+def _results(name: str, given: Sequence[str], result: object) -> tuple[Any, ...]:
+    """The objects and the context that a transform returned."""
+    if isinstance(result, tuple) and len(result) == len(given) + 1 and isinstance(result[-1], DistContext):
+        return result
+    kinds = [type(part).__name__ for part in result] if isinstance(result, tuple) else [type(result).__name__]
+    raise TypeError(
+        message(
+            f"{name}: a transform returns its objects and the next context",
+            found=", ".join(kinds),
+            expected=f"a tuple of {len(given)} and a DistContext",
+            fix=f"return {', '.join(given)}, ctx",
         )
-    return list(result)
+    )
 
 
-def _record(rules: _Rules, options: dict[str, Any], given: list[object], result: Any) -> Any:
+def _record(
+    rules: _Rules, options: dict[str, Any], given: list[object], returned: list[Any], ctx: DistContext
+) -> DistContext:
     """Write the application into the context and onto the returned objects."""
-    *returned, ctx = _results(rules.name, result)
     objects = [obj for obj in _objects(returned) if hasattr(obj, "__dict__")]
     record = Applied(
         name=rules.name,
@@ -322,16 +355,19 @@ def _record(rules: _Rules, options: dict[str, Any], given: list[object], result:
         # A loader comes back as a new object, which goes on with the history of the old one.
         before = histories.get(id(obj)) or (_marks_of(given[index]) if len(given) == len(objects) else ())
         obj.__dict__[_MARKS] = _Marks((*before, mark))
-    next_ctx = replace(ctx, applied=(*ctx.applied, record), handed_over=())
-    return (*returned, next_ctx)
+    return replace(ctx, applied=(*ctx.applied, record), handed_over=())
 
 
 def _text(value: object) -> str:
     """An option as text that is the same in every process."""
     if isinstance(value, type) or inspect.isfunction(value):
         return value.__qualname__
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return "(" + ", ".join(_text(item) for item in value) + ")"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_text, value)) + ")"
+    if isinstance(value, (set, frozenset)):
+        return "(" + ", ".join(sorted(map(_text, value))) + ")"
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -372,6 +408,56 @@ def _raise_changed(name: str, what: str, old: list[str], new: list[str]) -> None
             fix=f"return the same module from {name}, with hooks instead of wrappers",
         )
     )
+
+
+def forget(module: nn.Module, ctx: DistContext, names: Collection[str] | None = None) -> DistContext:
+    """Take the marks of transforms off a module and give the context without their records.
+
+    For transforms that take others back. A record that also concerns another module stays in the
+    context, for that one; marks it left on optimizers and loaders go.
+
+    Changes: marks on `module` and on what was transformed together with it. Collectives: none.
+
+    Args:
+        module: What is to be as if the transforms had not been applied.
+        ctx: The context that knows them.
+        names: Only these transforms; default: all.
+
+    Returns:
+        `ctx` with fewer records.
+
+    Raises:
+        StaleContext: `ctx` does not know one of them.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.replicate(nn.Linear(2, 2), weft.local())
+        >>> forget(model, ctx).applied
+        ()
+    """
+    gone = [mark.record for mark in _marks_of(module) if names is None or mark.record.name in names]
+    missing = [record.name for record in gone if not any(known is record for known in ctx.applied)]
+    if missing:
+        raise StaleContext(
+            message(
+                f"the context does not know what was done to this {type(module).__name__}",
+                found=f"missing in ctx.applied: {listed(missing)}",
+                expected="the context that the last transform returned",
+                fix="pass that context on",
+            )
+        )
+    dropped = []
+    for record in gone:
+        others = [obj for obj in (ref() for ref in record.refs) if obj is not None and obj is not module]
+        shared = any(isinstance(obj, nn.Module) for obj in others)
+        for obj in [module] if shared else [module, *others]:
+            obj.__dict__[_MARKS] = _Marks(tuple(mark for mark in _marks_of(obj) if mark.record is not record))
+        if not shared:
+            dropped.append(record)
+    for obj in [module, *(o for record in gone for o in (ref() for ref in record.refs) if o is not None)]:
+        if not _marks_of(obj):
+            obj.__dict__.pop(_MARKS, None)
+    return replace(ctx, applied=tuple(r for r in ctx.applied if not any(r is one for one in dropped)))
 
 
 # -- help for transforms -----------------------------------------------------------------------------
@@ -432,7 +518,7 @@ def compose(
     *transforms: Callable[[T, DistContext], tuple[T, DistContext]],
 ) -> Callable[[T, DistContext], tuple[T, DistContext]]: ...
 @overload
-def compose(*transforms: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]: ...
+def compose(*transforms: Callable[..., tuple[Any, Any, Any, *tuple[Any, ...]]]) -> Callable[..., tuple[Any, ...]]: ...
 def compose(*transforms: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Chain transforms into one; the first one given is applied first.
 
@@ -443,7 +529,7 @@ def compose(*transforms: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
             `functools.partial`.
 
     Returns:
-        One function of the same form.
+        One function of the same form; it raises what the parts raise.
 
     Example:
         >>> import weft

@@ -11,7 +11,7 @@ from torch import nn
 from weft.context import DistContext
 from weft.errors import listed, message
 
-__all__ = ["place_module", "to_device"]
+__all__ = ["check_place", "place_module", "to_device"]
 
 T = TypeVar("T")
 
@@ -55,42 +55,48 @@ def place_module(what: str, module: nn.Module, ctx: DistContext) -> None:
     Raises:
         ValueError: The text names the tensors and the devices.
     """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    devices = {tensor.device for _, tensor in named}
-    if all(_same(device, ctx.device) for device in devices):
-        if ctx.device.type == "mps":
-            _refuse_double(what, module)
-        return
-    if devices == {torch.device("cpu")}:
+    check_place(what, module, ctx)
+    if any(not _same(tensor.device, ctx.device) for _, tensor in _named_tensors(module)):
         module.to(ctx.device)
-        return
-    strange = [f"{name} on {tensor.device}" for name, tensor in named if not _same(tensor.device, ctx.device)]
-    meta = torch.device("meta") in devices
-    raise ValueError(
-        message(
-            f"{what}: {type(module).__name__} does not lie on {ctx.device}",
-            found=listed(strange),
-            expected=f"all parameters and buffers on {ctx.device}, or all on the CPU",
-            fix="build the module on a real device" if meta else f'module.to("{ctx.device}")',
+
+
+def check_place(what: str, module: nn.Module, ctx: DistContext) -> None:
+    """Raise if `place_module` would; changes nothing.
+
+    Raises:
+        ValueError: The text names the tensors and the devices.
+    """
+    named = _named_tensors(module)
+    devices = {tensor.device for _, tensor in named}
+    if not all(_same(device, ctx.device) for device in devices) and devices != {torch.device("cpu")}:
+        strange = [f"{name} on {tensor.device}" for name, tensor in named if not _same(tensor.device, ctx.device)]
+        meta = torch.device("meta") in devices
+        raise ValueError(
+            message(
+                f"{what}: {type(module).__name__} does not lie on {ctx.device}",
+                found=listed(strange),
+                expected=f"all parameters and buffers on {ctx.device}, or all on the CPU",
+                fix="build the module on a real device" if meta else f'module.to("{ctx.device}")',
+            )
         )
-    )
-
-
-def _same(device: torch.device, wanted: torch.device) -> bool:
-    return device.type == wanted.type and (wanted.index is None or device.index in (None, wanted.index))
-
-
-def _refuse_double(what: str, module: nn.Module) -> None:
-    double = [name for name, p in module.named_parameters() if p.dtype == torch.float64]
-    if double:
+    double = [name for name, tensor in named if tensor.dtype in (torch.float64, torch.complex128)]
+    if double and ctx.device.type == "mps":
         raise ValueError(
             message(
                 f"{what}: mps has no float64",
                 found=listed(double),
-                expected="float32, float16 or bfloat16 parameters on mps",
+                expected="float32, float16 or bfloat16 parameters and buffers on mps",
                 fix="module.float()",
             )
         )
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _same(device: torch.device, wanted: torch.device) -> bool:
+    return device.type == wanted.type and (wanted.index is None or device.index in (None, wanted.index))
 
 
 def _place_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext) -> None:

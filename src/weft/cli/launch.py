@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -36,6 +37,7 @@ def add_parser(commands: Any) -> None:
         "launch",
         help="run a script on several processes",
         usage="weft launch [-n N] [--nnodes N] [--node-rank R] [--rdzv HOST:PORT] [-m] script ...",
+        allow_abbrev=False,
         description="Run a script, or a module with -m, on N processes per node. What follows the script is its own.",
     )
     sub.add_argument("-n", "--nproc", type=int, default=1, help="processes on this node (default 1)")
@@ -43,22 +45,28 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("--node-rank", type=int, default=None, help="rank of this node; default: as they come")
     sub.add_argument("--rdzv", default=None, metavar="HOST:PORT", help="where the nodes meet; needed for several nodes")
     sub.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
-    sub.add_argument("script", help="file, or module with -m")
-    sub.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on untouched")
+    # One argument for both: argparse would take a `--` between the script and its arguments for its own.
+    sub.add_argument(
+        "script",
+        nargs=argparse.PARSER,
+        metavar="script ...",
+        help="file, or module with -m; then its arguments, passed on untouched",
+    )
     sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Launch; returns 0, or the exit code of the rank that failed first, after saying why."""
+    script, *arguments = options.script[options.script[0] == "--" :]
     try:
         settings = config(options.nproc, options.nnodes, options.node_rank, options.rdzv)
-        if not options.module and not Path(options.script).is_file():
+        if not options.module and not Path(script).is_file():
             raise ContextError(
                 message(
-                    f"launch: there is no file {options.script!r}",
+                    f"launch: there is no file {script!r}",
                     found=f"working directory {Path.cwd()}",
                     expected="a python file, or the name of a module with -m",
-                    fix=f"weft launch -n {options.nproc} -m {options.script}",
+                    fix=f"weft launch -n {options.nproc} -m {script}",
                 )
             )
     except ContextError as error:
@@ -66,13 +74,17 @@ def run(options: argparse.Namespace) -> int:
         return 2
     # The agent logs every failure at length; the one that came first is printed below instead.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="weft-") as reports:
         try:
-            elastic_launch(settings, run_target)(options.script, options.module, list(options.arguments), reports)
+            elastic_launch(settings, run_target)(script, options.module, arguments, reports)
         except ChildFailedError as error:
             text, code = first_failure(error, Path(reports))
             print(text, file=sys.stderr)  # noqa: T201
             return code
+        except SignalException as error:
+            print(f"weft launch: ended by {error.sigval.name}", file=sys.stderr)  # noqa: T201
+            return 128 + error.sigval
     return 0
 
 
@@ -133,12 +145,14 @@ def run_target(target: str, is_module: bool, arguments: list[str], reports: str)
         else:
             sys.path.insert(0, str(Path(target).resolve().parent))
             runpy.run_path(target, run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(130)  # the launcher got it too, and says so once for all ranks
     except Exception as error:  # noqa: BLE001  (reported and turned into the exit code below)
         place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
         report = {
             "rank": place.rank,
             "time": time.time(),
-            "trace": _own_traceback(error, target),
+            "trace": _own_traceback(error),
             "blames": [error.rank, error.text] if isinstance(error, PeerError) else None,
         }
         (Path(reports) / f"{place.rank}.json").write_text(json.dumps(report), encoding="utf-8")
@@ -146,12 +160,13 @@ def run_target(target: str, is_module: bool, arguments: list[str], reports: str)
         sys.exit(1)
 
 
-def _own_traceback(error: BaseException, target: str) -> str:
+def _own_traceback(error: BaseException) -> str:
     """The traceback from the script's first line on, without what started the script."""
+    starters = {run_target.__code__.co_filename, runpy.run_path.__code__.co_filename}
     trace: TracebackType | None = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != target:
+    while trace is not None and trace.tb_frame.f_code.co_filename in starters:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def first_failure(error: ChildFailedError, reports: Path) -> tuple[str, int]:

@@ -28,8 +28,15 @@ def barrier(ctx: DistContext) -> None:
 
     Changes: nothing. Collectives: none; a meeting through the store, so that a missing rank is named.
 
+    Args:
+        ctx: Whose ranks.
+
     Raises:
         PeerError: A rank failed, died, or did not come within `ctx.timeout_s`.
+
+    Example:
+        >>> import weft
+        >>> barrier(weft.local())
     """
     enter("barrier", ctx, None, {})
     ctx.agree("barrier")
@@ -117,6 +124,16 @@ def any_rank(flag: bool, ctx: DistContext) -> bool:
 
     Changes: nothing; there is no flag to clear. Collectives: one all-reduce of one byte.
 
+    Args:
+        flag: Of this rank.
+        ctx: Whose ranks.
+
+    Returns:
+        True on all ranks if `flag` is true on one of them.
+
+    Raises:
+        PeerError: Another rank failed, died or did not come.
+
     Example:
         >>> import weft
         >>> any_rank(True, weft.local())
@@ -138,6 +155,9 @@ def on_rank(fn: Callable[P, R], ctx: DistContext, rank: int | str = 0) -> Callab
     Returns:
         A function with the name and signature of `fn`.
 
+    Raises:
+        ContextError: No such rank.
+
     Example:
         >>> import weft
         >>> on_rank(len, weft.local())([1, 2])
@@ -156,6 +176,12 @@ def print_once(*values: object, ctx: DistContext, sep: str = " ", end: str = "\n
     """Print on the main rank only.
 
     Changes: nothing. Collectives: none.
+
+    Args:
+        values: As for `print`.
+        ctx: Where we run.
+        sep: Between the values.
+        end: After the last one.
 
     Example:
         >>> import weft

@@ -22,6 +22,7 @@ from weft.context.world import (
     part,
     wait_for_parting,
 )
+from weft.engines.torch.shards import forget_groups
 from weft.errors import PeerError
 
 __all__ = ["close", "close_after", "close_at_exit", "device_mesh", "make_line"]
@@ -178,3 +179,4 @@ def _release(world: World) -> None:
         else:
             for made in disposable:
                 dist.destroy_process_group(made)
+    forget_groups()

@@ -132,6 +132,14 @@ def adopt(
     Raises:
         ContextError: torch.distributed is not initialised, this process is not in the group, or
             an argument differs from what the group was made with; the text shows both values.
+
+    Example:
+        >>> import weft
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with weft.adopt(device="cpu") as ctx:
+        ...     print(ctx.rank, ctx.world_size)
+        0 1
+        >>> dist.destroy_process_group()
     """
     arguments = {
         "mesh": mesh,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
-__all__ = ["CastOptions", "ReduceOptions", "ScaleOptions"]
+__all__ = ["CastOptions", "CompileOptions", "RecomputeOptions", "ReduceOptions", "ScaleOptions", "ShardOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +69,69 @@ class CastOptions:
     outputs: torch.dtype | None = None
     scale: ScaleOptions | None = None
     methods: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """How a module is cut into shards.
+
+    Attributes:
+        units: The parts that are gathered and freed together, inner ones first; a unit of several
+            modules shares parameters. The module itself is the last unit and is not listed.
+        reshard_after_forward: Free the full parameters after forward and gather them again in
+            backward; a number: keep them sharded over so many ranks in between.
+        dtype: Gradients are rounded to it for the way; None sends them as they are.
+        ignored: Parameters that stay whole on every rank; their gradients are averaged.
+        unused: "error" raises when a parameter got no gradient; "zero" counts it as zero.
+        buffers: "broadcast" gives all ranks the first rank's buffers after each reduced backward;
+            "local" lets them differ.
+        methods: Methods besides forward that use the parameters.
+        offload: Keep the shards in CPU memory between uses.
+        make_real: Called with a part before it is cut, if the module is on meta.
+    """
+
+    units: tuple[tuple[nn.Module, ...], ...] = ()
+    reshard_after_forward: bool | int = True
+    dtype: torch.dtype | None = None
+    ignored: tuple[nn.Parameter, ...] = ()
+    unused: Literal["error", "zero"] = "error"
+    buffers: Literal["broadcast", "local"] = "broadcast"
+    methods: tuple[str, ...] = ()
+    offload: bool = False
+    make_real: Callable[[nn.Module], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeOptions:
+    """How blocks are computed again in backward.
+
+    Attributes:
+        save: Operations whose results are kept, or a policy that says so for each; empty: none.
+        keep_rng: Give the second run the random state of the first.
+        determinism_check: "default" compares shapes, dtypes and devices of both runs; "none": no.
+        early_stop: End the second run when all that backward needs is there.
+    """
+
+    save: tuple[object, ...] | Callable[..., object] = ()
+    keep_rng: bool = True
+    determinism_check: Literal["default", "none"] = "default"
+    early_stop: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """What is told to `torch.compile`, under its names.
+
+    Attributes:
+        backend: Name of a backend, or a function (graph module, example inputs) -> callable.
+        fullgraph: Raise where one graph is not enough.
+        dynamic: Sizes as unknowns: always (True), never (False), where they were seen to change (None).
+        mode: A set of options of the backend; None: its default.
+        options: Single options of the backend.
+    """
+
+    backend: str | Callable[..., object] = "inductor"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    mode: str | None = None
+    options: Mapping[str, object] | None = None

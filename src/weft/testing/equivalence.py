@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weft.errors import listed, message
 from weft.nested import leaves
 from weft.testing.ranks import run_ranks
 
@@ -59,10 +60,12 @@ def assert_equivalent(
 
 
 def _compare(expected: object, found: object, where: str, rtol: float, atol: float) -> None:
-    pairs = list(zip(leaves(expected), leaves(found), strict=True))
-    for (path, one), (other_path, two) in pairs:
+    ones, twos = list(leaves(expected)), list(leaves(found))
+    assert any(leaf is not None for _, leaf in ones), f"{where}: the function returned nothing to compare"
+    paths, other_paths = [[".".join(path) for path, _ in each] for each in (ones, twos)]
+    assert paths == other_paths, f"{where}: the result has {listed(other_paths)}, not {listed(paths)}"
+    for (path, one), (_, two) in zip(ones, twos, strict=True):
         place = ".".join(path) or "the result"
-        assert path == other_path, f"{where}: {place} became {'.'.join(other_path)}"
         if isinstance(one, (torch.Tensor, int, float)) and not isinstance(one, bool):
             torch.testing.assert_close(
                 torch.as_tensor(two),
@@ -82,9 +85,34 @@ def _placed(place: str, text: str) -> str:
 def largest_difference(one: object, two: object) -> float:
     """The largest absolute difference between the tensors of two nested values, in float64.
 
+    Changes: nothing. Collectives: none.
+
+    Args:
+        one: A nested value of tensors.
+        two: Another of the same structure and shapes.
+
+    Returns:
+        The difference; NaN if either holds a NaN, so that no comparison with it is true.
+
+    Raises:
+        ValueError: Structures or shapes differ.
+
     Example:
         >>> largest_difference([torch.zeros(2)], [torch.tensor([0.0, 3.0])])
         3.0
     """
-    pairs = zip(leaves(one), leaves(two), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) if a.numel() else 0.0 for (_, a), (_, b) in pairs)
+    largest = torch.zeros((), dtype=torch.float64)
+    for (path, a), (_, b) in zip(leaves(one), leaves(two), strict=True):
+        if a.shape != b.shape:
+            raise ValueError(
+                message(
+                    f"largest_difference: {'.'.join(path) or 'the values'} cannot be compared",
+                    found=f"shapes {tuple(a.shape)} and {tuple(b.shape)}",
+                    expected="equal shapes",
+                    fix="compare values of one structure",
+                )
+            )
+        if a.numel():
+            difference = (a.detach().double() - b.detach().double()).abs().max()
+            largest = torch.maximum(largest, difference.cpu())  # carries NaN on, unlike `max`
+    return float(largest)

@@ -14,14 +14,20 @@ import os
 import signal
 import socket
 import sys
+import time
+import traceback
+from collections.abc import Sequence
 
 from weft.testing.rank_worker import serve_jobs
+
+_REAP_LIMIT_S = 1.0
 
 
 def main(fd: int) -> None:
     """Fork ranks on request until the test process is gone."""
     control = socket.socket(fileno=fd)
     import torch  # noqa: PLC0415  (after the arguments are known to be right)
+    import torch._dynamo  # noqa: PLC0415, F401  (any optimizer imports it; here once for all ranks)
 
     torch.set_num_threads(1)
     gc.collect()
@@ -41,7 +47,9 @@ def main(fd: int) -> None:
                 os.close(fd)
             control.sendall(json.dumps({"pids": pids}).encode() + b"\n")
         else:
-            control.sendall(json.dumps({"ended": _reap(children)}).encode() + b"\n")
+            ended = _reap(request["ended"], request["gone"])
+            children.difference_update(ended)
+            control.sendall(json.dumps({"ended": ended}).encode() + b"\n")
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -60,19 +68,29 @@ def _fork(control: socket.socket, rank: int, mine: int, fds: list[int], request:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         serve_jobs(mine, rank, request)
         code = 0
+    except Exception:  # noqa: BLE001  (the end of this process either way)
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)  # nothing of the server's is to be finalised in a rank
 
 
-def _reap(children: set[int]) -> dict[int, int]:
-    """Exit codes of ranks that have ended; negative for a signal."""
+def _reap(pids: Sequence[int], gone: Sequence[int]) -> dict[int, int]:
+    """Exit codes of those of `pids` that have ended; negative for a signal.
+
+    A rank that is `gone` closed its pipe: that may be seen a moment before its end.
+    """
     ended: dict[int, int] = {}
-    for pid in list(children):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            children.discard(pid)
-            ended[pid] = os.waitstatus_to_exitcode(status)
-    return ended
+    end = time.monotonic() + _REAP_LIMIT_S
+    while True:
+        for pid in pids:
+            if pid not in ended:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    ended[pid] = os.waitstatus_to_exitcode(status)
+        if ended.keys() >= set(gone) or time.monotonic() > end:
+            return ended
+        time.sleep(0.001)
 
 
 if __name__ == "__main__":

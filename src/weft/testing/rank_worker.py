@@ -9,18 +9,25 @@ import pickle
 import random
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-import weft.context
+from weft.context import DistContext, adopt
+from weft.testing.fake import fake
 
 __all__ = ["serve_jobs"]
+
+_FILTERS = tuple(warnings.filters)
 
 
 def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
@@ -32,36 +39,42 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
     if size > 1:
         prefixed = dist.PrefixStore(request["name"], store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=limit)
+    pipe.send_bytes(b"ready")
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
-        pipe.send_bytes(_run(job))
+        pipe.send_bytes(_run(job, size))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _run(job: dict[str, Any]) -> bytes:
+def _run(job: dict[str, Any], size: int) -> bytes:
     """Run one job; returns the pickled answer."""
     with _own_output() as output:
-        answer = _call(job)
-    answer["output"] = output[0]
+        answer = _call(job, size)
+    answer |= {"output": output[0], "reusable": _is_clean(size)}
     try:
-        return pickle.dumps(answer)
+        data = pickle.dumps(answer)
+        pickle.loads(data)
     except Exception as error:  # noqa: BLE001  (whatever a value's pickling raises is the test's to see)
         text = f"the result cannot be sent back: {type(error).__name__}: {error}"
-        return pickle.dumps({"ok": False, "error": None, "trace": text, "output": answer["output"]})
+        return pickle.dumps({**answer, "ok": False, "result": None, "error": None, "trace": text})
+    return data
 
 
-def _call(job: dict[str, Any]) -> dict[str, Any]:
+def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
     os.chdir(job["folder"])
     sys.path[:] = job["path"]
+    if dict(os.environ) != job["environment"]:
+        os.environ.clear()
+        os.environ.update(job["environment"])
     _reset()
     try:
         fn, args, kwargs = pickle.loads(job["call"])
-        with _context(job) as ctx:
-            result = fn(ctx, *args, **kwargs)
+        with _context(job["options"], size) as ctx:
+            result = _stay(fn)(ctx, *args, **kwargs)
         return {"ok": True, "result": result}
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt are failures here too)
         trace = traceback.format_exc()
@@ -72,22 +85,45 @@ def _call(job: dict[str, Any]) -> dict[str, Any]:
         return {"ok": False, "error": error.with_traceback(None), "trace": trace}
 
 
-def _context(job: dict[str, Any]) -> weft.context.DistContext:
-    options = job["options"]
-    if not dist.is_initialized():
-        return weft.context.local(seed=options["seed"], debug=options["debug"])
-    return weft.context.adopt(device="cpu", **options)
+def _stay(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `sys.exit` inside of `fn` a failure: a context takes code 0 for the orderly end of a script."""
+
+    def stayed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit({error.code!r}): a rank has to return or raise") from error
+
+    return stayed
+
+
+def _context(options: dict[str, Any], size: int) -> DistContext:
+    if size > 1:
+        return adopt(device="cpu", **options)
+    debug = options.pop("debug")
+    return replace(fake(**options), debug=debug)
 
 
 def _reset() -> None:
     """Let no job see what an earlier one left behind."""
     gc.collect()
+    warnings.filters[:] = _FILTERS  # type: ignore[index]
     torch.manual_seed(0)
     random.seed(0)
+    np.random.seed(0)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)  # noqa: FBT003
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(mode=False)
+
+
+def _is_clean(size: int) -> bool:
+    """Whether another job can run here: the group is as it was made, and nothing runs in the background."""
+    groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    return groups == (size > 1) and threading.active_count() == 1
 
 
 @contextlib.contextmanager

@@ -43,6 +43,9 @@ class RanksFailed(WeftError):
         self.traces = dict(traces)
         self.first = first
 
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), (self.args[0], self.errors, self.traces, self.first)
+
 
 def run_ranks(
     fn: Callable[..., R],
@@ -87,8 +90,9 @@ def run_ranks(
         >>> run_ranks(double, 2, 10)
         [20, 21]
     """
-    options = {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug}
-    return _default_pool().run(n, fn, args, kwargs, timeout_s=timeout_s, options=options)
+    return _default_pool().run(
+        fn, n, *args, timeout_s=timeout_s, mesh=mesh, data_axes=data_axes, seed=seed, debug=debug, **kwargs
+    )
 
 
 @functools.cache
@@ -105,14 +109,16 @@ class RankPool:
 
     def run(
         self,
+        fn: Callable[..., R],
         n: int,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        timeout_s: float,
-        options: Mapping[str, Any],
-    ) -> list[Any]:
+        *args: Any,
+        timeout_s: float = 60.0,
+        mesh: Mapping[str, int] | None = None,
+        data_axes: Sequence[str] | None = None,
+        seed: int = 0,
+        debug: bool = False,
+        **kwargs: Any,
+    ) -> list[R]:
         """See `run_ranks`."""
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 64:
             raise ValueError(
@@ -122,19 +128,33 @@ class RankPool:
             "call": _pickled(fn, args, kwargs),
             "folder": str(Path.cwd()),
             "path": list(sys.path),
-            "options": dict(options),
+            "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "options": {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug},
         }
+        world = self._world(n)
+        ended: dict[int, int] = {}
+        try:
+            answers = world.call(job, timeout_s)
+            if len(answers) == n and all(answer["ok"] and answer["reusable"] for answer in answers.values()):
+                self._worlds[n] = world
+        finally:  # also when the caller is interrupted
+            if n not in self._worlds:
+                ended = world.kill()
+        if len(answers) < n or not all(answer["ok"] for answer in answers.values()):
+            raise _failure(n, answers, ended, timeout_s)
+        _show(answers)
+        return [answers[rank]["result"] for rank in range(n)]
+
+    def _world(self, n: int) -> _RankWorld:
+        """Take the warm world of this size out of the pool, or make one."""
         world = self._worlds.pop(n, None)
-        if world is None:
-            self._server = self._server if self._server is not None and self._server.is_alive() else _Server()
-            world = _RankWorld(self._server, n)
-        answers = world.call(job, timeout_s)
-        if all(answer["ok"] for answer in answers.values()) and len(answers) == n:
-            self._worlds[n] = world
-            _show(answers)
-            return [answers[rank]["result"] for rank in range(n)]
-        ended = world.kill()
-        raise _failure(n, answers, ended, timeout_s)
+        if world is not None:
+            if world.is_well():
+                return world
+            world.kill()
+        if self._server is None or not self._server.is_alive():
+            self._server = _Server()
+        return _RankWorld(self._server, n)
 
     def close(self) -> None:
         """End all ranks and the process they were forked from."""
@@ -181,9 +201,9 @@ class _Server:
         pids: list[int] = json.loads(self._lines.readline())["pids"]
         return pids, [Connection(os.dup(ours.detach())) for ours, _ in pairs]
 
-    def ended(self) -> dict[int, int]:
-        """Exit codes of ranks that ended since last asked, by process id."""
-        self._control.sendall(json.dumps({"ended": True}).encode())
+    def ended(self, pids: Sequence[int], gone: Sequence[int]) -> dict[int, int]:
+        """Exit codes of those of `pids` that ended; those that are `gone` are waited for."""
+        self._control.sendall(json.dumps({"ended": list(pids), "gone": list(gone)}).encode())
         answer = json.loads(self._lines.readline())["ended"]
         return {int(pid): code for pid, code in answer.items()}
 
@@ -206,6 +226,23 @@ class _RankWorld:
     def __init__(self, server: _Server, n: int) -> None:
         self._server = server
         self._pids, self._pipes = server.fork(n)
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        """Wait until all ranks have met, so that this takes nothing from the time of the first call."""
+        try:
+            for pipe in self._pipes:
+                pipe.recv_bytes()  # or the rank ends: its own meeting has a timeout
+        except (EOFError, ConnectionResetError) as error:
+            self.kill()
+            raise WeftError("run_ranks: a rank could not join its group; see its output above") from error
+        except BaseException:
+            self.kill()
+            raise
+
+    def is_well(self) -> bool:
+        """Whether all ranks wait for a job: the pipe of one that ended can be read."""
+        return self._server.is_alive() and not wait(self._pipes, timeout=0)
 
     def call(self, job: dict[str, Any], timeout_s: float) -> dict[int, dict[str, Any]]:
         """Send a job to all ranks and collect their answers; a rank that died has none."""
@@ -229,7 +266,8 @@ class _RankWorld:
 
     def kill(self) -> dict[int, int]:
         """End all ranks; returns exit codes by rank of those that had ended by themselves."""
-        ended = self._server.ended() if self._server.is_alive() else {}
+        gone = [pid for pid, pipe in zip(self._pids, self._pipes, strict=True) if _is_closed(pipe)]
+        ended = self._server.ended(self._pids, gone) if self._server.is_alive() else {}
         for pid, pipe in zip(self._pids, self._pipes, strict=True):
             pipe.close()
             if pid not in ended:
@@ -238,6 +276,16 @@ class _RankWorld:
                 except ProcessLookupError:
                     continue
         return {rank: ended[pid] for rank, pid in enumerate(self._pids) if pid in ended}
+
+
+def _is_closed(pipe: Connection) -> bool:
+    """Whether the other end was closed, and all it sent was read."""
+    try:
+        while pipe.poll():
+            pipe.recv_bytes()
+    except (EOFError, ConnectionResetError):
+        return True
+    return False
 
 
 def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -7,13 +7,13 @@ and knows which of its micro-batches is the last. Nothing outside of it changes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from weft.collectives import reduce
 from weft.context import DistContext
@@ -41,6 +41,7 @@ class Window(Generic[B]):
         self._source = source
         self._length = length
         self._cutting = cutting
+        self._number = cutting.windows
         self._read: list[B] = []  # read ahead for `denominator`
         self._given = 0
 
@@ -49,16 +50,32 @@ class Window(Generic[B]):
         return self._length
 
     def __iter__(self) -> Iterator[B]:
-        syncs, every = self._cutting.syncs, self._cutting.reduce == "every"
+        """Yield the micro-batches; after a `break`, those that are left.
+
+        Raises:
+            ContractError: There are none left: the window was used, or the loader went on.
+        """
+        if self._given == self._length:
+            raise ContractError(
+                message(
+                    "accumulate_grads: a window was iterated a second time",
+                    found=f"all {self._length} micro-batches were used, or skipped when the loader went on",
+                    expected="each window iterated once, before the next one is taken from the loader",
+                    fix="for window in loader:\n    batches = list(window)  # to go through them several times",
+                )
+            )
+        return self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[B]:
+        cutting = self._cutting
         try:
             while self._given < self._length:
                 batch = self._next()
-                for sync in syncs:
-                    sync.set(every or self._given == self._length)
+                last = self._given == self._length
+                cutting.synchronize(self._number, enabled=last or cutting.reduce == "every")
                 yield batch
         finally:
-            for sync in syncs:
-                sync.set(True)
+            cutting.synchronize(self._number, enabled=True)
 
     def denominator(self, count: Count | Callable[[B], Count]) -> float:
         """Add a count up over the window and all ranks, for exact means over ragged data.
@@ -82,23 +99,20 @@ class Window(Generic[B]):
             ValueError: A count that is negative or not finite.
             PeerError: A peer failed.
         """
-        if callable(count):
-            self._read_all()
-            counts = [torch.as_tensor(count(batch)).sum() for batch in self._read]
-            mine = torch.stack([c.double() for c in counts]).sum() if counts else torch.zeros((), dtype=torch.double)
-        else:
-            mine = torch.as_tensor(count).double().sum()
         ctx = self._cutting.ctx
-        line = ctx.on(ctx.data_axes)
         # Counts are exact in float64 up to 2**53; some devices have none, so add on the CPU there.
         device = ctx.device if ctx.device.type != "mps" else torch.device("cpu")
-        total = float(reduce(mine.to(device), line, "sum"))
+        counts = [count] if not callable(count) else [count(batch) for batch in self._read_all()]
+        mine = torch.stack([torch.as_tensor(c).detach().to(device).double().sum() for c in counts])
+        # A bad count on one rank has to be seen by all: not-a-number survives the sum.
+        part = torch.where((mine >= 0).all(), mine.sum(), torch.nan)
+        total = float(reduce(part, ctx.on(ctx.data_axes), "sum"))
         if not 0 <= total < float("inf"):
             raise ValueError(
                 message(
-                    f"denominator: the count over all ranks is {total}",
-                    found=f"{float(mine)} on rank {ctx.rank}",
-                    expected="a finite number >= 0",
+                    "denominator: a count is negative or not finite",
+                    found=f"{mine.tolist()} on rank {ctx.rank}, {total} over all ranks",
+                    expected="finite numbers >= 0 on all ranks",
                     fix="window.denominator(lambda batch: batch[1].numel())",
                 )
             )
@@ -112,8 +126,9 @@ class Window(Generic[B]):
         self._given += 1
         return batch
 
-    def _read_all(self) -> None:
-        if self._given:
+    def _read_all(self) -> list[B]:
+        missing = self._length - len(self._read)
+        if missing and self._given:
             raise ContractError(
                 message(
                     "denominator: a function was given after the window was begun",
@@ -122,23 +137,16 @@ class Window(Generic[B]):
                     fix="tokens = window.denominator(count)\nfor batch in window: ...",
                 )
             )
-        while len(self._read) < self._length:
-            self._read.append(self._take())
+        self._read += [self._take() for _ in range(missing)]
+        return self._read
 
     def _take(self) -> B:
         try:
             return next(self._source)
         except StopIteration:
-            raise ContractError(
-                message(
-                    "accumulate_grads: the loader ended in the middle of a window",
-                    found="fewer batches than len(loader)",
-                    expected="a loader that yields as many batches as its length says, or has no length",
-                    fix="def __len__(self): return ...  # the true number of batches",
-                )
-            ) from None
+            _raise_untrue_length("fewer", "ended in the middle of a window")
 
-    def _skip_rest(self) -> None:
+    def _finish(self) -> None:
         """Read past what the user left over, so that the next window begins where it should."""
         for _ in range(self._length - max(self._given, len(self._read))):
             self._take()
@@ -147,7 +155,14 @@ class Window(Generic[B]):
 
 @dataclass
 class _Cutting(Generic[B]):
-    """How a stream of micro-batches is cut into windows, and how far that has come."""
+    """How a stream of micro-batches is cut into windows, and how far that has come.
+
+    Attributes:
+        steps: As given by the user; the same for the next four.
+        windows: Number of windows so far, over all epochs.
+        carried: Micro-batches left over by the last epoch, for the first window of the next.
+        began: `windows` and the number of carried micro-batches when the running epoch began.
+    """
 
     steps: Steps
     remainder: Remainder
@@ -156,7 +171,8 @@ class _Cutting(Generic[B]):
     mean_over: int
     ctx: DistContext
     windows: int = 0
-    carried: list[Any] = field(default_factory=list)
+    carried: list[B] = field(default_factory=list)
+    began: tuple[int, int] | None = None
 
     def size_of(self, window: int) -> int:
         """Micro-batches in a full window."""
@@ -165,42 +181,69 @@ class _Cutting(Generic[B]):
         return size
 
     def count(self, batches: int) -> int:
-        """Windows that so many batches will make, from here on."""
-        left, number = batches + len(self.carried), 0
-        while left >= (size := self.size_of(self.windows + number)):
-            left, number = left - size, number + 1
+        """Windows of an epoch of so many batches: the running one, or else the next."""
+        first, carried = self.began or (self.windows, len(self.carried))
+        left, number = batches + carried, 0
+        if not callable(self.steps):
+            number, left = divmod(left, self.steps)
+        else:
+            while left >= (size := self.size_of(first + number)):
+                left, number = left - size, number + 1
         return number + (1 if left and self.remainder == "step" else 0)
 
-    def cut(self, batches: Iterable[B], length: int | None) -> Iterator[Window[B]]:
+    def synchronize(self, window: int, *, enabled: bool) -> None:
+        """Let backward passes communicate or not, unless a later window has taken over.
+
+        What a user keeps of an earlier window may be collected at any time, on one rank only.
+        """
+        if window == self.windows:
+            for sync in self.syncs:
+                sync.set(enabled)
+
+    def cut(self, batches: Iterator[B], length: int | None) -> Iterator[Window[B]]:
         """Yield the windows of one pass over `batches`."""
         carried, self.carried = self.carried, []
+        self.began = began = (self.windows, len(carried))
         left = None if length is None else length + len(carried)
         source = itertools.chain(carried, batches)
-        while True:
-            size = self.size_of(self.windows)
-            if left is None:  # no length: look ahead to know whether this window is a full one
-                ahead = list(itertools.islice(source, size))
-                have, stream = len(ahead), iter(ahead)
-            else:
-                have, stream = min(size, left), source
-                left -= have
-            if have == size or (have and self.remainder == "step"):
-                window = Window(stream, have, self)
-                self.windows += 1
-                yield window
-                window._skip_rest()
-            if have < size:
-                if have and self.remainder != "step":
-                    self.carried = [*stream] if self.remainder == "carry" else _discard(stream)
-                break
-        for _ in source:  # let the loader notice that its epoch is over
-            pass
+        number = self.windows
+        try:
+            while True:
+                size = self.size_of(self.windows)
+                if left is None:  # no length: look ahead to know whether this window is a full one
+                    ahead = list(itertools.islice(source, size))
+                    have, stream = len(ahead), iter(ahead)
+                else:
+                    have, stream = min(size, left), source
+                    left -= have
+                if have == size or (have and self.remainder == "step"):
+                    self.windows = number = self.windows + 1
+                    window = Window(stream, have, self)
+                    yield window
+                    window._finish()
+                    self.synchronize(number, enabled=True)
+                elif have:
+                    rest = Window(stream, have, self)._read_all()
+                    self.carried = rest if self.remainder == "carry" else []
+                if have < size:
+                    break
+            for _ in source:  # asked once more, the loader notices that its epoch is over
+                _raise_untrue_length("more", "went on after its last window")
+        finally:
+            self.synchronize(number, enabled=True)
+            if self.began is began:
+                self.began = None
 
 
-def _discard(batches: Iterator[Any]) -> list[Any]:
-    for _ in batches:
-        pass
-    return []
+def _raise_untrue_length(how_many: str, what: str) -> NoReturn:
+    raise ContractError(
+        message(
+            f"accumulate_grads: the loader {what}",
+            found=f"{how_many} batches than len(loader)",
+            expected="a loader that yields as many batches as its length says, or has no length",
+            fix="def __len__(self): return ...  # the true number of batches",
+        )
+    )
 
 
 class Windows(Generic[B]):
@@ -211,7 +254,8 @@ class Windows(Generic[B]):
         self.weft_cutting = cutting
 
     def __iter__(self) -> Iterator[Window[B]]:
-        return self.weft_cutting.cut(self.batches, _length(self.batches))
+        batches = iter(self.batches)
+        return self.weft_cutting.cut(batches, _length(self.batches))
 
     def __len__(self) -> int:
         return self.weft_cutting.count(len(self.batches))  # type: ignore[arg-type]
@@ -223,7 +267,8 @@ class _WindowLoader(Extension[Any]):
     weft_cutting: _Cutting[Any]
 
     def __iter__(self) -> Iterator[Window[Any]]:  # type: ignore[override]
-        return self.weft_cutting.cut(super().__iter__(), super().__len__())
+        batches = iter(super().__iter__())  # before `len`: a new epoch may have another length
+        return self.weft_cutting.cut(batches, _length(self, super().__len__))
 
     def __len__(self) -> int:
         return self.weft_cutting.count(super().__len__())
@@ -249,6 +294,16 @@ def accumulate_grads(
     remainder: Remainder = "step",
     reduce: Literal["last", "every"] = "last",
 ) -> tuple[Sequence[M], Windows[B], DistContext]: ...
+@overload
+def accumulate_grads(
+    modules: Mapping[str, M],
+    loader: Iterable[B],
+    ctx: DistContext,
+    *,
+    steps: Steps,
+    remainder: Remainder = "step",
+    reduce: Literal["last", "every"] = "last",
+) -> tuple[Mapping[str, M], Windows[B], DistContext]: ...
 @transform(after={"replicate", "fully_shard", "zero_partition", "shard_data"}, collective=True)
 def accumulate_grads(
     modules: Any,
@@ -277,7 +332,8 @@ def accumulate_grads(
     Collectives: none here (a meeting through the store) and none while iterating.
 
     Args:
-        modules: The module, or several, whose gradients are accumulated over a window.
+        modules: The module, or a list, tuple or dict of several, whose gradients are accumulated
+            over a window. Parts of them may be replicated instead of the whole.
         loader: A `DataLoader` (after `shard_data`), or any iterable of batches, with or without
             length; without one, windows are read ahead.
         ctx: Where we run.
@@ -320,17 +376,17 @@ def accumulate_grads(
                     fix=f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})",
                 )
             )
-    several = [modules] if isinstance(modules, nn.Module) else list(modules)
-    if not all(isinstance(module, nn.Module) for module in several) or not isinstance(loader, Iterable):
+    several = _flattened(modules)
+    if not several or not all(isinstance(m, nn.Module) for m in several) or not isinstance(loader, Iterable):
         raise TypeError(
             message(
                 "accumulate_grads: takes modules and a loader",
-                found=f"{', '.join(type(m).__name__ for m in several)}; {type(loader).__name__}",
-                expected="one module or several, and an iterable of batches",
+                found=f"{', '.join(type(m).__name__ for m in several) or 'no module'}; {type(loader).__name__}",
+                expected="one module, or a list, tuple or dict of them, and an iterable of batches",
                 fix="model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
             )
         )
-    syncs = [sync for module in several for sync in offered(module, GradSync)]
+    syncs = _grad_syncs(several)
     means = {sync.mean_over for sync in syncs} or {1}
     if len(means) > 1:
         raise ValueError(
@@ -341,12 +397,35 @@ def accumulate_grads(
                 fix="one accumulate_grads per module, each with a loader of its own",
             )
         )
-    ctx.agree(
-        "accumulate_grads",
-        {"steps": steps if isinstance(steps, int) else "schedule", "remainder": remainder, "reduce": reduce},
-    )
     cutting: _Cutting[Any] = _Cutting(steps, remainder, reduce, syncs, means.pop(), ctx)
-    return modules, _windowed(loader, cutting), ctx
+    windows = _windowed(loader, cutting)
+    ctx.agree("accumulate_grads", _facts(windows, cutting))
+    return modules, windows, ctx
+
+
+def _flattened(modules: Any) -> list[Any]:
+    """The modules in a module, list, tuple or dict."""
+    if isinstance(modules, nn.Module) or not isinstance(modules, (Mapping, Sequence)):
+        return [modules]
+    return list(modules.values() if isinstance(modules, Mapping) else modules)
+
+
+def _grad_syncs(modules: Sequence[nn.Module]) -> list[GradSync]:
+    """What reduces the gradients of these modules or of parts of them, each once."""
+    found = [sync for module in modules for part in module.modules() for sync in offered(part, GradSync)]
+    return list({id(sync): sync for sync in found}.values())
+
+
+def _facts(windows: Any, cutting: _Cutting[Any]) -> dict[str, object]:
+    """What the ranks have to agree on, or they would wait for each other for ever."""
+    facts: dict[str, object] = {
+        "steps": f"schedule, at first {cutting.size_of(0)}" if callable(cutting.steps) else cutting.steps,
+        "remainder": cutting.remainder,
+        "reduce": cutting.reduce,
+    }
+    if cutting.syncs:
+        facts["windows per epoch"] = _length(windows)
+    return facts
 
 
 def _windowed(loader: Any, cutting: _Cutting[Any]) -> Any:
@@ -367,8 +446,11 @@ def _check_steps(steps: object, what: str) -> None:
         )
 
 
-def _length(batches: object) -> int | None:
+def _length(batches: object, measure: Callable[[], int] | None = None) -> int | None:
+    """How many batches, or windows, there will be; None if that is not known for sure."""
+    if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
+        return None  # with several workers its length is a guess
     try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
+        return measure() if measure is not None else len(batches)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
         return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -18,7 +19,7 @@ from weft.context import DistContext
 from weft.contract import check_methods, offered, transform
 from weft.engines.options import CastOptions, ScaleOptions
 from weft.errors import ContractError, OrderError, listed, message
-from weft.placing import place_module
+from weft.placing import check_place, place_module
 
 __all__ = ["LossScaling", "Precision", "creation_dtype", "loss_scale", "skipped", "with_precision"]
 
@@ -29,6 +30,12 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def _is_float(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def _is_power_of_two(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +57,19 @@ class LossScaling:
     growth_every: int = 2000
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name}={value}"
-            for name, value in (("init", self.init), ("growth", self.growth), ("backoff", self.backoff))
-            if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5)
-        ]
-        wrong += [f"growth={self.growth}"] if self.growth < 1 else []
-        wrong += [f"backoff={self.backoff}"] if self.backoff >= 1 else []
-        wrong += [f"growth_every={self.growth_every}"] if self.growth_every < 1 else []
+        factors = {"init": self.init, "growth": self.growth, "backoff": self.backoff}
+        wrong = [f"{name}={value!r}" for name, value in factors.items() if not _is_power_of_two(value)]
+        if not wrong:
+            wrong += [f"growth={self.growth}"] if self.growth < 1 else []
+            wrong += [f"backoff={self.backoff}"] if self.backoff >= 1 else []
+        if type(self.growth_every) is not int or self.growth_every < 1:
+            wrong += [f"growth_every={self.growth_every!r}"]
         if wrong:
             raise ValueError(
                 message(
                     f"LossScaling: {listed(wrong)} cannot be used",
                     found=listed(wrong),
-                    expected="powers of two; growth >= 1, backoff < 1, growth_every >= 1",
+                    expected="powers of two; growth >= 1, backoff < 1; growth_every a whole number >= 1",
                     fix="LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
                 )
             )
@@ -76,9 +82,11 @@ class Precision:
     Attributes:
         param: Parameters that are trained are stored in it; frozen ones are left alone.
         compute: Inside the module. If parameters are stored in another dtype, torch's autocast
-            picks the operations that are safe in it; otherwise inputs are cast to it.
+            picks the operations that are safe in it; otherwise inputs are cast to it, and an
+            autocast around the module does not reach inside.
         reduce: In which gradients travel between ranks.
-        buffer: Floating-point buffers are stored in it.
+        buffer: Floating-point buffers are stored in it; those of a layer whose own parameters are
+            all frozen are left alone, like these.
         output: Floating-point outputs are cast to it.
         scaling: For fp16: scale gradients inside of the module.
     """
@@ -91,6 +99,15 @@ class Precision:
     scaling: LossScaling | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.scaling, (LossScaling, NoneType)):
+            raise TypeError(
+                message(
+                    "Precision: scaling is no LossScaling",
+                    found=repr(self.scaling),
+                    expected="a weft.LossScaling or None",
+                    fix="Precision(compute=torch.float16, scaling=weft.LossScaling())",
+                )
+            )
         fields = {"param": self.param, "compute": self.compute, "reduce": self.reduce}
         fields |= {"buffer": self.buffer, "output": self.output}
         wrong = [f"{name}={dtype}" for name, dtype in fields.items() if dtype is not None and not _is_float(dtype)]
@@ -114,11 +131,12 @@ class Precision:
             )
 
 
+_FP32 = Precision(param=torch.float32, compute=torch.float32, buffer=torch.float32)
 _NAMED = {
-    "fp32": Precision(param=torch.float32),
+    "fp32": _FP32,
     "fp64": Precision(param=torch.float64, compute=torch.float64, buffer=torch.float64),
-    "bf16": Precision(param=torch.float32, compute=torch.bfloat16, output=torch.float32),
-    "fp16": Precision(param=torch.float32, compute=torch.float16, output=torch.float32, scaling=LossScaling()),
+    "bf16": replace(_FP32, compute=torch.bfloat16, output=torch.float32),
+    "fp16": replace(_FP32, compute=torch.float16, output=torch.float32, scaling=LossScaling()),
     "bf16-true": Precision(param=torch.bfloat16, compute=torch.bfloat16, buffer=torch.bfloat16),
     "fp16-true": Precision(param=torch.float16, compute=torch.float16, buffer=torch.float16),
 }
@@ -148,8 +166,9 @@ def with_precision(
     gradient on any rank is skipped on all ranks, and the scale backs off; see `skipped`. Needed
     with "fp16"; without it the second backward raises. With other policies it does nothing.
 
-    Policies: "fp32"; "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs;
-    "bf16-true", "fp16-true", "fp64": everything in that dtype; or a `Precision`.
+    Policies: "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs; "fp32",
+    "fp64", "bf16-true", "fp16-true": everything in that dtype; or a `Precision`. A part of a module
+    may have a policy of its own, given before or after that of the whole.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018; `torch.autocast`.
 
@@ -170,8 +189,10 @@ def with_precision(
     Raises:
         AlreadyApplied: It was applied to `obj` before.
         OrderError: After `replicate` or another strategy; or an optimizer before its modules.
-        ValueError: Unknown policy, one that the device cannot do, or trained fp16 parameters
-            together with a loss scale.
+        TypeError: `obj` is neither a module nor an optimizer.
+        ValueError: Unknown policy, or one that the device or the module cannot do: trained fp16
+            parameters or two loss scales on one parameter, a list of modules without forward,
+            parameters without a shape that would have to be cast.
         TypeError: `obj` is neither a module nor an optimizer, or `policy` no policy.
         ContextError: The ranks ask for different policies.
 
@@ -217,7 +238,11 @@ def _on_module(
 ) -> tuple[nn.Module, DistContext]:
     check_methods("with_precision", module, methods)
     _check_device(precision, ctx)
+    _check_callable(module, precision, methods)
+    _check_castable(module, precision)
     _check_scalable(module, precision)
+    _check_one_scale(module, precision, ctx)
+    check_place("with_precision", module, ctx)
     ctx.agree("with_precision", {"policy": repr(precision), "methods": list(methods)})
     place_module("with_precision", module, ctx)
     _cast_parameters(module, precision)
@@ -230,7 +255,7 @@ def _on_module(
 def _policy(policy: str | Precision | None) -> Precision:
     if isinstance(policy, Precision):
         return policy
-    if policy in _NAMED:
+    if isinstance(policy, str) and policy in _NAMED:
         return _NAMED[policy]
     raise ValueError(
         message(
@@ -277,24 +302,93 @@ def _check_scalable(module: nn.Module, precision: Precision) -> None:
         )
 
 
+def _check_callable(module: nn.Module, precision: Precision, methods: tuple[str, ...]) -> None:
+    """A list of modules is never called itself: casts and autocast would have no effect."""
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    if not (has_forward or methods or precision.compute is precision.output is None):
+        raise ValueError(
+            message(
+                f"with_precision: {type(module).__name__} has no forward, so nothing can be computed in a precision",
+                found=type(module).__name__,
+                expected="a module that is called, or the methods that are",
+                fix="for part in modules: part, ctx = weft.with_precision(part, ctx, policy)",
+            )
+        )
+
+
+def _check_castable(module: nn.Module, precision: Precision) -> None:
+    """Lazy parameters and buffers have no values yet; later they would appear in the old dtype."""
+    lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+    empty = {id(t) for t, dtype in _to_cast(module, precision) if isinstance(t, lazy) and t.dtype is not dtype}
+    names = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if id(t) in empty]
+    if names:
+        raise ValueError(
+            message(
+                f"with_precision: parameters of {type(module).__name__} have no shape yet and cannot be cast",
+                found=listed(names),
+                expected="a module that has been called once (lazy modules get their shapes then)",
+                fix="model(example_batch)  # before with_precision",
+            )
+        )
+
+
+def _check_one_scale(module: nn.Module, precision: Precision, ctx: DistContext) -> None:
+    """Two scales on one gradient would multiply: it would overflow."""
+    if precision.scaling is None:
+        return
+    others = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
+    scaled = [
+        other
+        for other in (*module.modules(), *others)
+        if isinstance(other, nn.Module) and any(offer.precision.scaling for offer in offered(other, _Offer))
+    ]
+    taken = {id(p): type(other).__name__ for other in scaled for p in other.parameters()}
+    names = [f"{name} (of {taken[id(p)]})" for name, p in module.named_parameters() if id(p) in taken]
+    if names:
+        raise ValueError(
+            message(
+                f"with_precision: parameters of {type(module).__name__} have a loss scale already",
+                found=listed(names),
+                expected="each parameter in one fp16 module: the outermost",
+                fix='model, ctx = weft.with_precision(model, ctx, "fp16")  # once, for what holds them all',
+            )
+        )
+
+
+def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all modules in it, without parts that have a precision of their own."""
+    yield module
+    for child in module.children():
+        if not offered(child, _Offer):
+            yield from _own_parts(child)
+
+
+def _to_cast(module: nn.Module, precision: Precision) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """Tensors that the policy stores in some dtype, and that dtype; a tensor may come twice."""
+    found: list[tuple[torch.Tensor, torch.dtype]] = []
+    for part in _own_parts(module):
+        own = list(part.parameters(recurse=False))
+        trained = [p for p in own if p.requires_grad]
+        if precision.param is not None:
+            found += [(p, precision.param) for p in trained if p.is_floating_point()]
+        if precision.buffer is not None and (trained or not own):
+            found += [(b, precision.buffer) for b in part.buffers(recurse=False) if b.is_floating_point()]
+    return found
+
+
 def _cast_parameters(module: nn.Module, precision: Precision) -> None:
-    if precision.param is not None:
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter.is_floating_point() and type(parameter) is nn.Parameter:
-                parameter.data = parameter.data.to(precision.param)
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(precision.param)
-    if precision.buffer is not None:
-        for child in module.modules():
-            for name, buffer in child.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    child._buffers[name] = buffer.to(precision.buffer)
+    # In place: optimizers, tied weights and buffers shared between layers go on with the same tensors.
+    for tensor, dtype in _to_cast(module, precision):
+        if tensor.dtype is not dtype:
+            tensor.data = tensor.data.to(dtype)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(dtype)
 
 
 def _cast_options(module: nn.Module, precision: Precision, methods: tuple[str, ...]) -> CastOptions:
-    stored = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    own = [p for part in _own_parts(module) for p in part.parameters(recurse=False)]
     compute = precision.compute
-    mixed = compute in _LOW and bool(stored - {compute})
+    mixed = compute in _LOW and any(p.is_floating_point() and p.dtype is not compute for p in own)
     scaling = precision.scaling
     return CastOptions(
         autocast=compute if mixed else None,
@@ -349,10 +443,8 @@ def _on_optimizer(
     scales = [
         offer.precise.scale for _, offer in pairs if offer.precise is not None and offer.precise.scale is not None
     ]
-    if not scales:
-        return optimizer, ctx.offering(_SkipOffer(None))
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(  # noqa: TRY004
+    if scales and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
             message(
                 "with_precision: LBFGS evaluates the loss inside of step, which cannot be skipped",
                 found="LBFGS with an fp16 module",
@@ -360,6 +452,9 @@ def _on_optimizer(
                 fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
             )
         )
+    ctx.agree("with_precision", {"optimizer": type(optimizer).__name__, "fp16 modules": len(scales)})
+    if not scales:
+        return optimizer, ctx.offering(_SkipOffer(None))
     group = ctx.require_collective("with_precision").group if ctx.world_size > 1 else None
     return optimizer, ctx.offering(_SkipOffer(ctx.engine.skip_steps(optimizer, scales, group)))
 
@@ -382,7 +477,7 @@ def skipped(optimizer: torch.optim.Optimizer) -> bool:
         >>> import weft
         >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")
         >>> optimizer, ctx = weft.with_precision(torch.optim.SGD(model.parameters()), ctx)
-        >>> skipped(optimizer)
+        >>> weft.skipped(optimizer)
         False
     """
     offers = offered(optimizer, _SkipOffer)
@@ -403,9 +498,15 @@ def loss_scale(module: nn.Module) -> float:
 
     Changes: nothing. Collectives: none. On a GPU this waits for the device.
 
+    Args:
+        module: Any module.
+
+    Returns:
+        The scale, a power of two.
+
     Example:
         >>> import weft
-        >>> loss_scale(weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")[0])
+        >>> weft.loss_scale(weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")[0])
         65536.0
     """
     scales = [offer.precise.scale for offer in offered(module, _Offer) if offer.precise is not None]

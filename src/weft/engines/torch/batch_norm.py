@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as _NativeSyncBatchNorm
 
 from weft.engines.torch.calls import Removable
+from weft.errors import message
 
 __all__ = ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "synchronize_batch_norms"]
 
@@ -87,11 +88,11 @@ class Synchronized:
         self._removable = Removable()
         self._ranks = _Ranks(group)
         for child in module.modules():
-            twin = _TWINS.get(type(child))
-            if twin is not None:
+            plain = _plain_class(child)
+            if plain is not None:
                 child.__dict__["weft_ranks"] = self._ranks
-                self._removable.add(_back(child, type(child)))
-                child.__class__ = twin
+                self._removable.add(_back(child, plain))
+                child.__class__ = _TWINS[plain]
 
     def undo(self) -> None:
         """Give every batch norm its class back."""
@@ -105,6 +106,15 @@ class Synchronized:
 def synchronize_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> Synchronized:
     """Make every batch norm of `module` compute its statistics over the ranks of `group`."""
     return Synchronized(module, group)
+
+
+def _plain_class(child: nn.Module) -> type[nn.Module] | None:
+    """The class of a batch norm to synchronize; of a copy of a synchronized one, its class before."""
+    kind = type(child)
+    if isinstance(child, _OverRanks):
+        alone = child.weft_ranks.group is None
+        return next(plain for plain, twin in _TWINS.items() if twin is kind) if alone else None
+    return kind if kind in _TWINS else None
 
 
 def _back(child: nn.Module, old: type[nn.Module]) -> Any:
@@ -134,6 +144,15 @@ class _BatchNormOverRanks(torch.autograd.Function):
         first = torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])])
         dist.all_reduce(first, group=group)
         count = first[-1]
+        if count <= 1:
+            raise ValueError(
+                message(
+                    "sync_batch_norm: a single value has no variance",
+                    found=f"{int(count)} value per channel over all ranks, {tuple(x.shape)} on this one",
+                    expected="more than 1 value per channel when training",
+                    fix="a larger batch, or model.eval()",
+                )
+            )
         mean = first[:-1] / count
         centred = x - mean.view(shape)
         squares = (centred * centred).sum(dims)

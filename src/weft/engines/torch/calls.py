@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Hook", "Removable", "around_methods"]
+__all__ = ["Hook", "Removable", "around_methods", "arounds"]
 
 
 class Hook:
@@ -91,6 +91,15 @@ def around_methods(module: nn.Module, methods: Sequence[str], around: Callable[.
         before = module.__dict__.get(name)
         setattr(module, name, _Method(module, name, getattr(module, name), around))
         removable.add(_restore(weakref.ref(module), name, before))
+
+
+def arounds(module: nn.Module, name: str) -> list[Callable[..., Any]]:
+    """List what calls of `module.<name>` are routed through, outermost first."""
+    found, call = [], module.__dict__.get(name)
+    while isinstance(call, _Method):
+        found.append(call._around)
+        call = call._call
+    return found
 
 
 def _restore(module: weakref.ref[nn.Module], name: str, before: Any) -> Callable[[], None]:

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import CastOptions, ReduceOptions
+from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
 from weft.engines.torch.batch_norm import Synchronized, synchronize_batch_norms
+from weft.engines.torch.checkpointing import Recomputed, already_recomputed, saved_ops
+from weft.engines.torch.compiling import Compiled, already_compiled, check_backend
 from weft.engines.torch.devices import choose_device, default_backend
-from weft.engines.torch.flat_step import FlatStep, check_elementwise, flat_buffer_of
+from weft.engines.torch.flat_step import FlatStep, check_elementwise, flat_buffer_of, is_elementwise
+from weft.engines.torch.gradient_norm import Gradients, with_nonfinite_gradient
 from weft.engines.torch.loss_scale import LossScale
 from weft.engines.torch.precision import PreciseModule
 from weft.engines.torch.prefetch import move, prefetch
 from weft.engines.torch.reducer import GradientReducer, is_reduced
+from weft.engines.torch.shards import is_sharded
 from weft.engines.torch.skipping import SkippingStep
 
 __all__ = ["TorchEngine"]
+
+
+class Undoable(Protocol):
+    """Something on an object that can be taken off again."""
+
+    def undo(self) -> None:
+        """Take it off."""
+
+
+class Sharded(Undoable, Protocol):
+    """A module that was cut, for later transforms: `GradSync` and `Undoable` of the contract."""
+
+    mean_over: int
+
+    def set(self, enabled: bool) -> None:
+        """Decide whether backward passes communicate."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +94,80 @@ class TorchEngine:
         """Raise if the optimizer looks at whole tensors, so that it cannot step on a flat buffer."""
         check_elementwise(optimizer)
 
+    def shard(self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions) -> Sharded:
+        """Cut a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
+        from weft.engines.torch.sharding import ShardedModule  # noqa: PLC0415  (half a second of imports in torch)
+
+        return ShardedModule(module, mesh, group, options)
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is cut over ranks."""
+        return is_sharded(tensor)
+
+    def optimizers_of(self, parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        """The living optimizers that hold one of these parameters."""
+        from weft.engines.torch.rebinding import optimizers_of  # noqa: PLC0415  (as in `shard`)
+
+        return optimizers_of(parameters)
+
+    def rebind(self, optimizers: Sequence[torch.optim.Optimizer], new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Move optimizers from old parameters to new ones, with groups, state and gradients."""
+        from weft.engines.torch.rebinding import rebind  # noqa: PLC0415  (as in `shard`)
+
+        rebind(optimizers, new)
+
+    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Undoable:
+        """Step on this rank's rows of each parameter only, and gather the others'."""
+        from weft.engines.torch.partitioned_step import PartitionedStep  # noqa: PLC0415  (as in `shard`)
+
+        return PartitionedStep(optimizer, mesh)
+
+    def is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its update of an element is known to depend on that element alone."""
+        return is_elementwise(optimizer)
+
+    def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+        """Step on whole parameters, one after the other; keep state cut, over `mesh` where they are not."""
+        from weft.engines.torch.whole_step import WholeStep  # noqa: PLC0415  (as in `shard`)
+
+        return WholeStep(optimizer, mesh)
+
     def is_reduced(self, parameter: nn.Parameter) -> bool:
         """Whether `reduce_gradients` watches this parameter already."""
         return is_reduced(parameter)
 
+    def gradients(self, parameters: Iterable[torch.Tensor], device: torch.device) -> Gradients:
+        """The gradients of `parameters` as this rank holds them, to take their norm and clip them."""
+        return Gradients(parameters, device)
+
+    def with_nonfinite_gradient(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those whose gradient is not finite on this rank."""
+        return with_nonfinite_gradient(parameters)
+
     def sync_batch_norms(self, module: nn.Module, group: dist.ProcessGroup | None) -> Synchronized:
         """Compute batch statistics over `group`."""
         return synchronize_batch_norms(module, group)
+
+    def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Recomputed:
+        """Compute what `blocks` compute again in backward, instead of keeping it."""
+        return Recomputed(blocks, options)
+
+    def already_recomputed(self, module: nn.Module) -> list[str]:
+        """Names of the parts of `module` that are checkpointed in any way."""
+        return already_recomputed(module)
+
+    def saved_ops(self, save: Iterable[object]) -> tuple[object, ...]:
+        """The operations that names and operations to save stand for."""
+        return saved_ops(save)
+
+    def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Compiled:
+        """Compile the forward of each part."""
+        return Compiled(parts, options)
+
+    def already_compiled(self, module: nn.Module) -> list[str]:
+        """Names of the parts of `module` that are compiled in any way."""
+        return already_compiled(module)
+
+    def check_backend(self, backend: str) -> None:
+        """Raise if there is no compiler of this name."""
+        check_backend(backend)

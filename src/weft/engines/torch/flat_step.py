@@ -3,11 +3,16 @@
 Before `step()` each group's parameters are exchanged for slices of the flat buffer, after it they
 are put back. Between steps the optimizer looks as always: its groups hold the user's parameters,
 its state holds views of the flat state, `state_dict` and schedulers work.
+
+[Note: shared state] What torch keeps once per parameter and the flat step once per run (the number
+of steps, say) is shown to each parameter as an element of a vector. Elements are tensors of their
+own: a plain optimizer that gets the state, by loading, copying or undoing, counts each of them.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +23,7 @@ from weft.engines.torch.flat import FlatBuffer, FlatPiece
 from weft.engines.torch.reducer import GradientReducer
 from weft.errors import ContractError, OrderError, listed, message
 
-__all__ = ["FlatStep", "check_elementwise", "flat_buffer_of"]
+__all__ = ["FlatStep", "check_elementwise", "flat_buffer_of", "is_elementwise"]
 
 # Optimizers whose update of an element depends on that element alone.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -34,11 +39,18 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+# What their state holds once per parameter; everything else has the parameter's shape.
+_SHARED = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its update of an element is known to depend on that element alone."""
+    return type(optimizer) in _ELEMENTWISE
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise `ValueError` if the update of an element may depend on others."""
-    if type(optimizer) not in _ELEMENTWISE:
+    if not is_elementwise(optimizer):
         raise ValueError(
             message(
                 f"fuse_step: {type(optimizer).__name__} cannot step on a flat buffer",
@@ -56,7 +68,7 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
         OrderError: None of the reducers keeps one.
         ContractError: Parameters in it may be without gradient.
     """
-    wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+    wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"] if p.requires_grad}
     for reducer in reducers:
         if not isinstance(reducer, GradientReducer) or not isinstance(reducer.channel, FlatBuffer):
             continue
@@ -93,62 +105,66 @@ class _Run:
         self.values = nn.Parameter(piece.values[start:stop])
         self.gradients = piece.gradients[start:stop]
         self.state: dict[str, Any] = {}
+        self._copies: dict[str, torch.Tensor] = {}
 
     def is_attached(self) -> bool:
         """Whether every parameter's gradient lies in the buffer."""
         return all(map(operator.is_, [p.grad for p in self.parameters], self._views))
 
     def split_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Show each parameter its part of the state, as views."""
-        start = 0
-        for p in self.parameters:
-            stop = start + p.numel()
-            optimizer.state[p] = {
-                key: value[start:stop].view(p.shape) if _is_elementwise(value, self.values) else value
-                for key, value in self.state.items()
-            }
-            start = stop
+        """Show each parameter its part of the state, as views; see [Note: shared state]."""
+        sizes, shapes = [p.numel() for p in self.parameters], [p.shape for p in self.parameters]
+        parts: dict[str, list[Any]] = {}
+        for key, value in self.state.items():
+            if not isinstance(value, torch.Tensor):
+                parts[key] = [value] * len(sizes)
+            elif key in _SHARED:
+                self._copies[key] = copies = value.expand(len(sizes)).clone()
+                parts[key] = [copies[index] for index in range(len(sizes))]
+            else:
+                parts[key] = [part.view(shape) for part, shape in zip(value.split(sizes), shapes, strict=True)]
+        for index, p in enumerate(self.parameters):
+            optimizer.state[p] = {key: part[index] for key, part in parts.items()}
+
+    def refresh_copies(self) -> None:
+        """Show each parameter what changed in the shared state."""
+        for key, copies in self._copies.items():
+            copies.copy_(self.state[key])
 
     def join_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Build the flat state from the parameters', after `load_state_dict`."""
+        """Build the flat state from the parameters', as `load_state_dict` or an earlier layout left it."""
         states = [optimizer.state.get(p, {}) for p in self.parameters]
-        joined: dict[str, Any] = {}
-        for key, first in states[0].items():
+        self.state, self._copies = {}, {}
+        for key in dict.fromkeys(key for state in states for key in state):
             values = [state.get(key) for state in states]
-            if isinstance(first, torch.Tensor) and first.shape == self.parameters[0].shape and first.dim() > 0:
-                joined[key] = torch.cat([value.reshape(-1) for value in values if value is not None])
-            else:
-                if any(value is None or bool(value != first) for value in values):
-                    raise ContractError(
-                        message(
-                            f"fuse_step: the loaded state {key!r} differs between parameters of one group",
-                            found=listed(values),
-                            expected="one value per group: its parameters were always stepped together",
-                            fix="load the state before weft.fuse_step, or go on without it",
-                        )
+            whole = all(isinstance(value, torch.Tensor) for value in values)
+            if whole and key not in _SHARED:
+                self.state[key] = torch.cat([value.reshape(-1) for value in values])
+            elif any(value is not values[0] and not (whole and torch.equal(value, values[0])) for value in values):
+                raise ContractError(
+                    message(
+                        f"fuse_step: the state {key!r} differs between parameters of one group",
+                        found=listed(values),
+                        expected="one value per group: its parameters were always stepped together",
+                        fix="load the state before weft.fuse_step, or go on without it",
                     )
-                joined[key] = first
-        self.state = joined
-        if joined:
+                )
+            else:
+                self.state[key] = values[0].clone() if whole else values[0]
+        if self.state:
             self.split_state(optimizer)
-
-
-def _is_elementwise(value: object, like: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
 class FlatStep:
     """The hooks that exchange parameters for flat slices around `optimizer.step()`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, buffer: FlatBuffer) -> None:
-        groups = [list(entry["params"]) for entry in optimizer.param_groups]
-        buffer.lay_out([p for group in groups for p in group])
-        self._runs = [_runs_of(group, buffer.pieces) for group in groups]
-        self._all = [run for runs in self._runs for run in runs]
-        self._flat = [[run.values for run in runs] for runs in self._runs]
-        self._plain: list[list[torch.Tensor]] | None = None
-        if optimizer.state:
-            self._join(optimizer)
+        self._groups = [list(entry["params"]) for entry in optimizer.param_groups]
+        self._frozen = [p for group in self._groups for p in group if not p.requires_grad]
+        buffer.lay_out([p for group in self._groups for p in group if p.requires_grad])
+        self._buffer = weakref.ref(buffer)  # it holds the process group
+        self._plain: list[list[torch.Tensor]] | None = None  # while a step runs: the user's groups
+        self._adopt_layout(optimizer, buffer.pieces)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -160,22 +176,29 @@ class FlatStep:
         for handle in self._handles:
             handle.remove()
 
+    def _adopt_layout(self, optimizer: torch.optim.Optimizer, pieces: list[FlatPiece]) -> None:
+        """Find the parameters in the buffer; another optimizer of the same module may lay it out anew."""
+        self._pieces = pieces
+        runs = [_runs_of([p for p in group if p.requires_grad], pieces) for group in self._groups]
+        self._runs = [run for same in runs for run in same]
+        self._flat = [[run.values for run in same] for same in runs]
+        self._join(optimizer)
+
     def _join(self, optimizer: torch.optim.Optimizer) -> None:
-        for run in self._all:
+        for run in self._runs:
             run.join_state(optimizer)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1 or kwargs:
-            raise ContractError(
-                message(
-                    "fuse_step: step() was called with a closure",
-                    found="optimizer.step(closure)",
-                    expected="backward first, then optimizer.step()",
-                    fix="loss = closure(); optimizer.step()",
-                )
-            )
-        for run in self._all:
-            run.values.grad = run.gradients if _has_gradients(run) else None
+        if self._plain is not None:
+            self._put_back(optimizer)  # the last step raised half-way
+        _check_no_closure((*args[1:], *kwargs.values()))
+        self._check_groups(optimizer)
+        buffer = self._buffer()
+        if buffer is not None and buffer.pieces is not self._pieces:
+            self._adopt_layout(optimizer, buffer.pieces)
+        gradients = [run.gradients if _has_gradients(run) else None for run in self._runs]
+        for run, gradient in zip(self._runs, gradients, strict=True):
+            run.values.grad = gradient
             if run.state:
                 optimizer.state[run.values] = run.state
         self._plain = [entry["params"] for entry in optimizer.param_groups]
@@ -183,17 +206,61 @@ class FlatStep:
             entry["params"] = flat
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._put_back(optimizer)
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._plain is not None
         for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
             entry["params"] = plain
         self._plain = None
-        for run in self._all:
+        for run in self._runs:
             state = optimizer.state.pop(run.values, None)
             if state and not run.state:
                 run.state = state
                 run.split_state(optimizer)
+            elif run.values.grad is not None:
+                run.refresh_copies()
             # The parameters changed without torch noticing: their version is what tells others.
             torch.autograd.graph.increment_version(run.parameters)
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer holds other parameters than it did, or trains one that was frozen."""
+        now = [entry["params"] for entry in optimizer.param_groups]
+        old = self._groups
+        if list(map(len, now)) != list(map(len, old)) or not all(
+            all(map(operator.is_, *pair)) for pair in zip(old, now, strict=True)
+        ):
+            raise ContractError(
+                message(
+                    "fuse_step: the parameter groups of the optimizer changed",
+                    found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
+                    f"before {len(old)} of {listed(map(len, old))}, or other ones",
+                    expected="the groups that fuse_step was applied to",
+                    fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
+                )
+            )
+        thawed = [p for p in self._frozen if p.grad is not None]
+        if thawed:
+            raise ContractError(
+                message(
+                    f"fuse_step: {len(thawed)} parameters that were frozen have a gradient",
+                    found=listed(f"a parameter of shape {tuple(p.shape)}" for p in thawed),
+                    expected="the parameters that were trained when replicate and fuse_step were applied",
+                    fix="set requires_grad before weft.replicate(model, ctx, flat=True)",
+                )
+            )
+
+
+def _check_no_closure(arguments: Sequence[object]) -> None:
+    if any(argument is not None for argument in arguments):
+        raise ContractError(
+            message(
+                "fuse_step: step() was called with a closure",
+                found="optimizer.step(closure)",
+                expected="backward first, then optimizer.step()",
+                fix="loss = closure(); optimizer.step()",
+            )
+        )
 
 
 def _has_gradients(run: _Run) -> bool:

@@ -4,10 +4,11 @@
 loss, so that every gradient between backward and step is S times too large and the user has to
 unscale. Here the scale lives inside the module: the gradient that enters through its outputs is
 multiplied by S, the one that leaves through its inputs is divided by S, and when backward has
-ended the parameters' gradients are divided by S. Outside, everything is in true units: losses,
-clipping, logging, the gradients of another module in the chain with another S. Gradients that are
-there already are multiplied by S when backward begins, so that they add up; S is a power of two,
-so both ways are exact.
+ended the gradients of the leaves inside (its parameters, and whatever else it uses) are divided by
+S. Outside, everything is in true units: losses, clipping, logging, the gradients of another module
+in the chain with another S. Gradients that are there already are multiplied by S when backward
+begins, so that they add up; S is a power of two, so both ways are exact. A leaf used inside and
+outside in one backward pass would get both kinds of gradient: that is refused (`survey.py`).
 
 [Note: who overflowed] In a chain D(G(z)) the gradient of G comes through D. If D's scale is too
 large, D's inputs hand a non-finite gradient to G, whose step must be skipped although G's scale is
@@ -18,8 +19,8 @@ value, and the one that made them backs off.
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 
 from weft.engines.options import ScaleOptions
 from weft.engines.torch.backward import BackwardSession
+from weft.engines.torch.survey import running_backward, survey
 from weft.errors import ContractError, listed, message
 from weft.nested import map_tensors
 
@@ -38,23 +40,32 @@ class LossScale:
 
     Attributes:
         value: S, a 0-d float32 tensor on the module's device.
-        parameters: Those whose gradients are scaled.
-        found: Whether a gradient of a parameter was not finite at the end of the last backward.
+        backwards: Backward passes through the module that have ended.
+        moved_at: The one of them for which S was adjusted last.
+        found: Whether a gradient was not finite at the end of the last backward.
         came_in: Whether a non-finite gradient entered since the last step.
         went_out: Whether one left through the inputs since the last step.
     """
 
     def __init__(self, module: nn.Module, options: ScaleOptions) -> None:
         self.options = options
-        self.parameters: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
+        self._module = weakref.ref(module)
         self._class_name = type(module).__name__
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self.value = torch.full((), options.init, dtype=torch.float32, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._no = torch.zeros((), dtype=torch.float32, device=device)
         self.found = self.came_in = self.went_out = self._no
-        self._versions: int | None = None
+        self.backwards = self.moved_at = 0
+        self._leaves: list[torch.Tensor] = []
+        self._scaled = False
+        self._unstepped: list[tuple[torch.Tensor, int]] = []
         self._session = BackwardSession(self._begin, self._end, rounds=2)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The module's parameters as they are now: they may be frozen, freed, added and replaced."""
+        module = self._module()
+        return [] if module is None else list(module.parameters())
 
     # -- at the borders --------------------------------------------------------------------------
 
@@ -64,8 +75,7 @@ class LossScale:
 
     def at_outputs(self, value: Any) -> Any:
         """Multiply the gradient that enters through these tensors by S."""
-        if self._session.was_torn():
-            self._unscale()  # a backward pass raised half-way: its gradients are still scaled
+        self.mend()
         return self._mark(value, entering=True)
 
     def _mark(self, value: Any, *, entering: bool) -> Any:
@@ -75,39 +85,49 @@ class LossScale:
 
     def enter(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient comes in through an output."""
-        self._session.enter()
+        try:
+            self._session.enter()
+        except ContractError:
+            self._session.flag[0] = 0  # refused before anything was scaled
+            raise
         self.came_in = torch.maximum(self.came_in, _is_bad(gradient))
-        return gradient * self.value.to(gradient.dtype)
+        return _times(gradient, self.value)
 
     def leave(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient goes out through an input."""
+        if not self._session.flag[0]:
+            return gradient  # that of a gradient (double backward): it never entered, so it is in true units
         self.went_out = torch.maximum(self.went_out, _is_bad(gradient))
-        return gradient / self.value.to(gradient.dtype)
+        return _times(gradient, 1 / self.value)
 
     # -- one backward pass -----------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._check_optimizer()
-        self._check_direct_use()
-        existing = [p.grad for p in self.parameters if p.grad is not None]
+        parameters = self.parameters()
+        self._check_wide(parameters)
+        self._leaves = self._find_leaves(parameters)
+        existing = _dense([p.grad for p in self._leaves if p.grad is not None])
         if existing:
             torch._foreach_mul_(existing, self.value)
+        self._scaled = True
 
     def _end(self) -> None:
-        self.found = self._unscale()
-        self._versions = self._version()
+        self._unscale()
+        self.backwards += 1
+        self._unstepped = [(p, p._version) for p in self.parameters() if p.grad is not None]
 
-    def _unscale(self) -> torch.Tensor:
-        return check_finite([p.grad for p in self.parameters if p.grad is not None], self._no, 1 / self.value)
+    def _unscale(self) -> None:
+        gradients = [p.grad for p in self._leaves if p.grad is not None]
+        self.found = check_finite(gradients, self._no, 1 / self.value)
+        self._leaves, self._scaled = [], False
 
-    def _version(self) -> int:
-        return sum(p._version for p in self.parameters)
+    def mend(self) -> None:
+        """If a backward pass raised half-way, bring what it left behind back to true units."""
+        if self._session.was_torn() and self._scaled:
+            self._unscale()
 
     # -- at the optimizer's step -----------------------------------------------------------------
-
-    def flags(self) -> torch.Tensor:
-        """[3] floats, 0 or 1: bad in a parameter, bad when it came in, bad when it went out."""
-        return torch.stack([self.found, self.came_in, self.went_out])
 
     def grow(self) -> None:
         """Count a good step; now and then the scale grows."""
@@ -120,11 +140,12 @@ class LossScale:
     def _update(self, overflow: torch.Tensor) -> None:
         o = self.options
         torch._amp_update_scale_(self.value, self._growth, overflow, o.growth, o.backoff, o.growth_every)
+        self.moved_at = self.backwards
 
-    def settle(self) -> None:
-        """Forget what happened: a step was made or skipped."""
-        self.found = self._no
-        self._versions = None
+    def settle(self, stepped: Collection[int]) -> None:
+        """Forget what happened: the parameters with these ids were stepped, or their step skipped."""
+        self.moved_at = self.backwards
+        self._unstepped = [(p, version) for p, version in self._unstepped if id(p) not in stepped]
         self.forget_borders()
 
     def forget_borders(self) -> None:
@@ -135,31 +156,70 @@ class LossScale:
 
     def _check_optimizer(self) -> None:
         """Raise if an optimizer that knows nothing of the scale changed the parameters."""
-        if self._versions is None or self._versions == self._version():
-            return
-        self._versions = None
-        raise ContractError(
-            message(
-                f"with_precision: the parameters of {self._class_name} were stepped by an optimizer that cannot skip",
-                found="an optimizer step after an fp16 backward, by an optimizer with_precision was not told of",
-                expected="with fp16, a step with a non-finite gradient is skipped, on all ranks",
-                fix="optimizer, ctx = weft.with_precision(optimizer, ctx)",
+        changed = any(p._version != version for p, version in self._unstepped)
+        self._unstepped = []
+        if changed:
+            raise ContractError(
+                message(
+                    f"with_precision: parameters of {self._class_name} were stepped by an optimizer that cannot skip",
+                    found="an optimizer step after an fp16 backward, by an optimizer with_precision was not told of",
+                    expected="with fp16, a step with a non-finite gradient is skipped, on all ranks",
+                    fix="optimizer, ctx = weft.with_precision(optimizer, ctx)",
+                )
             )
-        )
 
-    def _check_direct_use(self) -> None:
-        """Raise if the loss uses a parameter outside of the module: that part would not be scaled."""
-        known = {id(p): p for p in self.parameters}
-        direct = [p for p in _leaves_outside(_running_roots()) if id(p) in known]
+    def _check_wide(self, parameters: list[nn.Parameter]) -> None:
+        """Raise if a float16 parameter is trained after all: its true gradient would underflow."""
+        half = [p for p in parameters if p.requires_grad and p.dtype is torch.float16]
+        if half:
+            raise ContractError(
+                message(
+                    f"with_precision: float16 parameters of {self._class_name} are trained since it was applied",
+                    found=listed(f"a parameter of shape {tuple(p.shape)}" for p in half),
+                    expected="float32 parameters, computed in float16",
+                    fix="parameter.data = parameter.data.float()  # when it is unfrozen",
+                )
+            )
+
+    def _find_leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        """Find the leaves inside; raise if the backward pass mixes scaled and true gradients.
+
+        The parameters always count as inside: activation checkpoints hide them from the graph.
+
+        Raises:
+            ContractError: A leaf is used inside and outside, or its gradient is to be returned.
+        """
+        running = running_backward()
+        seen = survey(running.roots, self._crosses)
+        inside = {id(leaf): leaf for leaf in (*parameters, *seen.inside)}
+        direct = [leaf for leaf in seen.outside if id(leaf) in inside]
         if direct:
             raise ContractError(
                 message(
                     f"with_precision: the loss uses parameters of {self._class_name} outside of its forward pass",
                     found=listed(f"a parameter of shape {tuple(p.shape)}" for p in direct),
-                    expected="with fp16, gradients reach the parameters through the module's outputs only",
-                    fix='compute the penalty inside of forward, use weight_decay, or the policy "bf16"',
+                    expected="with fp16, gradients reach what the module uses through the module's outputs only",
+                    fix="compute this part of the loss inside of forward, call backward for it alone, "
+                    'or use the policy "bf16"',
                 )
             )
+        asked = [t for t in running.returned if id(t) in inside or t.grad_fn in seen.nodes_inside]
+        if asked:
+            raise ContractError(
+                message(
+                    f"with_precision: torch.autograd.grad for tensors inside of {self._class_name}",
+                    found=listed(f"a tensor of shape {tuple(t.shape)}" for t in asked),
+                    expected="with fp16, gradients inside of the module are scaled until backward has ended",
+                    fix="loss.backward()  # then read parameter.grad",
+                )
+            )
+        return list(inside.values())
+
+    def _crosses(self, node: Any) -> bool | None:
+        """Whether a node of the graph leads into (True) or out of (False) this module; else None."""
+        if getattr(node, "_forward_cls", None) is _Border and node.scale is self:
+            return bool(node.entering)
+        return None
 
 
 class _Border(torch.autograd.Function):
@@ -168,10 +228,11 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, scale: LossScale, entering: bool) -> torch.Tensor:
         ctx.scale, ctx.entering = scale, entering
-        return tensor.view_as(tensor)
+        # Not a view for autograd, which would forbid to change the module's output in place.
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return (ctx.scale.enter(gradient) if ctx.entering else ctx.scale.leave(gradient)), None, None
 
 
@@ -183,50 +244,28 @@ def check_finite(gradients: list[torch.Tensor], no: torch.Tensor, factor: torch.
     """
     found = no.clone()
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
+    for gradient in _dense(gradients):
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for same in kinds.values():
         torch._amp_foreach_non_finite_check_and_unscale_(same, found, factor)
     return found
 
 
+def _dense(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same numbers as dense real tensors, in the same memory."""
+    values = [g._values() if g.is_sparse else g for g in gradients]
+    return [torch.view_as_real(g) if g.is_complex() else g for g in values]
+
+
+def _times(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    if gradient.dtype is torch.float16:  # 2**16 is infinite in float16
+        return (gradient.float() * factor).to(torch.float16)
+    return gradient * factor.to(gradient.dtype)
+
+
 def _carries_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_floating_point()
+    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _is_bad(gradient: torch.Tensor) -> torch.Tensor:
     return (~torch.isfinite(gradient).all()).float()
-
-
-def _leaves_outside(roots: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Leaves that the graph above `roots` uses before it reaches the outputs of a scaled module."""
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen: set[Any] = set(stack)
-    found: list[torch.Tensor] = []
-    while stack:
-        node: Any = stack.pop()
-        if getattr(node, "_forward_cls", None) is _Border:
-            continue
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return found
-
-
-def _running_roots() -> list[torch.Tensor]:
-    """The tensors that the running backward pass was called on.
-
-    torch does not tell, but its Python entry `_engine_run_backward` is on the stack of this
-    thread (CPU), or of the thread that waits for the device's. Empty if it cannot be found:
-    the check above is then left out.
-    """
-    for innermost in (sys._getframe(), *sys._current_frames().values()):
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_name == "_engine_run_backward":
-                return [t for t in frame.f_locals.get("t_outputs", ()) if isinstance(t, torch.Tensor)]
-            frame = frame.f_back
-    return []

@@ -1,11 +1,20 @@
 """Run a module in a chosen precision: casts at its borders, autocast inside, fp16 with a scale.
 
 The scale itself is `loss_scale.py`.
+
+[Note: calls within calls] A listed method may call forward, forward a listed method, and a recursive
+module itself. Gradients are scaled at the borders of the outermost call only. torch does not run
+forward hooks after a KeyboardInterrupt, so a depth > 0 is believed only if such a call is really on
+the stack; otherwise the call was interrupted, and what it left switched on is switched off.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,14 +38,15 @@ class PreciseModule:
     def __init__(self, module: nn.Module, device_type: str, options: CastOptions) -> None:
         self._device_type = device_type
         self._options = options
+        self._module = weakref.ref(module)
         self._entered: list[Any] = []
+        self._calls = _Calls()
         self._removable = Removable()
         self.scale = LossScale(module, options.scale) if options.scale is not None else None
-        if self.scale is not None:
-            # The borders are autograd functions with Python inside: a compiler has to stop there,
-            # and must not find autocast switched on in one graph and off in another.
-            self.before = torch.compiler.disable(self.before)  # type: ignore[method-assign]
-            self.after = torch.compiler.disable(self.after)  # type: ignore[method-assign]
+        # A compiler has to stop here: it makes graphs of their own of a module's hooks, and what such
+        # a graph switches on (autocast) is off again when it ends.
+        self.before = torch.compiler.disable(self.before)  # type: ignore[method-assign]
+        self.after = torch.compiler.disable(self.after)  # type: ignore[method-assign]
         before = module.register_forward_pre_hook(_Before(self), with_kwargs=True)
         after = module.register_forward_hook(_After(self), always_call=True)
         self._removable.add(before.remove)
@@ -48,36 +58,75 @@ class PreciseModule:
         self._removable.remove()
 
     def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast and mark the inputs, switch autocast on."""
+        """Cast and mark the inputs, switch autocast on or off."""
         options = self._options
         if options.inputs is not None:
-            args, kwargs = _cast((args, kwargs), options.inputs)
+            args = tuple(_cast(value, options.inputs) for value in args)
+            kwargs = {name: _cast(value, options.inputs) for name, value in kwargs.items()}
         if self.scale is not None:
-            args, kwargs = self.scale.at_inputs((args, kwargs))
+            self._forget_interrupted()
+            self._calls.depth += 1
+            if self._calls.depth == 1:
+                args, kwargs = self.scale.at_inputs((args, kwargs))
         if options.autocast is not None:
-            mode = torch.amp.autocast_mode._enter_autocast(
-                self._device_type,
-                options.autocast,
-                True,  # noqa: FBT003  (torch takes these by position)
-                torch.is_autocast_cache_enabled(),
-            )
-            self._entered.append(mode)
+            self._enter(options.autocast)
+        elif options.inputs is not None:
+            # A part that computes in its own dtype, in a module that computes in a lower one.
+            outer = torch.is_autocast_enabled(self._device_type)
+            self._enter(torch.get_autocast_dtype(self._device_type), enabled=False) if outer else self._enter(None)
         return args, kwargs
 
     def after(self, output: Any) -> Any:
-        """Switch autocast off, cast and mark the outputs."""
+        """Switch autocast back, cast and mark the outputs."""
+        outermost = self._calls.depth == 1
         self.leave()
         options = self._options
         if options.outputs is not None:
             output = _cast(output, options.outputs)
-        if self.scale is not None:
+        if self.scale is not None and outermost:
             output = self.scale.at_outputs(output)
         return output
 
     def leave(self) -> None:
-        """Switch autocast off."""
-        if self._options.autocast is not None and self._entered:
-            torch.amp.autocast_mode._exit_autocast(self._entered.pop())
+        """Switch autocast back to what it was before the call."""
+        if self._entered:
+            mode = self._entered.pop()
+            if mode is not None:
+                torch.amp.autocast_mode._exit_autocast(mode)
+        if self.scale is not None and self._calls.depth:
+            self._calls.depth -= 1
+
+    def _enter(self, dtype: torch.dtype | None, *, enabled: bool = True) -> None:
+        mode = None
+        if dtype is not None:
+            cache = torch.is_autocast_cache_enabled()
+            mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
+        self._entered.append(mode)
+
+    def _forget_interrupted(self) -> None:
+        while self._calls.depth and not self._is_running():
+            self.leave()
+
+    def _is_running(self) -> bool:
+        """Whether a call of the module, besides the one that begins, is on the stack; see the note."""
+        module, found = self._module(), 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "compile_wrapper":
+                return True  # torch.compile: what runs in it does not show on the stack
+            if code is _FORWARD:
+                found += frame.f_locals.get("self") is module
+            elif code is _METHOD:
+                found += frame.f_locals["self"]._precise is self
+            frame = frame.f_back
+        return found > 1
+
+
+class _Calls(threading.local):
+    """How many calls of one module the running thread is in."""
+
+    depth = 0
 
 
 class _Before(Hook):
@@ -109,6 +158,10 @@ class _Around(Hook):
             self._precise.leave()
             raise
         return self._precise.after(output)
+
+
+_FORWARD = nn.Module._call_impl.__code__
+_METHOD = _Around.__call__.__code__
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

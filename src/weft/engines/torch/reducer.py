@@ -137,6 +137,8 @@ class GradientReducer:
             self._start_anew()
         if self._unreduced_versions is not None:
             self._check_not_stepped()
+        if self.finds_unused and all(p.grad is None for p in self._parameters):
+            self._got[:] = self._nothing  # zero_grad: what a window that was left early used is gone
         if torch.is_grad_enabled():
             self._called_at = self._parameters[0]._version
             if self.channel is not None:
@@ -152,6 +154,8 @@ class GradientReducer:
 
     def _watch_unused(self, output: Any) -> Any:
         """Find out already now which parameters the outputs do not depend on."""
+        if self._armed and not self.enabled:
+            self._renew_channel()  # a forward pass had no backward; this one shall not communicate
         output = _through_one_node(output)
         # Several calls may come before one backward: all their outputs count.
         self._outputs = [ref for ref in self._outputs if ref() is not None]
@@ -189,7 +193,9 @@ class GradientReducer:
 
     def _end(self) -> None:
         if not self.enabled:
-            self._got[:] = self._nothing
+            self._outputs.clear()  # their graph is done: the backward that communicates has its own
+            if not self.finds_unused:
+                self._got[:] = self._nothing  # else a parameter used so far is used in the window
             self._unreduced_versions = self._versions()
             return
         self._armed = False
@@ -213,10 +219,13 @@ class GradientReducer:
 
     def _start_anew(self) -> None:
         """A backward pass broke off half-way: its communication cannot be continued."""
-        module = self._module()
-        self._armed = False
         self._outputs.clear()
         self._got[:] = self._nothing
+        self._renew_channel()
+
+    def _renew_channel(self) -> None:
+        module = self._module()
+        self._armed = False
         if module is not None and not isinstance(self.channel, FlatBuffer) and self._group is not None:
             self.channel = self._make_channel(module)
 

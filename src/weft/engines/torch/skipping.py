@@ -1,14 +1,18 @@
 """Skip an optimizer's step when a gradient is not finite, on all ranks alike.
 
 A pre-hook that sets the gradients to None makes `step()` do nothing, on the user's plain
-optimizer; no wrapper stands in for it.
+optimizer; no wrapper stands in for it. With `step(closure)` the same happens after the closure.
+
+[Note: one news, once] Several optimizers may hold parameters of one module. Each of them skips if
+the last backward pass overflowed anywhere in the module, and the first one that steps after it
+adjusts the scale.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,22 @@ import torch.distributed as dist
 from weft.engines.torch.loss_scale import LossScale, check_finite
 
 __all__ = ["SkippingStep"]
+
+
+class _Flags(NamedTuple):
+    """What all ranks together know of one scale.
+
+    Attributes:
+        found: Bad in a gradient at the end of a backward pass the optimizer has not seen yet.
+        came_in: Bad when it came in.
+        went_out: Bad when it went out.
+        fresh: Not adjusted since the last backward pass.
+    """
+
+    found: bool
+    came_in: bool
+    went_out: bool
+    fresh: bool
 
 
 class SkippingStep:
@@ -30,10 +50,9 @@ class SkippingStep:
     ) -> None:
         self.skipped = False
         self._group = group
-        mine = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
         # A scale lives as long as its module; the optimizer shall not keep the module's hooks alive.
         self._scales = [weakref.ref(scale) for scale in scales]
-        self._own = [any(id(p) in mine for p in scale.parameters) for scale in scales]
+        self._seen = weakref.WeakKeyDictionary({scale: scale.backwards for scale in scales})
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def undo(self) -> None:
@@ -44,49 +63,79 @@ class SkippingStep:
         """Let the process group go."""
         self._group = None
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        pairs = [(ref(), own) for ref, own in zip(self._scales, self._own, strict=True)]
-        scales = [(scale, own) for scale, own in pairs if scale is not None]
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self.skipped = False
+        positional = len(args) > 1  # args[0] is the optimizer itself
+        closure = args[1] if positional else kwargs.get("closure")
+        if not callable(closure):
+            self._check(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._check(optimizer)
+            return loss
+
+        return ((args[0], checked, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": checked})
+
+    @torch.no_grad()
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Skip the step if it has to be, and adjust the scales."""
+        scales = [scale for scale in (ref() for ref in self._scales) if scale is not None]
         if not scales:
-            self.skipped = False
             return
-        gradients = [p.grad for entry in optimizer.param_groups for p in entry["params"] if p.grad is not None]
-        flags = self._flags([scale for scale, _ in scales], gradients)
-        own = [index for index, (_, mine) in enumerate(scales) if mine]
-        self.skipped = bool(flags[-1][0]) or any(flags[index][0] for index in own)
-        if self.skipped:
-            for entry in optimizer.param_groups:
-                for parameter in entry["params"]:
-                    parameter.grad = None
-        _move_scales(scales, flags, self.skipped)
+        for scale in scales:
+            scale.mend()
+        parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+        flags, bad_now = self._flags(scales, [p.grad for p in parameters if p.grad is not None])
+        held = {id(p) for p in parameters}
+        own = [any(id(p) in held for p in scale.parameters()) for scale in scales]
+        overflow = any(f.found for f, mine in zip(flags, own, strict=True) if mine)
+        skip = overflow or bad_now
+        if skip:
+            self.skipped = True
+            for parameter in parameters:
+                parameter.grad = None
+        _adjust(scales, own, flags, skip=skip, by_hand=bad_now and not overflow)
+        for scale, mine in zip(scales, own, strict=True):
+            self._seen[scale] = scale.backwards
+            if mine:
+                scale.settle(held)
+            else:
+                scale.forget_borders()
 
-    def _flags(self, scales: list[LossScale], gradients: list[torch.Tensor]) -> list[list[float]]:
-        """[scales + 1, 3] flags as in `LossScale.flags`, the maximum over the ranks; last row: now."""
+    def _flags(self, scales: list[LossScale], gradients: list[torch.Tensor]) -> tuple[list[_Flags], bool]:
+        """What the ranks found, the maximum over them; and whether a gradient is bad by now."""
         no = torch.zeros((), dtype=torch.float32, device=scales[0].value.device)
-        now = check_finite(gradients, no, no + 1)
-        rows = torch.stack([*(scale.flags() for scale in scales), torch.stack([now, no, no])])
+        bad_now = check_finite(gradients, no, no + 1)
+        rows = [torch.stack([bad_now, no, no, no])]
+        for scale in scales:
+            found = scale.found if scale.backwards != self._seen[scale] else no
+            fresh = no + float(scale.backwards != scale.moved_at)
+            flags = (found, scale.came_in, scale.went_out, fresh)
+            rows.append(torch.stack([flag.to(no.device) for flag in flags]))
+        table = torch.stack(rows)
         if self._group is not None:
-            dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=self._group)
-        table: list[list[float]] = rows.tolist()
-        return table
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
+        first, *others = table.bool().tolist()
+        return [_Flags(*row) for row in others], first[0]
 
 
-def _move_scales(scales: list[tuple[LossScale, bool]], flags: list[list[float]], skipped: bool) -> None:
-    """Let each scale grow or back off; see [Note: who overflowed]."""
-    at_fault = [
-        bool(went_out or (found and mine)) and not came_in
-        for (_, mine), (found, came_in, went_out) in zip(scales, flags[:-1], strict=True)
-    ]
-    passed_on = any(bad and flags[index][2] for index, bad in enumerate(at_fault))
-    for index, (scale, mine) in enumerate(scales):
-        received = bool(flags[index][1])
-        if at_fault[index] or (mine and received and not passed_on):
+def _adjust(scales: list[LossScale], own: list[bool], flags: list[_Flags], *, skip: bool, by_hand: bool) -> None:
+    """Let each scale grow or back off; see [Note: who overflowed] and [Note: one news, once].
+
+    Args:
+        scales: All that the context knows.
+        own: Whether the optimizer holds parameters of their modules.
+        flags: What happened to their gradients.
+        skip: The step is skipped.
+        by_hand: A gradient is bad that was not when backward ended: somebody changed it.
+    """
+    at_fault = [(f.went_out or (f.found and mine)) and not f.came_in for f, mine in zip(flags, own, strict=True)]
+    passed_on = any(bad and f.went_out for bad, f in zip(at_fault, flags, strict=True))
+    for scale, mine, f, fault in zip(scales, own, flags, at_fault, strict=True):
+        overflow = f.fresh and (fault or (mine and f.came_in and not passed_on))
+        if overflow or (mine and by_hand and not passed_on):
             scale.back_off()
-        elif mine and not skipped:
+        elif f.fresh and mine and not skip:
             scale.grow()
-        elif mine and not received:
-            scale.back_off()  # bad only since backward: somebody changed the gradients
-        if mine:
-            scale.settle()
-        else:
-            scale.forget_borders()

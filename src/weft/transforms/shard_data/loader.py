@@ -80,8 +80,11 @@ class ShardedLoader(Extension[T]):
         return len(self.batch_sampler) if isinstance(self.batch_sampler, RankBatches) else super().__len__()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._begin()  # not only at the first batch: from here on `len` is that of this iteration
+        return self._epoch()
+
+    def _epoch(self) -> Iterator[Any]:
         ctx = self.weft_ctx
-        self._begin()
         yield from ctx.engine.prefetch(self._batches(), ctx.device) if ctx.device.type != "cpu" else self._batches()
         cursor = self.weft_cursor
         cursor.epoch, cursor.samples, cursor.start, cursor.fresh = cursor.epoch + 1, 0, 0, True

@@ -1,0 +1,62 @@
+"""Optimizers that were made before the parameters of a module were exchanged.
+
+An optimizer holds the parameter objects it was given. If a module's parameters are exchanged for
+others, it goes on updating the old ones, and the model silently does not train. Here such
+optimizers are found, and moved to the new parameters with groups and state.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+__all__ = ["like", "optimizers_of", "rebind"]
+
+
+def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Find the living optimizers that hold one of these parameters."""
+    wanted = {id(p) for p in parameters}
+    return [
+        obj
+        for obj in gc.get_objects()
+        if issubclass(type(obj), torch.optim.Optimizer)
+        and any(id(p) in wanted for entry in getattr(obj, "param_groups", ()) for p in entry["params"])
+    ]
+
+
+def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Parameter]) -> None:
+    """Move optimizers from old parameters to new ones, in place; options, state and gradients are kept.
+
+    State of the shape of its parameter is cut up or made whole as the new parameter is, everything
+    else stays. Collectives: where shards are made whole, one all-gather per tensor.
+    """
+    for old, parameter in new.items():
+        if old.grad is not None and parameter.grad is None:
+            parameter.grad = like(old.grad, parameter)
+    for optimizer in optimizers:
+        for entry in optimizer.param_groups:
+            entry["params"] = [new.get(p, p) for p in entry["params"]]
+        held = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p in new}
+        for old, state in held.items():
+            optimizer.state[new[old]] = {
+                key: like(value, new[old]) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
+
+
+def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Cut a tensor up as `parameter` is, or make it whole if that is.
+
+    A tensor of another shape than `parameter` is made whole.
+    """
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
+        return whole
+    cut: Any = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    shard: torch.Tensor = cut.detach()
+    return shard

@@ -1,0 +1,101 @@
+"""Look at the graph of the backward pass that is running: what lies inside of a module, what outside.
+
+A walk over the graph in Python costs about a microsecond per node, well below 1% of the backward
+pass itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Running", "Survey", "running_backward", "survey"]
+
+
+class Running(NamedTuple):
+    """The backward pass that is running.
+
+    Attributes:
+        roots: Nodes it was called on.
+        returned: Tensors whose gradients it returns (`torch.autograd.grad`) instead of adding them
+            to `.grad`.
+    """
+
+    roots: list[Any]
+    returned: list[torch.Tensor]
+
+
+class Survey(NamedTuple):
+    """What the walk met.
+
+    Attributes:
+        inside: Leaves met inside of the module.
+        outside: Leaves met outside.
+        nodes_inside: All nodes met inside.
+    """
+
+    inside: list[torch.Tensor]
+    outside: list[torch.Tensor]
+    nodes_inside: set[Any]
+
+
+def survey(roots: Iterable[Any], crosses: Callable[[Any], bool | None]) -> Survey:
+    """Walk from `roots`, which lie outside, to the leaves.
+
+    Args:
+        roots: Nodes of the graph.
+        crosses: True for a node that leads into the module, False for one that leads out of it.
+
+    Returns:
+        A leaf reached both ways is in both lists.
+    """
+    seen: tuple[set[Any], set[Any]] = (set(), set())
+    leaves: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    stack = [(root, False) for root in roots]
+    seen[False].update(root for root, _ in stack)
+    while stack:
+        node, inside = stack.pop()
+        if hasattr(node, "variable"):
+            leaves[inside].append(node.variable)
+        crossed = crosses(node)
+        beyond = inside if crossed is None else crossed
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen[beyond]:
+                seen[beyond].add(following)
+                stack.append((following, beyond))
+    return Survey(leaves[True], leaves[False], seen[True])
+
+
+def running_backward() -> Running:
+    """Find the backward pass that is running.
+
+    torch does not tell, but its Python entry `_engine_run_backward` is on the stack of this
+    thread (CPU), or of the thread that waits for the device's. Empty if it cannot be found.
+    """
+    found = _engine_call(sys._getframe(1))  # not of this function: a frame that holds itself is a cycle
+    if found is None:
+        others = (frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident())
+        found = next((call for call in map(_engine_call, others) if call is not None), {})
+    return _read(found)
+
+
+def _engine_call(frame: FrameType | None) -> dict[str, Any] | None:
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            return frame.f_locals
+        frame = frame.f_back
+    return None
+
+
+def _read(call: dict[str, Any]) -> Running:
+    """Read the arguments: (outputs, gradients, retain_graph, create_graph, inputs, ...)."""
+    roots = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in call.get("t_outputs", ())]
+    adds_up = call.get("kwargs", {}).get("accumulate_grad", True)
+    inputs = () if adds_up else call.get("args", ())[3:4]
+    returned = [t for given in inputs for t in given if isinstance(t, torch.Tensor)]
+    return Running([root for root in roots if root is not None], returned)

@@ -1,0 +1,117 @@
+"""`fully_shard`: parameters, gradients and optimizer state cut into shards, one per rank.
+
+Arguments, the choice of units and the agreement of the ranks are here; FSDP2 is laid on by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import transform
+from weft.selecting import Selection
+from weft.sharding import Request, Weights, optimizers_in, shard_module, sharding_axes
+
+__all__ = ["fully_shard"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@transform(
+    after={"with_precision", "sync_batch_norm", "recompute"},
+    before={"accumulate_grads", "compiled", "average_weights"},
+    excludes={"replicate", "zero_partition"},
+    collective=True,
+)
+def fully_shard(
+    module: M,
+    ctx: DistContext,
+    *,
+    units: Selection | None = None,
+    axis: str | Sequence[str] | None = None,
+    reshard_after_forward: bool | int = True,
+    rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    ignored: Selection | None = None,
+    weights: Weights | Callable[[], Weights] | None = None,
+    unused: Literal["error", "zero"] = "error",
+    buffers: Literal["broadcast", "local"] = "broadcast",
+    methods: Sequence[str] = (),
+    offload: bool = False,
+) -> tuple[M, DistContext]:
+    """Cut parameters, gradients and optimizer state into shards, one per rank.
+
+    For models that do not fit on one device. A unit is gathered before its forward and backward,
+    and freed after, so that at most a few units are whole at a time. With one rank along `axis`
+    nothing is done.
+
+    Source: Rajbhandari et al., "ZeRO", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023;
+    `torch.distributed.fsdp.fully_shard`.
+
+    Changes: `module` in place: its parameters are exchanged for DTensors (so an optimizer made
+    before has to be given as `rebind`), and classes of units for subclasses that FSDP2 makes;
+    `isinstance`, names and keys stay. The optimizers in `rebind`, in place.
+    Collectives: here, one broadcast of parameters and buffers. Per step and unit, one all-gather
+    of its parameters in forward, one in backward (none with `reshard_after_forward=False`), one
+    reduce-scatter of its gradients; on a hybrid mesh one all-reduce of the shard's gradients.
+
+    Args:
+        module: On the CPU, on `ctx.device`, or on meta: then it is made real unit by unit.
+        ctx: Where we run.
+        units: What is gathered together: a class, a pattern of names ("blocks.*"), the smallest
+            parts with so many parameters, a function of name and module, modules, or several of
+            these. Parts that share a parameter become one unit. Default: the blocks that stand in
+            a `ModuleList` or `Sequential`, and large single layers outside of them. What is in no
+            unit belongs to the module's own.
+        axis: Mesh axis to cut over; two axes (replica, shard): cut over the second and keep a copy
+            per rank of the first. Default: the data axes, at most two.
+        reshard_after_forward: False keeps what was gathered in forward until backward: less
+            traffic, more memory. A number: keep it cut over so many ranks.
+        rebind: Optimizers that hold parameters of `module`: groups and state are carried over.
+        ignored: Parts whose parameters stay whole on every rank; gradients are averaged.
+        weights: For a module on meta: its state by name, or a function that reads it; only asked
+            on the first rank, and sent from there. Without it, each part's `reset_parameters()`
+            is called, with random numbers of `ctx.seed`.
+        unused: What it means when a parameter gets no gradient. "error": raises at the end of
+            backward, naming it. "zero": it counts as zero.
+        buffers: "broadcast": after a reduced backward every rank gets the first rank's buffers
+            (running statistics). "local": they may differ.
+        methods: Methods of `module` besides forward that use its parameters.
+        offload: Keep shards in CPU memory between uses; for accelerators.
+
+    Returns:
+        `module` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: `module` or a part of it is sharded or replicated already.
+        OrderError: An optimizer holds its parameters and is not in `rebind`; or a transform that
+            comes later was applied.
+        ContextError: There is no such axis, or the ranks bring different models or options.
+        TypeError: `module` is not a module.
+        ValueError: `units` or `ignored` match nothing, or an option is out of range.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model, ctx = weft.fully_shard(model, weft.local(), units=nn.Linear)
+        >>> [record.name for record in ctx.applied]
+        ['fully_shard']
+    """
+    request = Request(
+        units=units,
+        reshard_after_forward=reshard_after_forward,
+        rebind=optimizers_in("fully_shard", rebind),
+        ignored=ignored,
+        weights=weights,
+        unused=unused,
+        buffers=buffers,
+        methods=methods,
+        offload=offload,
+    )
+    axes = sharding_axes("fully_shard", ctx, axis)
+    sharded = shard_module("fully_shard", module, ctx, axes, request)
+    return module, ctx if sharded is None else ctx.offering(sharded)

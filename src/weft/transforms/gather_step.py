@@ -1,0 +1,70 @@
+"""`gather_step`: let an optimizer that looks at whole tensors step on a sharded module."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from weft.context import DistContext
+from weft.contract import transform
+from weft.errors import ContractError, message
+
+__all__ = ["gather_step"]
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+@transform(after={"with_precision"}, excludes={"fuse_step", "zero_partition"})
+def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
+    """Step on whole parameters, one after the other, where the module is sharded.
+
+    For optimizers whose update of an element depends on others, such as Adafactor and Muon, after
+    `fully_shard`: each parameter and its gradient are made whole on every rank, stepped as in one
+    process, and cut again. State of the parameter's shape is kept in shards, other state whole.
+    Optimizers of single elements (SGD, Adam, AdamW, ...) work on shards as they are and need none
+    of this. Where nothing is sharded it only steps parameter by parameter.
+
+    Changes: hooks on `optimizer`.
+    Collectives: none here; in `step`, all-gathers of 2x the parameter bytes, and of the state's.
+
+    Args:
+        optimizer: One that updates each parameter by itself; without closures.
+        ctx: Where we run.
+
+    Returns:
+        `optimizer` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: It was applied before.
+        ContractError: LBFGS, which looks at all parameters at once.
+        TypeError: Not an optimizer.
+
+    Example:
+        >>> import weft
+        >>> optimizer = torch.optim.Adafactor(torch.nn.Linear(2, 2).parameters())
+        >>> optimizer, ctx = weft.gather_step(optimizer, weft.local())
+        >>> [record.name for record in ctx.applied]
+        ['gather_step']
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            message(
+                "gather_step: this is not an optimizer",
+                found=type(optimizer).__name__,
+                expected="a torch.optim.Optimizer",
+                fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
+            )
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ContractError(
+            message(
+                "gather_step: LBFGS looks at all parameters at once",
+                found="LBFGS",
+                expected="an optimizer that updates each parameter by itself",
+                fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
+            )
+        )
+    if ctx.world_size == 1:
+        return optimizer, ctx
+    return optimizer, ctx.offering(ctx.engine.whole_step(optimizer, None))

@@ -1,0 +1,152 @@
+"""`recompute`: activation checkpointing of chosen blocks.
+
+Arguments, the choice of blocks and the agreement of the ranks are here; the second run is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from weft.context import DistContext
+from weft.contract import transform
+from weft.engines.options import RecomputeOptions
+from weft.errors import AlreadyApplied, listed, message
+from weft.selecting import Selection, select_apart
+
+__all__ = ["recompute"]
+
+M = TypeVar("M", bound=nn.Module)
+Op: TypeAlias = "str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator"
+Policy: TypeAlias = Callable[..., CheckpointPolicy | bool]
+
+
+@transform(
+    after={"with_precision", "sync_batch_norm"},
+    before={"replicate", "fully_shard", "zero_partition", "compiled"},
+    collective=True,
+)
+def recompute(
+    module: M,
+    ctx: DistContext,
+    *,
+    blocks: Selection,
+    every: int = 1,
+    save: Sequence[Op] | Policy = (),
+    keep_rng: bool = True,
+    determinism_check: Literal["default", "none"] = "default",
+    early_stop: bool = True,
+) -> tuple[M, DistContext]:
+    """Keep only the inputs of chosen blocks for backward, and compute their insides again there.
+
+    For models whose activations do not fit: memory for one block's insides instead of all, for
+    about a third more time. Gradients are the same bits. Without gradients (`torch.no_grad()`)
+    nothing is done; with them blocks are run twice in eval mode as well.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; selective saving:
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022;
+    `torch.utils.checkpoint` (non-reentrant).
+
+    Changes: `module` in place: `forward` of each block is an attribute of the instance; class,
+    names and keys stay, and a copy or pickle is plain. Running statistics move once per step, as
+    without it.
+    Collectives: none; those inside of a block, such as of `sync_batch_norm`, are made twice.
+
+    Args:
+        module: Contains the blocks. Hooks on a block run once, outside of what is run twice.
+        ctx: Where we run.
+        blocks: The blocks: a class, a pattern of names ("layers.*"), a number of parameters, a
+            function (name, part) -> bool, parts, or several of these; see `weft.selecting`. None
+            inside of another.
+        every: Of the chosen blocks, in the order of the module, take the first and then each
+            `every`-th: 2 halves both savings and cost.
+        save: Results that are kept and not computed again: operations such as
+            `torch.ops.aten.gelu`, their names, "matmul", "attention" or "convolution" for all
+            operations of the kind; or a policy `(ctx, op, *args, **kwargs) -> CheckpointPolicy`.
+            With it, backward can run once only through a block.
+        keep_rng: Give the second run the random state of the first, so that dropout drops the
+            same. False is right only if blocks are not random, and a little faster. What is
+            compiled keeps it always.
+        determinism_check: "default" raises if shapes, dtypes or devices differ in the second run.
+        early_stop: End the second run as soon as backward has what it needs.
+
+    Returns:
+        `module` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: A part of `module` is checkpointed already, by this or in another way.
+        OrderError: After `replicate`, `compiled` or another transform that comes later.
+        ContractError: In forward, if a block changes buffers other than running statistics.
+        ValueError: No or nested blocks, one that is never called, or an option out of range.
+        TypeError: Something given chooses no blocks, or is no operation.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import torch, weft
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Linear(2, 1))
+        >>> model, ctx = weft.recompute(model, weft.local(), blocks=nn.Sequential, save=["matmul"])
+        >>> model(torch.ones(1, 2)).sum().backward()
+    """
+    _check_options(every, determinism_check)
+    _check_new(module, ctx)
+    taken = dict(list(select_apart("recompute", module, blocks).items())[::every])
+    options = RecomputeOptions(
+        save=save if callable(save) else ctx.engine.saved_ops(_listed_ops(save)),
+        keep_rng=keep_rng,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+    )
+    # What is inside of a block may communicate, and then all ranks have to do it again.
+    ctx.agree("recompute", {"blocks": list(taken), "keep_rng": keep_rng, "early_stop": early_stop})
+    return module, ctx.offering(ctx.engine.recompute(taken, options))
+
+
+def _check_options(every: int, determinism_check: str) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            message(
+                f"recompute: every = {every!r} cannot be used",
+                found=repr(every),
+                expected="a whole number of blocks >= 1",
+                fix="weft.recompute(model, ctx, blocks=..., every=2)",
+            )
+        )
+    if determinism_check not in ("default", "none"):
+        raise ValueError(
+            message(
+                f"recompute: determinism_check = {determinism_check!r} is unknown",
+                found=repr(determinism_check),
+                expected="'default' or 'none'",
+                fix='weft.recompute(model, ctx, blocks=..., determinism_check="default")',
+            )
+        )
+
+
+def _listed_ops(save: Sequence[Op]) -> Sequence[Op]:
+    if isinstance(save, str):  # a sequence of letters
+        raise TypeError(
+            message(
+                f"recompute: save = {save!r} is one name",
+                found=repr(save),
+                expected="a list of operations",
+                fix=f"weft.recompute(model, ctx, blocks=..., save=[{save!r}])",
+            )
+        )
+    return save
+
+
+def _check_new(module: nn.Module, ctx: DistContext) -> None:
+    done = ctx.engine.already_recomputed(module)
+    if done:
+        raise AlreadyApplied(
+            message(
+                f"recompute: parts of {type(module).__name__} are checkpointed already",
+                found=listed(done),
+                expected="one place that decides what is computed twice",
+                fix="model, ctx = weft.recompute(model, ctx, blocks=[...])  # once, with all of them",
+            )
+        )

@@ -1,0 +1,210 @@
+"""`zero_partition`: optimizer state, then gradients, then parameters divided among the ranks (ZeRO)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered, transform
+from weft.engines.options import ReduceOptions
+from weft.errors import ContractError, listed, message
+from weft.placing import place_module
+from weft.selecting import Selection
+from weft.sharding import Request, check_module, shard_module, sharding_axes
+
+__all__ = ["zero_partition"]
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+@transform(
+    after={"with_precision", "sync_batch_norm", "recompute"},
+    before={"accumulate_grads", "compiled", "average_weights"},
+    excludes={"replicate", "fully_shard", "fuse_step", "gather_step"},
+    collective=True,
+)
+def zero_partition(
+    module: M,
+    optimizer: O,
+    ctx: DistContext,
+    *,
+    stage: Literal[1, 2, 3],
+    engine: Literal["torch"] = "torch",
+    axis: str | Sequence[str] | None = None,
+    units: Selection | None = None,
+    unused: Literal["error", "zero"] = "error",
+    buffers: Literal["broadcast", "local"] = "broadcast",
+    bucket_bytes: int = 25 * 2**20,
+    methods: Sequence[str] = (),
+) -> tuple[M, O, DistContext]:
+    """Divide optimizer state (stage 1), also gradients (2), also parameters (3) among the ranks.
+
+    The memory of N ranks for one copy of the training state, for any optimizer, with the numbers
+    of one process. Bytes per parameter in float32 with Adam: stage 1 holds 8 + 8/N, stage 2 at
+    most 4 + 12/N, stage 3 16/N and the unit that is in use. Stage 0 would be `replicate`. With one
+    rank along `axis` nothing is done.
+
+    Stage 1 averages gradients as `replicate` does; then each rank steps on its rows of every
+    parameter, and the rows are gathered. Stages 2 and 3 are FSDP2, which in stage 2 keeps the
+    parameters it gathered in forward until backward. The state is held as DTensors, so
+    `optimizer.state_dict()` needs no call before it. An optimizer whose update of an element
+    depends on others (Adafactor, Muon, one that is not torch's) steps on whole parameters, one
+    after the other, on every rank; its state of the parameters' shape is divided all the same.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", SC 2020; `torch.distributed.optim.ZeroRedundancyOptimizer`, `torch.distributed.fsdp`.
+
+    Changes: `module` and `optimizer` in place; names, keys, groups and existing state stay. Stages
+    2 and 3 exchange the parameters for DTensors, in both.
+    Collectives: here, one broadcast of parameters and buffers. Stage 1, per step: all-reduces of
+    1x the gradient bytes in backward, all-gathers of 1x the parameter bytes in `step`. Stages 2
+    and 3: as `fully_shard`, with one all-gather per unit in stage 2, and two in stage 3.
+
+    Args:
+        module: All parameters on the CPU or on `ctx.device`.
+        optimizer: Over parameters of `module`, with or without state.
+        ctx: Where we run.
+        stage: 1, 2 or 3.
+        engine: Who does it; "torch".
+        axis: Mesh axis to divide over, or (replica, shard). Default: the data axes.
+        units: For stages 2 and 3; as for `fully_shard`.
+        unused: What it means when a parameter gets no gradient; as for `replicate`.
+        buffers: As for `replicate`.
+        bucket_bytes: For stage 1; as for `replicate`.
+        methods: Methods besides forward through which gradients flow.
+
+    Returns:
+        `module` and `optimizer` themselves, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: A part of `module` is sharded or replicated already.
+        OrderError: Another optimizer holds its parameters, or a transform that comes later was applied.
+        ContractError: The optimizer holds parameters of something else; or LBFGS, which couples all
+            parameters.
+        ContextError: There is no such axis, or the ranks bring different models or options.
+        ValueError: An option is out of range.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> model = nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer, ctx = weft.zero_partition(model, optimizer, weft.local(), stage=1)
+        >>> [record.name for record in ctx.applied]
+        ['zero_partition']
+    """
+    _check(module, optimizer, stage, engine)
+    axes = sharding_axes("zero_partition", ctx, axis)
+    line = ctx.on(axes)
+    if stage > 1:
+        request = Request(
+            units=units,
+            reshard_after_forward=stage == 3,
+            rebind=(optimizer,),
+            unused=unused,
+            buffers=buffers,
+            methods=methods,
+        )
+        sharded = shard_module("zero_partition", module, ctx, axes, request)
+        if sharded is None:
+            return module, optimizer, ctx
+        if ctx.engine.is_elementwise(optimizer):
+            return module, optimizer, ctx.offering(sharded)
+        return module, optimizer, ctx.offering(sharded, ctx.engine.whole_step(optimizer, None))
+    if units is not None:
+        raise ValueError(
+            message(
+                "zero_partition: units have no effect in stage 1",
+                found="stage=1 with units",
+                expected="units with stage=2 or 3, which gather parameters unit by unit",
+                fix="weft.zero_partition(model, optimizer, ctx, stage=1)",
+            )
+        )
+    check_module("zero_partition", module, ctx)
+    check_methods("zero_partition", module, methods)
+    if line.world_size == 1:
+        place_module("zero_partition", module, ctx)
+        return module, optimizer, ctx
+    dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
+    options = ReduceOptions(
+        bucket_bytes=bucket_bytes,
+        unused=unused,
+        buffers=buffers,
+        dtype=dtypes[-1] if dtypes else None,
+        methods=tuple(methods),
+    )
+    ctx.require_collective("zero_partition")
+    facts = {"stage": stage, "axes": list(axes), "bucket_bytes": bucket_bytes, "unused": unused, "buffers": buffers}
+    agree_on_parameters("zero_partition", module, ctx, {**facts, "methods": list(methods)})
+    place_module("zero_partition", module, ctx)
+    assert line.group is not None
+    assert ctx.mesh is not None
+    ctx.engine.broadcast_state(module, line.group)
+    reducer = ctx.engine.reduce_gradients(module, line.group, options)
+    if ctx.engine.is_elementwise(optimizer):
+        step = ctx.engine.partition_step(optimizer, ctx.mesh[axes[-1]])
+    else:
+        step = ctx.engine.whole_step(optimizer, ctx.mesh[axes[-1]])
+    return module, optimizer, ctx.offering(reducer, step)
+
+
+def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engine: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            message(
+                "zero_partition: the second argument is not an optimizer",
+                found=type(optimizer).__name__,
+                expected="a torch.optim.Optimizer",
+                fix="model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)",
+            )
+        )
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(
+            message(
+                f"zero_partition: stage = {stage!r} is unknown",
+                found=repr(stage),
+                expected="1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
+                fix="weft.replicate(model, ctx)" if stage == 0 else "stage=1",
+            )
+        )
+    if engine != "torch":
+        raise ValueError(
+            message(
+                f"zero_partition: engine = {engine!r} is unknown",
+                found=repr(engine),
+                expected="'torch'",
+                fix="weft.zero_partition(model, optimizer, ctx, stage=1, engine='torch')",
+            )
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ContractError(
+            message(
+                "zero_partition: LBFGS looks at all parameters at once",
+                found="LBFGS",
+                expected="an optimizer that updates each parameter by itself",
+                fix="model, ctx = weft.replicate(model, ctx)",
+            )
+        )
+    if not isinstance(module, nn.Module):
+        return  # told by what comes next
+    own = {id(p) for p in module.parameters()}
+    strange = [
+        f"group {index}: a parameter of shape {tuple(p.shape)}"
+        for index, entry in enumerate(optimizer.param_groups)
+        for p in entry["params"]
+        if id(p) not in own
+    ]
+    if strange:
+        raise ContractError(
+            message(
+                f"zero_partition: the optimizer holds parameters that are not {type(module).__name__}'s",
+                found=listed(strange),
+                expected="an optimizer over parameters of the module",
+                fix="optimizer = torch.optim.AdamW(model.parameters())",
+            )
+        )

@@ -1,0 +1,364 @@
+"""weft launch: as if each rank were `python script args`, and one clear end."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import weft.cli
+from weft import ContextError
+from weft.cli.launch import config
+
+PROGRAM = [str(pathlib.Path(sys.executable).with_name("weft"))]
+LIMIT_S = 90
+
+
+def _environment(**extra):
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    return {k: v for k, v in os.environ.items() if not k.startswith("WEFT_") and k not in own} | extra
+
+
+def _launch(*arguments, folder, program=PROGRAM, env=None):
+    return subprocess.run(
+        [*program, "launch", *map(str, arguments)], capture_output=True, text=True, cwd=folder, env=env or _environment(),
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+
+
+def _write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# -- what a script sees ------------------------------------------------------------------------------
+
+SEES = """
+import json, os, pathlib, pickle, sys
+import torch, weft
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return Point(index).x
+
+def double(x):
+    return 2 * x
+
+def main():
+    import multiprocessing
+    found = {
+        "argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "doc": __doc__,
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "pickled": pickle.loads(pickle.dumps(Point(3))).x,
+        "omp": os.environ.get("OMP_NUM_THREADS"), "threads": torch.get_num_threads(),
+        "folder": os.getcwd(),
+        "annotations": "reports" in dir() or "launch" in globals(),
+    }
+    for method in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(Data(), num_workers=1, batch_size=2, multiprocessing_context=method)
+        found[method] = [batch.tolist() for batch in loader]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found["pool"] = pool.map(double, [1, 2])
+    with weft.start() as ctx:
+        found |= {"rank": ctx.rank, "size": ctx.world_size, "local": ctx.local_rank,
+                  "sum": float(weft.reduce(torch.ones(()), ctx, "sum"))}
+    print(f"rank {ctx.rank} speaks")
+    pathlib.Path(os.environ["OUT"], f"{ctx.rank}.json").write_text(json.dumps(found))
+
+if __name__ == "__main__":
+    main()
+"""
+
+ARGUMENTS = ["--", "--lr=1", "-n", "5", "two words", "", "--", "--help", "-m", "ünï"]
+
+
+def test_a_script_sees_what_python_would_show_it(tmp_path):
+    script = _write(tmp_path, "code/train.py", SEES)
+    out = tmp_path / "out"
+    out.mkdir()
+    done = _launch("-n", 2, "code/train.py", *ARGUMENTS, folder=tmp_path, env=_environment(OUT=str(out)))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 speaks", "rank 1 speaks"]
+    for rank in range(2):
+        found = json.loads((out / f"{rank}.json").read_text())
+        assert found["argv"] == ["code/train.py", *ARGUMENTS]
+        assert found["path"] == str(script.parent) and found["folder"] == str(tmp_path)
+        assert os.path.samefile(tmp_path / found["file"], script)
+        assert (found["name"], found["doc"], found["main"], found["pickled"]) == ("__main__", None, True, 3)
+        assert found["fork"] == found["spawn"] == [[0, 1], [2, 3]] and found["pool"] == [2, 4]
+        assert (found["rank"], found["size"], found["local"], found["sum"]) == (rank, 2, rank, 2.0)
+        assert found["omp"] == str(found["threads"]) == str(max((os.cpu_count() or 1) // 2, 1))
+
+
+MODULE = """
+import os, pathlib, sys
+from .part import VALUE
+import weft
+with weft.start() as ctx:
+    text = f"{ctx.rank}/{ctx.world_size} {__name__} {__package__} {VALUE} {sys.argv[1:]} {pathlib.Path(sys.argv[0]).name}"
+    pathlib.Path(f"{ctx.rank}.txt").write_text(text)
+"""
+
+
+def test_a_module_and_the_users_thread_count(tmp_path):
+    _write(tmp_path, "pkg/__init__.py", "")
+    _write(tmp_path, "pkg/part.py", "VALUE = 7\n")
+    _write(tmp_path, "pkg/train.py", MODULE)
+    done = _launch(
+        "--nproc", 2, "-m", "pkg.train", "-m", "x", folder=tmp_path, program=[sys.executable, "-m", "weft"],
+        env=_environment(OMP_NUM_THREADS="3"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.txt").read_text() == f"{rank}/2 __main__ pkg 7 ['-m', 'x'] train.py"
+
+
+def test_a_script_without_guard_runs_once_per_rank(tmp_path):
+    text = 'import os\nopen(f"{os.environ[\'RANK\']}-{os.getpid()}", "w")\n'
+    _write(tmp_path, "bare.py", text)
+    for _ in range(5):  # and ends with 0 every time
+        done = _launch("-n", 2, "bare.py", folder=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    ran = [path.name[0] for path in tmp_path.iterdir() if path.name != "bare.py"]
+    assert sorted(ran) == ["0"] * 5 + ["1"] * 5
+
+
+# -- how it ends -------------------------------------------------------------------------------------
+
+ENDS = """
+import os, signal, sys
+import weft
+how = sys.argv[1]
+with weft.start(timeout_s=60) as ctx:
+    if ctx.rank == 1:
+        if how in ("raise", "module"):
+            raise ValueError("the data of rank 1 is bad")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "3":
+            sys.exit(3)
+        if how == "text":
+            sys.exit("rank 1 gives up")
+        if how == "os":
+            os._exit(9)
+    if how != "0":
+        weft.barrier(ctx)
+    else:
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("0", 0, r"^$"),
+        ("raise", 1, r'Traceback.*File ".*ends.py", line 8.*ValueError: the data.*\nweft launch: rank 1 failed: Value'),
+        ("kill", 137, r"weft launch: rank 1 .*(signal 9|its process is gone)"),
+        ("3", 3, r"weft launch: rank 1 .*exit code 3"),
+        ("text", 1, r"rank 1 gives up\n(?s:.*)weft launch: rank 1 .*exit code 1"),
+        ("os", 9, r"weft launch: rank 1 .*(exit code 9|its process is gone)"),
+        ("module", 1, r'^Traceback[^\n]*\n  File "[^"]*ends.py", line 8.*\nweft launch: rank 1 failed: ValueError'),
+    ],
+)
+def test_exit_code_and_one_text_come_from_the_rank_that_failed_first(tmp_path, how, code, text):
+    _write(tmp_path, "ends.py", ENDS)
+    target = ["-m", "ends"] if how == "module" else ["ends.py"]
+    done = _launch("-n", 2, *target, how, folder=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert re.search("(?s)" + text if how not in ("0", "text") else text, done.stderr), done.stderr
+    if how != "0":
+        assert done.stderr.count("weft launch: rank") == 1, done.stderr
+        assert done.stderr.count("Traceback") <= 1 and "runpy" not in done.stderr, done.stderr
+
+
+SLEEPS = """
+import os, pathlib, subprocess, sys, time
+pathlib.Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(100)
+"""
+
+
+def _children_of(pid):
+    """All living descendants of a process."""
+    found, waiting = set(), [pid]
+    while waiting:
+        one = waiting.pop()
+        try:
+            text = " ".join(path.read_text() for path in pathlib.Path(f"/proc/{one}/task").glob("*/children"))
+        except FileNotFoundError:
+            continue
+        children = {int(child) for child in text.split()} - found
+        found |= children
+        waiting += children
+    return found
+
+
+def _is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _until(condition, limit_s):
+    end = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
+@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)])
+def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
+    _write(tmp_path, "sleeps.py", SLEEPS)
+    process = subprocess.Popen(
+        [*PROGRAM, "launch", "-n", "2", "sleeps.py"], cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+        assert _until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+        family = _children_of(process.pid)
+        assert {int(f.read_text()) for f in files} <= family
+        if whole_group:  # as Ctrl-C in a terminal
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        error = process.communicate(timeout=40)[1]
+        assert process.returncode == 128 + number, error
+        assert error == f"weft launch: ended by {number.name}\n"
+        assert _until(lambda: not any(map(_is_alive, family)), 10), [p for p in family if _is_alive(p)]
+    finally:
+        for pid in {*_children_of(process.pid), process.pid}:
+            if _is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+# -- several nodes -----------------------------------------------------------------------------------
+
+NODES = """
+import pathlib, weft
+with weft.start() as ctx:
+    text = f"{ctx.rank}/{ctx.world_size} local {ctx.local_rank}/{ctx.local_world_size} node {ctx.node_rank}/{ctx.num_nodes}"
+    pathlib.Path(f"{ctx.rank}.txt").write_text(text)
+"""
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_two_nodes_meet(tmp_path, ranked):
+    _write(tmp_path, "nodes.py", NODES)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launchers = [
+        subprocess.Popen(
+            [*PROGRAM, "launch", "-n", "2", "--nnodes", "2", *(["--node-rank", str(node)] if ranked else []),
+             "--rdzv", f"127.0.0.1:{port}", "nodes.py"],
+            cwd=tmp_path, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in launchers]
+    finally:
+        for process in launchers:
+            process.kill()
+    assert [process.returncode for process in launchers] == [0, 0], outputs
+    found = [(tmp_path / f"{rank}.txt").read_text() for rank in range(4)]
+    assert found == [f"{rank}/4 local {rank % 2}/2 node {rank // 2}/2" for rank in range(4)]
+
+
+# -- options -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-n", "0", "x.py"], r"these options do not fit together\n  found:    -n 0 .*fix:"),
+        (["--nnodes", "0", "x.py"], r"found:    -n 1 --nnodes 0.*fix:"),
+        (["--nnodes", "2", "x.py"], r"found:    --nnodes 2, no --rdzv.*fix:"),
+        (["--nnodes", "2", "--node-rank", "2", "--rdzv", "h:1", "x.py"], r"found:    .*--node-rank 2.*fix:"),
+        (["--node-rank", "-1", "x.py"], r"found:    .*--node-rank -1.*fix:"),
+        (["nowhere.py"], r"there is no file 'nowhere.py'\n  found:    working directory .*fix:      weft launch -n 1 -m"),
+        (["."], r"there is no file '\.'.*fix:"),
+    ],
+)
+def test_wrong_options_are_one_error_and_code_2(capsys, arguments, text):
+    assert weft.cli.main(["launch", *arguments]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == "" and re.match(rf"(?s)weft launch: .*{text}", seen.err), seen.err
+    assert len(seen.err.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["launch"], "the following arguments are required: script"),
+        (["launch", "-n", "two", "x.py"], "argument -n/--nproc: invalid int value: 'two'"),
+        (["launch", "--nonsense", "x.py"], "unrecognized arguments|required: script"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "required: command"),
+    ],
+)
+def test_what_cannot_be_parsed_is_said_by_the_parser(capsys, arguments, text):
+    with pytest.raises(SystemExit, match="2"):
+        weft.cli.main(arguments)
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_help_says_how_to_launch(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        weft.cli.main(["launch", "--help"])
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("--nnodes", "--node-rank", "--rdzv", "-m", "script ..."))
+    with pytest.raises(SystemExit, match="0"):
+        weft.cli.main(["--help"])
+    assert "launch" in capsys.readouterr().out
+
+
+def test_options_of_the_script_stay_its_own():
+    options = weft.cli.parser().parse_args(["launch", "-n", "2", "train.py", "-n", "3", "--", "--rdzv", "x", "-m"])
+    assert (options.nproc, options.module, options.rdzv) == (2, False, None)
+    assert options.script == ["train.py", "-n", "3", "--", "--rdzv", "x", "-m"]
+    options = weft.cli.parser().parse_args(["launch", "train.py", "--", "x"])
+    assert options.script == ["train.py", "--", "x"]
+    options = weft.cli.parser().parse_args(["launch", "-m", "pkg.train", "--help"])
+    assert (options.module, options.script) == (True, ["pkg.train", "--help"])
+
+
+def test_the_configuration_is_torchs():
+    one = config(4)
+    assert (one.min_nodes, one.max_nodes, one.nproc_per_node, one.max_restarts) == (1, 1, 4, 0)
+    assert (one.rdzv_backend, one.rdzv_endpoint) == ("c10d", "localhost:0") and one.run_id != config(4).run_id
+    two = config(4, 2, 1, "first:29500")
+    assert (two.rdzv_backend, two.rdzv_endpoint, two.rdzv_configs["rank"]) == ("static", "first:29500", 1)
+    assert config(4, 2, None, "first:29500").rdzv_backend == "c10d"
+    with pytest.raises(ContextError, match="(?s)found:    -n -3.*fix:      weft launch"):
+        config(-3)
+
+
+def test_threads_per_rank_are_known_before_the_parser():
+    import weft_command
+
+    def ranks(*arguments):
+        return weft_command._ranks(list(arguments))
+
+    assert ranks("-n", "3", "x.py") == ranks("-n3", "x.py") == ranks("--nproc=3", "x.py") == 3
+    assert ranks("--nproc", "3", "-m", "x") == ranks("--nnodes", "2", "--nproc", "3", "x") == 3
+    assert ranks("x.py", "-n", "3") == ranks("-m", "x", "-n", "3") == ranks() == 1
+    assert ranks("--nnodes", "2", "x.py") == ranks("--node-rank=1", "--rdzv", "h:1", "x.py", "-n", "9") == 1
