@@ -68,11 +68,6 @@ def test_the_plain_loop_learns_alike():
     assert _losses(plain)[-1] == pytest.approx(_losses(replicated)[-1], abs=0.05)
 
 
-def test_there_is_an_example_for_every_transform():
-    names = {path.stem for path in DERIVED}
-    assert names == {"accumulate_grads", "fuse_step", "replicate", "sync_batch_norm", "with_precision"}
-
-
 def _code(path):
     """Lines from the imports on: the header says in words what differs."""
     lines = path.read_text(encoding="utf-8").splitlines()

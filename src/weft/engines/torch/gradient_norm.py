@@ -51,6 +51,7 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device) -> None:
         self._device = device
+        self._dtype = torch.float32  # of the norm, if gradients are cut
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         with torch.no_grad():
             pieces = self._collect(parameters)
@@ -59,7 +60,7 @@ class Gradients:
     def _collect(self, parameters: Iterable[torch.Tensor]) -> dict[Cut, list[torch.Tensor]]:
         whole: list[torch.Tensor] = []
         pieces: dict[Cut, list[torch.Tensor]] = {(): whole}
-        layouts: dict[tuple[int, object], list[torch.Tensor]] = {}
+        layouts: dict[tuple[int, object, torch.dtype], list[torch.Tensor]] = {}
         # Who has a DTensor has imported it; an empty tuple is the type of nothing.
         dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
@@ -74,9 +75,10 @@ class Gradients:
                     whole.append(gradient if gradient.layout is torch.strided else _values(p, gradient))
                 continue
             # Also for a parameter without gradient: the other ranks may have one and wait for our number.
-            key = (id(layout.device_mesh), layout.placements)
+            key = (id(layout.device_mesh), layout.placements, layout.dtype)
             if key not in layouts:
                 layouts[key] = pieces.setdefault(self._cut_of(layout), [])
+                self._dtype = torch.promote_types(self._dtype, layout.dtype)
             if gradient is not None:
                 layouts[key].append(local(gradient))
         return pieces
@@ -145,10 +147,7 @@ class Gradients:
             powers.update(zip(members, numbers.unbind(), strict=True))
         parts = torch.stack([rest, *powers.values()])
         value = parts.amax() if p == math.inf else parts.sum().pow(1 / p)
-        dtype = torch.float32
-        for norm in norms.values():
-            dtype = torch.promote_types(dtype, norm.dtype)
-        return value.to(torch.promote_types(dtype, whole.dtype))
+        return value.to(torch.promote_types(self._dtype, whole.dtype))
 
     # -- changes in place ------------------------------------------------------------------------
 
@@ -214,7 +213,8 @@ def _norm(kinds: Mapping[Kind, list[torch.Tensor]], p: float, device: torch.devi
         norms += torch._foreach_norm(same, p, dtype=torch.float32 if dtype in _LOW else None)
     if len(kinds) > 1:
         norms = [norm.to(norms[0].device) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms), p)
+    joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    return joined
 
 
 def _power(norm: torch.Tensor, p: float) -> torch.Tensor:

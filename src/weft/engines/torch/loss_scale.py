@@ -28,6 +28,7 @@ from torch import nn
 
 from weft.engines.options import ScaleOptions
 from weft.engines.torch.backward import BackwardSession
+from weft.engines.torch.shards import local, resting_parameters
 from weft.engines.torch.survey import running_backward, survey
 from weft.errors import ContractError, listed, message
 from weft.nested import map_tensors
@@ -65,7 +66,7 @@ class LossScale:
     def parameters(self) -> list[nn.Parameter]:
         """The module's parameters as they are now: they may be frozen, freed, added and replaced."""
         module = self._module()
-        return [] if module is None else list(module.parameters())
+        return [] if module is None else resting_parameters(module)
 
     # -- at the borders --------------------------------------------------------------------------
 
@@ -252,8 +253,8 @@ def check_finite(gradients: list[torch.Tensor], no: torch.Tensor, factor: torch.
 
 
 def _dense(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same numbers as dense real tensors, in the same memory."""
-    values = [g._values() if g.is_sparse else g for g in gradients]
+    """The same numbers as dense real tensors, in the same memory; of shards, this rank's part."""
+    values = [g._values() if g.is_sparse else g for g in map(local, gradients)]
     return [torch.view_as_real(g) if g.is_complex() else g for g in values]
 
 

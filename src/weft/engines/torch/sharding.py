@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from weft.engines.options import ShardOptions
 from weft.engines.torch.backward import BackwardSession
 from weft.engines.torch.calls import Hook, Removable
+from weft.engines.torch.shards import groups_of
 from weft.errors import UnusedParameters, listed, message
 from weft.nested import tensors
 
@@ -115,7 +116,7 @@ class ShardedModule:
 
     def _parameter_groups(self) -> Iterator[Any]:
         for unit in self._live_units():
-            yield from _groups_of(unit)
+            yield from groups_of(unit)
 
     def _drop_held(self) -> None:
         self._held = False
@@ -253,14 +254,6 @@ def _shard_unit(unit: tuple[nn.Module, ...], mesh: DeviceMesh, options: ShardOpt
         offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
         ignored_params=set(options.ignored),
     )
-
-
-def _groups_of(unit: FSDPModule) -> list[Any]:
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.12 has one
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
 
 
 # -- taking it off -----------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["forget_groups", "is_sharded", "local"]
+__all__ = ["forget_groups", "groups_of", "is_sharded", "local", "resting_parameters"]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -27,6 +28,32 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     cut: Any = tensor.detach()
     part: torch.Tensor = cut.to_local()
     return part
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together in one unit."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.12 has one
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters as they are between steps, also while FSDP2 has some of them gathered."""
+    parameters = list(module.parameters())
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    if loaded is None:
+        return parameters
+    units = [part for part in module.modules() if isinstance(part, loaded.FSDPModule)]
+    shards = {
+        id(one._unsharded_param): one.sharded_param
+        for unit in units
+        for group in groups_of(unit)
+        for one in group.fsdp_params
+        if hasattr(one, "_unsharded_param")
+    }
+    return [shards.get(id(p), p) for p in parameters]
 
 
 def forget_groups() -> None:
