@@ -14,7 +14,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,6 +27,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 import weft
 
 BYTES = 256
+STAGES: dict[str, Literal[1, 2, 3]] = {"zero1": 1, "zero2": 2, "zero3": 3}
 T = TypeVar("T")
 
 
@@ -97,9 +98,14 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     loader, ctx = weft.shard_data(loader, ctx, mode="split", seed=options.seed)
     held_out, ctx = weft.shard_data(held_out, ctx, mode="split", uneven="empty")
     model, ctx = weft.with_precision(model, ctx, options.precision)
-    model, ctx = weft.replicate(model, ctx)
+    if options.strategy == "replicate":
+        model, ctx = weft.replicate(model, ctx)
+    elif options.strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     optimizer, ctx = weft.with_precision(optimizer, ctx)
+    if options.strategy in STAGES:
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=STAGES[options.strategy])
     model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=options.accumulate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
 
@@ -130,6 +136,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
                     log.add_scalar("tokens_per_s", speed, step)
 
     last = evaluate(model, held_out, ctx)
+    model, ctx = weft.plain(model, ctx)  # whole parameters on every rank, whatever the strategy was
     if log is not None:
         log.add_scalar("held_out_loss", last, options.steps)
         log.close()
@@ -162,6 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=8, help="sequences per micro-batch, of all ranks together")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per optimizer step")
+    parser.add_argument("--strategy", default="replicate", choices=("replicate", "fully_shard", *STAGES))
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)

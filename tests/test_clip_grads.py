@@ -113,7 +113,9 @@ def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits(dtype):
     norm = weft.clip_grads(parameters, weft.local(), max_norm=0.5)
     assert norm.dtype == torch.float32 and abs(norm / exact - 1) < 1e-6
     assert all(p.grad.dtype == dtype for p in parameters)
-    assert all(torch.allclose(p.grad.double(), e, rtol=2**-8, atol=1e-7) for p, e in zip(parameters, expected))
+    assert all(
+        torch.allclose(p.grad.double(), e, rtol=2**-8, atol=1e-7) for p, e in zip(parameters, expected, strict=True)
+    )
 
 
 def test_a_norm_beyond_float16_does_not_erase_the_gradients():
@@ -250,8 +252,8 @@ def _prepare(ctx, how):
         fully_shard(two, mesh=ctx.mesh)
     elif how == "mixed":  # sharded and replicated parameters in one model
         fully_shard(one.second, mesh=ctx.mesh)
-        for part in (one.first, one.third):
-            part, ctx = weft.replicate(part, ctx)
+        one.first, ctx = weft.replicate(one.first, ctx)
+        one.third, ctx = weft.replicate(one.third, ctx)
         one.scale.requires_grad_(False)
         fully_shard(two, mesh=ctx.mesh)
     elif how == "meshes":  # one over all ranks, the other over half of them: copies in the other half
@@ -331,11 +333,11 @@ def _random_shards(ctx, shapes, dims, norm_type, dtype):
     plain = _with_grads(shapes, (dtype,))
     parameters = []
     for p, dim in zip(plain, dims, strict=True):
-        dim = None if dim is None or dim >= p.dim() else dim
-        if dim is None and len(parameters) % 2:
+        whole = dim is None or dim >= p.dim()
+        if whole and len(parameters) % 2:
             parameters.append(p)
             continue
-        placements = [Replicate()] * (ctx.mesh.ndim - 1) + [Replicate() if dim is None else Shard(dim)]
+        placements = [Replicate()] * (ctx.mesh.ndim - 1) + [Replicate() if whole else Shard(dim)]
         cut = nn.Parameter(distribute_tensor(p.detach(), ctx.mesh, placements))
         cut.grad = distribute_tensor(p.grad, ctx.mesh, placements)
         parameters.append(cut)
@@ -493,7 +495,9 @@ def test_without_a_policy_it_does_what_torch_does():
             expected = nn.utils.clip_grad_norm_(theirs, **options)
             norm = weft.clip_grads(ours, weft.local(), **options)
             assert torch.equal(norm.nan_to_num(7), expected.nan_to_num(7))
-            assert all(torch.equal(a.grad.nan_to_num(7), b.grad.nan_to_num(7)) for a, b in zip(ours, theirs))
+            assert all(
+                torch.equal(a.grad.nan_to_num(7), b.grad.nan_to_num(7)) for a, b in zip(ours, theirs, strict=True)
+            )
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"max_value": 0.5}, {"norm_type": math.inf}])
@@ -510,7 +514,7 @@ def _bad(ctx, how, policy, where, bad, options):
     """A gradient element that is not finite, on one rank only, after the reduction."""
     models, ctx = _prepare(ctx, how)
     if ctx.rank == where:
-        broken = models["one"].first.weight if how in ("mixed", "replicate") else models["two"].second.bias
+        broken = models["one"].first.weight if how in ("mixed", "replicate") else models["two"].first.weight
         gradient = broken.grad.to_local() if hasattr(broken.grad, "to_local") else broken.grad
         gradient.view(-1)[0] = bad
     optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], 0.1)
@@ -536,12 +540,14 @@ BAD_WORLDS = [world for world in WORLDS if world[1] > 1]
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"max_value": 0.5, "norm_type": math.inf}], ids=str)
-@pytest.mark.parametrize(("how", "n", "mesh"), BAD_WORLDS, ids=[i for i, w in zip(IDS, WORLDS, strict=True) if w[1] > 1])
+@pytest.mark.parametrize(
+    ("how", "n", "mesh"), BAD_WORLDS, ids=[i for i, w in zip(IDS, WORLDS, strict=True) if w[1] > 1]
+)
 def test_one_bad_rank_makes_all_take_the_same_branch(how, n, mesh, options):
     for policy, kind in (("skip", "none"), ("zero", "zero")):
         found = run_ranks(_bad, n, how, policy, n - 1, math.nan, options, mesh=mesh)
         assert found == [(False, kind, True)] * n
-    name = "one.first.weight" if how in ("mixed", "replicate") else "two.second.bias"
+    name = "one.first.weight" if how in ("mixed", "replicate") else "two.first.weight"
     for text in run_ranks(_bad, n, how, "raise", n - 1, math.inf, options, mesh=mesh):
         assert f"found:    rank {n - 1}: {name}\n" in text and "fix:      weft.clip_grads" in text
 
@@ -551,7 +557,9 @@ def test_raise_names_up_to_five_parameters_and_changes_nothing():
     _loss(model, _x(0)).backward()
     for p in model.parameters():
         p.grad.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match=r"found: .*rank 0: scale, .*third.weight and 2 more\n.*\n.*fix: .*skip"):
+    with pytest.raises(
+        FloatingPointError, match=r"found: .*rank 0: scale, .*second.bias and 2 more\n.*\n.*fix: .*skip"
+    ):
         weft.clip_grads(model, weft.local(), max_norm=1.0, nonfinite="raise")
     assert all(p.grad.isnan().all() for p in model.parameters())
     with pytest.raises(FloatingPointError, match=r"rank 0: group 0\[1\]"):
@@ -595,7 +603,10 @@ def test_a_policy_is_refused_on_a_context_for_one_rank():
 
 def _fp16(ctx):
     """A gradient that overflows in the step: the norm says so, the step is skipped, the next is good."""
-    model, ctx = weft.with_precision(_net(kind=torch.float32), ctx, "fp16")
+    fp16 = weft.Precision(
+        param=torch.float32, compute=torch.float16, output=torch.float32, scaling=weft.LossScaling(init=256.0)
+    )
+    model, ctx = weft.with_precision(_net(kind=torch.float32), ctx, fp16)
     model, ctx = weft.replicate(model, ctx)
     optimizer, ctx = weft.with_precision(torch.optim.SGD(model.parameters(), 0.1), ctx)
     found = []
@@ -609,7 +620,6 @@ def _fp16(ctx):
 
 
 def test_after_fp16_the_norm_is_in_true_units():
-    reference = _net(kind=torch.float32)
     for n in (1, 2):
         reference = _net()
         for rank in range(n):
@@ -664,7 +674,11 @@ def test_a_skipped_step_of_a_fused_optimizer():
         ({"max_norm": 1.0, "norm_type": -math.inf}, ValueError, "found:    -inf"),
         ({"norm_type": "inf"}, TypeError, r"fix:      weft.clip_grads\(model, ctx, norm_type=math.inf\)"),
         ({"norm_type": None}, TypeError, "found:    NoneType"),
-        ({"max_norm": 1.0, "max_value": 2.0}, ValueError, r"exclude each other\n  found:    max_norm=1.0, max_value=2.0"),
+        (
+            {"max_norm": 1.0, "max_value": 2.0},
+            ValueError,
+            r"exclude each other\n  found:    max_norm=1.0, max_value=2.0",
+        ),
         ({"nonfinite": "ignore"}, ValueError, "expected: 'raise' or 'skip' or 'zero', or None"),
     ],
     ids=str,
@@ -697,7 +711,9 @@ def test_things_without_gradients_are_refused(modules, kind, text):
 
 
 def test_a_forgotten_context_is_refused():
-    with pytest.raises(TypeError, match=r"ctx = 1.0 is not a context\n  found:    float\n.*\n  fix:      weft.clip_grads"):
+    with pytest.raises(
+        TypeError, match=r"ctx = 1.0 is not a context\n  found:    float\n.*\n  fix:      weft.clip_grads"
+    ):
         weft.clip_grads(_net(), 1.0)
 
 

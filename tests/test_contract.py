@@ -112,15 +112,23 @@ def test_a_refused_call_leaves_no_mark():
     [
         (later, early, r"early: comes too late, after later\n.*applied so far: later\n.*early, then later\n.*move the"),
         (later, middle, r"middle: comes too late, after later\n.*applied so far: later\n.*middle, then later\n.*move"),
-        (plain, rival, r"rival: cannot be combined with plain on one Linear\n.*either rival or plain\n.*leave plain or"),
-        (rival, plain, r"plain: cannot be combined with rival on one Linear\n.*either plain or rival\n.*leave rival or"),
+        (
+            plain,
+            rival,
+            r"rival: cannot be combined with plain on one Linear\n.*either rival or plain\n.*leave plain or",
+        ),
+        (
+            rival,
+            plain,
+            r"plain: cannot be combined with rival on one Linear\n.*either plain or rival\n.*leave rival or",
+        ),
     ],
     ids=["before", "after", "excludes", "excluded"],
 )
 def test_wrong_order_names_the_right_one(first, second, text, stale):
     before = weft.local()
     model, ctx = first(_net(), before)
-    with pytest.raises(OrderError, match="(?s)" + text):
+    with pytest.raises(OrderError, match=r"(?s)" + text):
         second(model, before if stale else ctx)
 
 
@@ -135,9 +143,9 @@ def test_a_stale_context_names_what_it_misses():
     first = weft.local()
     model, ctx = plain(_net(), first)
     text = r"middle: the context does not know.*not in ctx.applied: plain\n.*plain\(obj, ctx\); obj, ctx = middle"
-    with pytest.raises(StaleContext, match="(?s)" + text):
+    with pytest.raises(StaleContext, match=r"(?s)" + text):
         middle(model, first)
-    with pytest.raises(StaleContext, match="not in ctx.applied: plain"):
+    with pytest.raises(StaleContext, match=r"not in ctx.applied: plain"):
         middle(model, plain(_net(), first)[1])  # an equal record, but of another object
     assert middle(model, ctx)[1].applied[-1].name == "middle"
 
@@ -150,7 +158,7 @@ def test_contexts_of_models_prepared_separately_can_be_merged():
     def joint(modules, ctx):
         return modules, ctx
 
-    with pytest.raises(StaleContext, match="not in ctx.applied: plain"):
+    with pytest.raises(StaleContext, match=r"not in ctx.applied: plain"):
         joint([one, two], first)
     both = first.merge(second)
     assert both.merge(second) == both and len(both.applied) == 2
@@ -240,7 +248,9 @@ def test_a_result_of_another_form_raises(result):
         return result
 
     model = _net()
-    text = r"(?s)returns: a transform returns its objects and the next context\n  found:    .*fix:      return module, ctx"
+    text = (
+        r"(?s)returns: a transform returns its objects and the next context\n  found:    .*fix:      return module, ctx"
+    )
     with pytest.raises(TypeError, match=text):
         returns(model, weft.local())
     plain(model, weft.local())  # and left no mark
@@ -259,7 +269,9 @@ def test_swapped_arguments_raise():
         plain(weft.local(), _net())
 
 
-@pytest.mark.parametrize(("arguments", "text"), [((), "missing a required argument"), ((1, 2, 3), "too many positional")])
+@pytest.mark.parametrize(
+    ("arguments", "text"), [((), "missing a required argument"), ((1, 2, 3), "too many positional")]
+)
 def test_a_call_with_wrong_arguments_raises_as_any_function(arguments, text):
     with pytest.raises(TypeError, match=text):
         plain(*arguments)
@@ -321,9 +333,9 @@ def test_compose_hands_several_objects_on():
 
 
 def test_compose_passes_errors_on():
-    with pytest.raises(OrderError, match="(?s)early: comes too late, after later.*fix:"):
+    with pytest.raises(OrderError, match=r"(?s)early: comes too late, after later.*fix:"):
         weft.compose(later, early)(_net(), weft.local())
-    with pytest.raises(AlreadyApplied, match="(?s)found:.*fix:"):
+    with pytest.raises(AlreadyApplied, match=r"(?s)found:.*fix:"):
         weft.compose(plain, plain)(_net(), weft.local())
     with pytest.raises(TypeError, match="missing"):
         weft.compose(paired)(_net(), weft.local())
@@ -360,7 +372,7 @@ def test_offers_come_in_order_of_application_and_die_with_the_object():
 def test_what_is_offered_can_be_taken_back():
     x, model = torch.randn(3, 2), _net()
     expected = model(x)
-    model, ctx = weft.with_precision(model, weft.local(), "bf16")
+    model, _ = weft.with_precision(model, weft.local(), "bf16")
     assert not torch.equal(model(x), expected)
     for undoable in weft.offered(model, weft.Undoable):
         undoable.undo()
@@ -381,7 +393,7 @@ def test_a_copy_starts_without_marks(copied):
 
 def test_a_shallow_copy_shares_hooks_and_so_the_marks():
     model, ctx = offers(_net(), weft.local())
-    with pytest.raises(AlreadyApplied, match="(?s)found:.*fix:"):
+    with pytest.raises(AlreadyApplied, match=r"(?s)found:.*fix:"):
         offers(copy.copy(model), ctx)
 
 
@@ -518,7 +530,10 @@ def _agrees_on_parameters(ctx, model_of):
         (lambda rank: nn.Linear(2, 2 + rank), r"weight: '\(2, 2\) torch.float32 trained' on rank 0, '\(3, 2\)"),
         (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), "weight: .*trained' on rank 0, .*frozen' on rank 1"),
         (lambda rank: nn.Linear(2, 2, bias=rank == 0), "bias: .*on rank 0, None on rank 1"),
-        (lambda rank: nn.BatchNorm1d(2).to(torch.float64 if rank else None), "running_mean: .*float32 buffer' on rank 0"),
+        (
+            lambda rank: nn.BatchNorm1d(2).to(torch.float64 if rank else None),
+            "running_mean: .*float32 buffer' on rank 0",
+        ),
     ],
     ids=["same", "shape", "frozen", "bias", "dtype"],
 )

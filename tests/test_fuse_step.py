@@ -163,7 +163,9 @@ def _portable(ctx, name, groups):
     return found
 
 
-@pytest.mark.parametrize(("name", "groups"), [("adamw", "two"), ("nesterov", "backwards"), ("sgd", "one"), ("asgd", "one")])
+@pytest.mark.parametrize(
+    ("name", "groups"), [("adamw", "two"), ("nesterov", "backwards"), ("sgd", "one"), ("asgd", "one")]
+)
 def test_state_goes_from_and_to_the_plain_optimizer(name, groups):
     for found in run_ranks(_portable, 2, name, groups):
         for parameters, state in found:
@@ -304,7 +306,9 @@ def _added_group(ctx):
 
 
 def test_a_group_that_is_added_later_is_refused_and_not_forgotten():
-    with pytest.raises(RanksFailed, match=r"(?s)fuse_step: .*found:    2 groups of 2, 2 parameters, before 1 of 2, .*fix:      "):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)fuse_step: .*found:    2 groups of 2, 2 parameters, before 1 of 2, .*fix:      "
+    ):
         run_ranks(_added_group, 2, timeout_s=20)
 
 
@@ -425,7 +429,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_looks_at_whole_tensors_is_refused(name):
     model, ctx = weft.replicate(Net(), weft.local(), flat=True)
-    with pytest.raises(ValueError, match=rf"(?s)fuse_step: {name} cannot step.*found:    {name}\n.*AdamW.*fix:      leave"):
+    with pytest.raises(
+        ValueError, match=rf"(?s)fuse_step: {name} cannot step.*found:    {name}\n.*AdamW.*fix:      leave"
+    ):
         weft.fuse_step(REFUSED[name](model), ctx)
 
 

@@ -27,7 +27,7 @@ def _environment(**extra):
 
 def _launch(*arguments, folder, program=PROGRAM, env=None):
     return subprocess.run(
-        [*program, "launch", *map(str, arguments)], capture_output=True, text=True, cwd=folder, env=env or _environment(),
+        [*program, "launch", *map(str, arguments)], cwd=folder, env=env or _environment(), capture_output=True, text=True,
         timeout=LIMIT_S, check=False,
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
         found = json.loads((out / f"{rank}.json").read_text())
         assert found["argv"] == ["code/train.py", *ARGUMENTS]
         assert found["path"] == str(script.parent) and found["folder"] == str(tmp_path)
-        assert os.path.samefile(tmp_path / found["file"], script)
+        assert script.samefile(tmp_path / found["file"])
         assert (found["name"], found["doc"], found["main"], found["pickled"]) == ("__main__", None, True, 3)
         assert found["fork"] == found["spawn"] == [[0, 1], [2, 3]] and found["pool"] == [2, 4]
         assert (found["rank"], found["size"], found["local"], found["sum"]) == (rank, 2, rank, 2.0)
@@ -109,7 +109,8 @@ import os, pathlib, sys
 from .part import VALUE
 import weft
 with weft.start() as ctx:
-    text = f"{ctx.rank}/{ctx.world_size} {__name__} {__package__} {VALUE} {sys.argv[1:]} {pathlib.Path(sys.argv[0]).name}"
+    name = pathlib.Path(sys.argv[0]).name
+    text = f"{ctx.rank}/{ctx.world_size} {__name__} {__package__} {VALUE} {sys.argv[1:]} {name}"
     pathlib.Path(f"{ctx.rank}.txt").write_text(text)
 """
 
@@ -222,7 +223,9 @@ def _until(condition, limit_s):
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
-@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)]
+)
 def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
     _write(tmp_path, "sleeps.py", SLEEPS)
     process = subprocess.Popen(
@@ -254,7 +257,8 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
 NODES = """
 import pathlib, weft
 with weft.start() as ctx:
-    text = f"{ctx.rank}/{ctx.world_size} local {ctx.local_rank}/{ctx.local_world_size} node {ctx.node_rank}/{ctx.num_nodes}"
+    text = f"{ctx.rank}/{ctx.world_size} local {ctx.local_rank}/{ctx.local_world_size} "
+    text += f"node {ctx.node_rank}/{ctx.num_nodes}"
     pathlib.Path(f"{ctx.rank}.txt").write_text(text)
 """
 
@@ -294,7 +298,10 @@ def test_two_nodes_meet(tmp_path, ranked):
         (["--nnodes", "2", "x.py"], r"found:    --nnodes 2, no --rdzv.*fix:"),
         (["--nnodes", "2", "--node-rank", "2", "--rdzv", "h:1", "x.py"], r"found:    .*--node-rank 2.*fix:"),
         (["--node-rank", "-1", "x.py"], r"found:    .*--node-rank -1.*fix:"),
-        (["nowhere.py"], r"there is no file 'nowhere.py'\n  found:    working directory .*fix:      weft launch -n 1 -m"),
+        (
+            ["nowhere.py"],
+            r"there is no file 'nowhere.py'\n  found:    working directory .*fix:      weft launch -n 1 -m",
+        ),
         (["."], r"there is no file '\.'.*fix:"),
     ],
 )
@@ -348,7 +355,7 @@ def test_the_configuration_is_torchs():
     two = config(4, 2, 1, "first:29500")
     assert (two.rdzv_backend, two.rdzv_endpoint, two.rdzv_configs["rank"]) == ("static", "first:29500", 1)
     assert config(4, 2, None, "first:29500").rdzv_backend == "c10d"
-    with pytest.raises(ContextError, match="(?s)found:    -n -3.*fix:      weft launch"):
+    with pytest.raises(ContextError, match=r"(?s)found:    -n -3.*fix:      weft launch"):
         config(-3)
 
 

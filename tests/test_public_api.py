@@ -18,18 +18,20 @@ from weft import errors
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-TRANSFORMS = ["accumulate_grads", "fuse_step", "replicate", "shard_data", "sync_batch_norm", "with_precision"]
+TRANSFORMS = [
+    "accumulate_grads", "average_weights", "compiled", "fully_shard", "fuse_step", "gather_step", "recompute",
+    "replicate", "shard_data", "sync_batch_norm", "with_precision", "zero_partition",
+]  # fmt: skip
 FUNCTIONS = [
-    *TRANSFORMS,
-    "adopt", "any_rank", "barrier", "broadcast", "compose", "creation_dtype", "explain", "gather", "gather_objects",
-    "local", "loss_scale", "main_first", "offered", "on_rank", "pad_across", "print_once", "reduce", "skipped", "start",
-    "to_device", "together", "topology", "transform",
+    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "clip_grads", "compose", "creation_dtype",
+    "explain", "gather", "gather_objects", "local", "loss_scale", "main_first", "offered", "on_rank", "pad_across", "plain",
+    "print_once", "reduce", "skipped", "start", "to_device", "together", "topology", "transform",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
     "NameChanged", "NotSynchronized", "OrderError", "PeerError", "StaleContext", "UnusedParameters", "WeftError",
 ]  # fmt: skip
-TYPES = ["Applied", "DistContext", "LossScaling", "Precision", "Topology", "Window", "Windows"]
+TYPES = ["Applied", "Averages", "DistContext", "LossScaling", "Precision", "Topology", "Window", "Windows"]
 PROTOCOLS = ["GradSync", "ReducesIn", "Undoable"]
 MODULES = ["errors", "testing"]
 TESTING = ["fake", "run_ranks", "assert_equivalent", "largest_difference"]
@@ -104,6 +106,8 @@ def test_a_transform_takes_objects_then_ctx_then_options_by_name(name):
     assert names[:place] == {
         "accumulate_grads": ["modules", "loader"],
         "fuse_step": ["optimizer"],
+        "gather_step": ["optimizer"],
+        "zero_partition": ["module", "optimizer"],
         "shard_data": ["loader"],
         "with_precision": ["obj"],
     }.get(name, ["module"])
@@ -172,7 +176,7 @@ def test_a_docstring_says_what_changes_what_is_sent_returned_and_raised(name):
         assert not missing
     returned = typing.get_type_hints(fn)["return"]
     returns = returned is not type(None) and typing.get_origin(returned) is not typing.get_origin(
-        typing.Iterator[None]  # noqa: UP006  (a context manager)
+        typing.Iterator[None]  # that of a context manager
     )
     assert bool(_section(doc, "Returns")) == returns
     assert bool(_section(doc, "Raises")) == (name not in NEVER_RAISES)
@@ -182,7 +186,7 @@ def test_a_docstring_says_what_changes_what_is_sent_returned_and_raised(name):
 def test_a_docstring_has_an_example_that_runs(name):
     fn = inspect.unwrap(_public(name))
     assert "Example:" in inspect.getdoc(fn)
-    tests = [t for t in doctest.DocTestFinder(recurse=False).find(fn, name, globs=vars(inspect.getmodule(fn)).copy())]
+    tests = doctest.DocTestFinder(recurse=False).find(fn, name, globs=vars(inspect.getmodule(fn)).copy())
     assert tests and tests[0].examples
     assert not any(doctest.SKIP in example.options for test in tests for example in test.examples)
     results = [doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test) for test in tests]
@@ -194,7 +198,7 @@ def test_a_class_says_what_it_is_and_names_its_fields(name):
     cls = getattr(weft, name)
     doc = inspect.getdoc(cls)
     assert doc and doc != inspect.getdoc(cls.__mro__[1])
-    fields = [f for f in getattr(cls, "__dataclass_fields__", {}) if f not in ("refs",)]
+    fields = [f for f in getattr(cls, "__dataclass_fields__", {}) if f != "refs"]
     documented = re.findall(r"^    ([\w, ]+): \S", _section(doc, "Attributes"), re.MULTILINE)
     flat = [part.strip() for line in documented for part in line.split(",")]
     assert [f for f in fields if f not in flat] == []

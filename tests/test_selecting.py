@@ -77,9 +77,7 @@ def test_parts_may_be_given_themselves_and_only_so_the_whole():
 def test_parts_apart_from_each_other():
     net = Net()
     assert select_apart("f", net, Block) == select("f", net, Block)
-    with pytest.raises(
-        ValueError, match=r"found:    'blocks.0.one' in 'blocks.0'\n.*\n  fix:      choose \"blocks"
-    ):
+    with pytest.raises(ValueError, match=r"found:    'blocks.0.one' in 'blocks.0'\n.*\n  fix:      choose \"blocks"):
         select_apart("f", net, [Block, "blocks.0.one"])
     with pytest.raises(ValueError, match=r"found:    'one' in 'the module itself'\n.*\n  fix:      choose \"one\""):
         select_apart("f", net.blocks[0], [net.blocks[0], "one"])

@@ -23,7 +23,9 @@ def _norm(dims, options, dtype=torch.float64):
 
 def _batch(dims, rows, step, dtype=torch.float64):
     draw = torch.Generator().manual_seed(100 + step)
-    return (torch.randn(rows, 3, *[2] * dims if dims > 1 else [], generator=draw, dtype=torch.float64) * 3 + 5).to(dtype)
+    return (torch.randn(rows, 3, *[2] * dims if dims > 1 else [], generator=draw, dtype=torch.float64) * 3 + 5).to(
+        dtype
+    )
 
 
 def _go(norm, part, rows, steps, dims, dtype, calls=1):
@@ -51,9 +53,7 @@ def _on_ranks(ctx, dims, options, sizes, dtype, calls):
 
 
 def _compare(dims, options, sizes, dtype=torch.float64, limit=1e-11, calls=1):
-    outputs, inputs, grads, buffers = _go(
-        _norm(dims, options, dtype), slice(None), sum(sizes), 3, dims, dtype, calls
-    )
+    outputs, inputs, grads, buffers = _go(_norm(dims, options, dtype), slice(None), sum(sizes), 3, dims, dtype, calls)
     start = 0
     for size, found in zip(sizes, run_ranks(_on_ranks, len(sizes), dims, options, sizes, dtype, calls), strict=True):
         part = slice(start, start + size)

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,7 +115,9 @@ def _raises_on_one(ctx, error):
 
 
 def test_an_exception_is_shown_with_rank_and_traceback():
-    with pytest.raises(RanksFailed, match=r"run_ranks: rank 1 failed first\n---- rank 1 of 3 ----\nTraceback") as caught:
+    with pytest.raises(
+        RanksFailed, match=r"run_ranks: rank 1 failed first\n---- rank 1 of 3 ----\nTraceback"
+    ) as caught:
         run_ranks(_raises_on_one, 3, KeyError("the key"))
     failure = caught.value
     assert failure.first == 1 and isinstance(failure.__cause__, KeyError)
@@ -144,7 +147,9 @@ def test_leaving_python_is_a_failure_too(kind):
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [(lambda: os.kill(os.getpid(), signal.SIGKILL), -9), (lambda: os._exit(7), 7)], ids=["kill", "exit"]
+    ("end", "code"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), -9), (lambda: os._exit(7), 7)],
+    ids=["kill", "exit"],
 )
 def test_a_rank_that_dies_is_named_with_its_exit_code(end, code):
     def dies(ctx):
@@ -166,7 +171,9 @@ def test_a_hang_fails_when_the_time_is_over(n):
             time.sleep(100)
 
     begin = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"no answer within 0.3 s\n---- rank 0 of .*\nstill running when it was killed"):
+    with pytest.raises(
+        RanksFailed, match=r"no answer within 0.3 s\n---- rank 0 of .*\nstill running when it was killed"
+    ):
         run_ranks(hangs, n, timeout_s=0.3)
     assert time.monotonic() - begin < 5
 
@@ -192,8 +199,7 @@ def test_the_pool_goes_on_after_any_failure():
 
 def _is_alive(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -201,7 +207,7 @@ def _is_alive(pid):
 def test_a_rank_that_dies_between_two_calls_is_replaced():
     pids = [r[5] for r in run_ranks(_where, 2)]
     os.kill(pids[0], signal.SIGKILL)
-    while _is_alive(pids[0]) or len(os.listdir(f"/proc/{pids[0]}/task")) > 1:  # its threads end after it
+    while _is_alive(pids[0]) or len(list(Path(f"/proc/{pids[0]}/task").iterdir())) > 1:  # its threads end after it
         pass
     again = run_ranks(_where, 2)
     assert [r[:3] for r in again] == [(0, 2, 1.0), (1, 2, 1.0)] and not _is_alive(pids[1])
@@ -247,7 +253,7 @@ def test_a_pool_of_its_own_ends_with_close():
 def _state():
     return {
         "environment": dict(os.environ),
-        "folder": os.getcwd(),
+        "folder": str(Path.cwd()),
         "path": list(sys.path),
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
@@ -311,7 +317,10 @@ def test_the_callers_environment_and_folder_are_the_jobs(monkeypatch, tmp_path):
     monkeypatch.setenv("FOR_THE_JOB", "yes")
     monkeypatch.chdir(tmp_path)
     expected = [("yes", str(tmp_path), "1")] * 2
-    assert run_ranks(lambda ctx: (os.environ["FOR_THE_JOB"], os.getcwd(), os.environ["OMP_NUM_THREADS"]), 2) == expected
+    assert (
+        run_ranks(lambda ctx: (os.environ["FOR_THE_JOB"], str(Path.cwd()), os.environ["OMP_NUM_THREADS"]), 2)
+        == expected
+    )
     monkeypatch.delenv("FOR_THE_JOB")
     assert run_ranks(lambda ctx: "FOR_THE_JOB" in os.environ, 2) == [False, False]
 
@@ -635,7 +644,7 @@ BROKEN = [
 
 
 def _title(case):
-    law, _, changes, text = case
+    law, _, _, text = case
     return f"{law}: {text}"
 
 

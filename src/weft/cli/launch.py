@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.errors import ContextError, PeerError, message
-from weft.topology import topology
+from weft.launchers import topology
 
 __all__ = ["add_parser", "config", "first_failure", "run_target"]
 
@@ -73,8 +73,12 @@ def run(options: argparse.Namespace) -> int:
         print(f"weft {error}", file=sys.stderr)  # noqa: T201
         return 2
     # The agent logs every failure at length; the one that came first is printed below instead.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.CRITICAL)
+    for talker in (
+        "distributed.elastic.multiprocessing.api",
+        "distributed.elastic.agent.server.api",
+        "multiprocessing.spawn",
+    ):
+        logging.getLogger(f"torch.{talker}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="weft-") as reports:
         try:
             elastic_launch(settings, run_target)(script, options.module, arguments, reports)

@@ -21,7 +21,7 @@ from weft.context.world import World, announce, exchange
 from weft.engines import Engine
 from weft.engines.torch import TorchEngine
 from weft.errors import ContextError, message
-from weft.topology import Topology, topology
+from weft.launchers import Topology, topology
 
 __all__ = ["adopt", "local", "start"]
 

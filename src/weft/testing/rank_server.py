@@ -28,7 +28,12 @@ def main(fd: int) -> None:
     control = socket.socket(fileno=fd)
     import torch  # noqa: PLC0415  (after the arguments are known to be right)
     import torch._dynamo  # noqa: PLC0415, F401  (any optimizer imports it; here once for all ranks)
+    import torch.distributed.fsdp  # noqa: PLC0415, F401
 
+    import weft  # noqa: PLC0415
+
+    for name in weft.__all__:
+        getattr(weft, name)  # what the facade imports on demand
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection in a rank need not look at what was imported here

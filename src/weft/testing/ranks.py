@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -212,7 +213,9 @@ class _Server:
 
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()  # the server reads the end of its socket, and kills the ranks
+    with contextlib.suppress(OSError):  # the server is gone already
+        control.shutdown(socket.SHUT_RDWR)  # it reads the end of its socket, and kills the ranks
+    control.close()
     try:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.torch.averages import WeightAverages
 from weft.engines.torch.batch_norm import Synchronized, synchronize_batch_norms
 from weft.engines.torch.checkpointing import Recomputed, already_recomputed, saved_ops
 from weft.engines.torch.compiling import Compiled, already_compiled, check_backend
@@ -135,6 +136,10 @@ class TorchEngine:
     def is_reduced(self, parameter: nn.Parameter) -> bool:
         """Whether `reduce_gradients` watches this parameter already."""
         return is_reduced(parameter)
+
+    def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:
+        """Keep averages of what this rank holds of the weights of `module`."""
+        return WeightAverages(module, buffers=buffers)
 
     def gradients(self, parameters: Iterable[torch.Tensor], device: torch.device) -> Gradients:
         """The gradients of `parameters` as this rank holds them, to take their norm and clip them."""

@@ -3,7 +3,7 @@
 import pytest
 
 from weft import ContextError, topology
-from weft.topology import first_host
+from weft.launchers import first_host
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",

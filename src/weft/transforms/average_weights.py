@@ -1,0 +1,337 @@
+"""`average_weights`: averages of a module's weights over training, and the module used with them.
+
+When an average is taken and with which weight is decided here; the tensors are the engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import offered, transform
+from weft.errors import ContractError, listed, message
+
+__all__ = ["Averages", "average_weights", "averages"]
+
+M = TypeVar("M", bound=nn.Module)
+Decay = float | Callable[[int], float] | None
+
+
+class Averages:
+    """The averaged weights of one module; made by `average_weights`, found by `averages(module)`.
+
+    It has `state_dict` and `load_state_dict`, so that it can be saved with the model, and does not
+    keep the module alive. Until the first average is taken, the averages are the weights as they are.
+
+    Attributes:
+        num_averaged: How many times weights went into the averages.
+    """
+
+    def __init__(self, held: Any, decay: Decay, every: int, start: int) -> None:
+        self.num_averaged = 0
+        self._held = held
+        self._decay = decay
+        self._every = every
+        self._start = start
+        self._calls = 0
+        self._is_swapped = False
+
+    def update(self) -> None:
+        """Take the weights as they are now into the averages; call it after `optimizer.step()`.
+
+        Changes: the averages. Collectives: none.
+
+        Raises:
+            ContractError: Inside of `swapped`, or the module's parameters are others by now.
+            ValueError: A decay schedule gave something else than a number from 0 to 1.
+        """
+        self._check_not_swapped("update")
+        self._calls += 1
+        counted = self._calls - self._start
+        if counted <= 0 or counted % self._every:
+            return
+        self._held.take(self._weight() if self.num_averaged else 1.0)
+        self.num_averaged += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the module compute with the averages inside of the body, and as before after it.
+
+        The same module with the same parameter objects, so its `state_dict()` in here is that of the
+        averages. Between steps: a backward through a forward pass from the other side would be wrong, and
+        torch or `replicate` raises. The weights are kept aside meanwhile: once more this rank's share.
+
+        Changes: values of the module's parameters, and buffers if they are averaged; given back
+        bit for bit, also after an error. Collectives: none.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ContractError: Inside of another `swapped`, or the module's parameters are others by now.
+        """
+        self._check_not_swapped("swapped")
+        self._refresh()
+        before = self._held.put_in()
+        self._is_swapped = True
+        try:
+            yield
+        finally:
+            self._is_swapped = False
+            self._held.put_back(before)
+
+    def copy_to(self, module: nn.Module) -> None:
+        """Write the averages into a module, for good: the averaged one itself, or one like it.
+
+        Changes: values of `module`. Collectives: none.
+
+        Args:
+            module: With the same parameter names and shapes, cut over the ranks in the same way.
+
+        Raises:
+            ContractError: Inside of `swapped`, or the module's parameters are others by now.
+            ValueError: `module` has other weights.
+        """
+        self._check_not_swapped("copy_to")
+        self._refresh()
+        self._held.copy_to(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the averages by parameter name, and how far they have come.
+
+        Changes: nothing. Collectives: none.
+
+        Returns:
+            Keys "weights" (name to tensor, a DTensor where the parameter is one; not copied),
+            "num_averaged" and "calls".
+
+        Raises:
+            ContractError: The module's parameters are others by now.
+        """
+        if not self._is_swapped:
+            self._refresh()
+        return {"weights": self._held.tensors(), "num_averaged": self.num_averaged, "calls": self._calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; the module itself is not changed.
+
+        Changes: the averages, all or none. Collectives: none.
+
+        Args:
+            state: From `state_dict`; tensors whole, or cut like the module's parameters.
+
+        Raises:
+            ContractError: Inside of `swapped`, or the module's parameters are others by now.
+            ValueError: It belongs to another model.
+        """
+        self._check_not_swapped("load_state_dict")
+        counts = [state.get(key) for key in ("num_averaged", "calls")]
+        weights = state.get("weights")
+        if not isinstance(weights, Mapping) or not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise ValueError(
+                message(
+                    "load_state_dict: this is no state of averages",
+                    found=f"keys {listed(map(repr, state)) or 'none'}",
+                    expected="'weights', 'num_averaged' and 'calls'",
+                    fix="averages.load_state_dict(saved)  # from averages.state_dict()",
+                )
+            )
+        self._held.load(weights)
+        self.num_averaged, self._calls = int(state["num_averaged"]), int(state["calls"])
+
+    def _refresh(self) -> None:
+        """As long as there is no average, the weights stand in for it."""
+        if self.num_averaged == 0:
+            self._held.take(1.0)
+
+    def _weight(self) -> float:
+        """How much of the new weights goes in."""
+        if self._decay is None:
+            return 1 / (self.num_averaged + 1)
+        if not callable(self._decay):
+            return 1 - self._decay
+        decay = self._decay(self.num_averaged)
+        _check_decay(decay, f"decay({self.num_averaged})")
+        return 1 - decay
+
+    def _check_not_swapped(self, what: str) -> None:
+        if self._is_swapped:
+            raise ContractError(
+                message(
+                    f"{what}: the module holds its averages at this moment",
+                    found=f"averages.{what}() inside of `with averages.swapped():`",
+                    expected=f"{what} after the body",
+                    fix=f"with averages.swapped():\n    evaluate(model)\naverages.{what}(...)",
+                )
+            )
+
+
+@transform(
+    after={"with_precision", "replicate", "fully_shard", "zero_partition", "split_tensors", "split_layers"},
+    collective=True,
+)
+def average_weights(
+    module: M,
+    ctx: DistContext,
+    *,
+    decay: float | Callable[[int], float] | None = 0.999,
+    every: int = 1,
+    start: int = 0,
+    buffers: Literal["live", "average"] = "live",
+) -> tuple[M, DistContext]:
+    """Keep averages of the weights, which often do better than the last weights themselves.
+
+    `averages = weft.averages(module)` holds them: `averages.update()` after each
+    `optimizer.step()`, and `with averages.swapped():` around evaluation. Every rank averages what it
+    holds, so sharded weights stay sharded. After a skipped fp16 step the weights are the old ones
+    and would count twice: `if not weft.skipped(optimizer): averages.update()`.
+
+    The numbers are those of `torch.optim.swa_utils.AveragedModel`: the first average is the
+    weights, from then on it is `decay * average + (1 - decay) * weights`.
+
+    Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
+    Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018 (decay=None).
+
+    Changes: nothing of `module`. It needs memory for one more copy of this rank's share of the
+    trained parameters; 16-bit ones are averaged in float32.
+    Collectives: none, but for one meeting through the store here.
+
+    Args:
+        module: In its final form: apply precision and a strategy before.
+        ctx: Where we run.
+        decay: From 0 to 1. None: all averaged weights count alike. Or a function of the number of
+            averages so far (1, 2, ...), for a warm-up: `lambda n: min(0.999, (1 + n) / (10 + n))`.
+        every: Only each `every`-th call of `update` averages.
+        start: The first `start` calls of `update` do nothing.
+        buffers: "live": the module's buffers (running statistics) are used as they are.
+            "average": floating-point buffers are averaged too; counters stay live.
+
+    Returns:
+        `module` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: It was applied to `module` before.
+        OrderError: A strategy is applied after it.
+        ContextError: The ranks ask for different averages.
+        TypeError: `module` is no module.
+        ValueError: An option is out of range, or no parameter is trained.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import torch, weft
+        >>> model, ctx = weft.average_weights(nn.Linear(1, 1, bias=False), weft.local(), decay=0.75)
+        >>> averages = weft.averages(model)
+        >>> for value in (0.0, 4.0):
+        ...     _ = nn.init.constant_(model.weight, value)  # in place of optimizer.step()
+        ...     averages.update()
+        >>> with averages.swapped():
+        ...     model.weight.item()
+        1.0
+        >>> model.weight.item()
+        4.0
+    """
+    _check_options(module, decay, every, start, buffers)
+    facts = {
+        "decay": decay if not callable(decay) else "a function",
+        "every": every,
+        "start": start,
+        "buffers": buffers,
+    }
+    ctx.agree("average_weights", facts)
+    held = ctx.engine.averages(module, buffers=buffers == "average")
+    return module, ctx.offering(Averages(held, decay, every, start))
+
+
+def averages(module: nn.Module) -> Averages:
+    """Find the averages of a module.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: One that `average_weights` was applied to.
+
+    Returns:
+        Its averages; the same object each time.
+
+    Raises:
+        ContractError: `average_weights` was not applied to it.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.average_weights(nn.Linear(2, 2), weft.local())
+        >>> weft.averages(model).num_averaged
+        0
+    """
+    found = offered(module, Averages)
+    if not found:
+        raise ContractError(
+            message(
+                "averages: this object has no averages",
+                found=type(module).__name__,
+                expected="a module that average_weights was applied to",
+                fix="model, ctx = weft.average_weights(model, ctx)",
+            )
+        )
+    return found[-1]
+
+
+# -- what can be wrong -------------------------------------------------------------------------------
+
+
+def _check_options(module: object, decay: Decay, every: object, start: object, buffers: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            message(
+                "average_weights: this is not a module",
+                found=type(module).__name__,
+                expected="a torch.nn.Module",
+                fix="model, ctx = weft.average_weights(model, ctx)",
+            )
+        )
+    if decay is not None and not callable(decay):
+        _check_decay(decay, "decay")
+    for name, value, least in (("every", every, 1), ("start", start, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                message(
+                    f"average_weights: {name} = {value!r} cannot be used",
+                    found=repr(value),
+                    expected=f"a whole number >= {least}",
+                    fix=f"weft.average_weights(model, ctx, {name}={least})",
+                )
+            )
+    if buffers not in ("live", "average"):
+        raise ValueError(
+            message(
+                f"average_weights: buffers = {buffers!r} is unknown",
+                found=repr(buffers),
+                expected="'live' or 'average'",
+                fix='weft.average_weights(model, ctx, buffers="live")',
+            )
+        )
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy or not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            message(
+                f"average_weights: {type(module).__name__} has no weights to average",
+                found=f"parameters without a shape: {listed(lazy)}" if lazy else "no parameter requires a gradient",
+                expected="trained parameters, with their shapes",
+                fix="model(example_batch)  # before average_weights" if lazy else "model.requires_grad_()",
+            )
+        )
+
+
+def _check_decay(decay: object, name: str) -> None:
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+        raise ValueError(
+            message(
+                f"average_weights: {name} = {decay!r} cannot be used",
+                found=repr(decay),
+                expected="a number from 0 to 1, a function that gives one, or None for equal weights",
+                fix="weft.average_weights(model, ctx, decay=0.999)",
+            )
+        )
