@@ -613,11 +613,11 @@ def test_a_schedule_that_gives_nonsense_is_refused():
 
 def _strategies(ctx, how):
     model = _net(torch.float32 if how == "precise" else torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
     if how == "precise":
         model, ctx = weft.with_precision(model, ctx, "bf16")
-    if how == "zero":
-        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx)
+    if how.startswith("zero"):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=int(how[-1]))
     else:
         model, ctx = weft.fully_shard(model, ctx, units=["first"])
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -634,7 +634,9 @@ def _strategies(ctx, how):
     return [_full(t).clone() for t in averages.state_dict()["weights"].values()], output, norms
 
 
-@pytest.mark.parametrize(("how", "tolerance"), [("shard", 1e-12), ("zero", 1e-12), ("precise", 0.02)])
+@pytest.mark.parametrize(
+    ("how", "tolerance"), [("shard", 1e-12), ("zero 1", 1e-12), ("zero 2", 1e-12), ("zero 3", 1e-12), ("precise", 0.02)]
+)
 def test_with_the_strategies_of_this_package_and_clipping(how, tolerance):
     n = 2
     model, _ = weft.average_weights(_net(), weft.local(), decay=0.6)

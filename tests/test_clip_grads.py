@@ -468,6 +468,19 @@ def test_a_message_is_one_number():
     assert run_ranks(_sizes, 2) == [[1]] * 2
 
 
+def _evaluated_before(ctx):
+    """A forward pass after backward: FSDP2 keeps the root's gathered copies, which have no gradients."""
+    models, ctx = _prepare(ctx, "sharded")
+    with torch.no_grad():
+        models["one"](_x(9))
+    return weft.clip_grads(models, ctx, max_norm=1.0)
+
+
+def test_an_evaluation_before_it_hides_no_gradients():
+    norm, _ = _reference(2, "sharded", {"max_norm": 1.0})
+    assert all(abs(found - norm) < 1e-12 * norm for found in run_ranks(_evaluated_before, 2))
+
+
 def _some_without(ctx):
     models, ctx = _prepare(ctx, "sharded")
     for p in models["one"].parameters():

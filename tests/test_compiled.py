@@ -386,15 +386,22 @@ def test_every_permutation_gives_the_same_losses_or_names_the_order():
             assert wrong and found[0] == found[1] and "fix:" in found[0]
 
 
-def _sharded(ctx, options):
+def _by_torch(model, ctx):
     from torch.distributed.fsdp import fully_shard
 
-    torch._dynamo.reset()
-    model = _net(torch.float64)
-    model, ctx = weft.recompute(model, ctx, blocks=Block)
     for block in model.blocks:
         fully_shard(block, mesh=ctx.mesh)
-    fully_shard(model, mesh=ctx.mesh)
+    return fully_shard(model, mesh=ctx.mesh), ctx
+
+
+def _by_weft(model, ctx):
+    return weft.fully_shard(model, ctx, units=Block)
+
+
+def _sharded(ctx, shard, options):
+    torch._dynamo.reset()
+    model, ctx = weft.recompute(_net(torch.float64), ctx, blocks=Block)
+    model, ctx = shard(model, ctx)
     if options:
         model, ctx = weft.compiled(model, ctx, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -406,10 +413,11 @@ def _sharded(ctx, options):
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("shard", [_by_torch, _by_weft])
 @pytest.mark.parametrize("options", [{"blocks": Block, "fullgraph": True}, {}], ids=["blocks", "whole"])
-def test_units_of_fsdp2_are_gathered_outside_of_the_graphs(options):
-    expected = run_ranks(_sharded, 2, {})
-    found = run_ranks(_sharded, 2, {"backend": "aot_eager", **options})
+def test_units_of_fsdp2_are_gathered_outside_of_the_graphs(shard, options):
+    expected = run_ranks(_sharded, 2, shard, {})
+    found = run_ranks(_sharded, 2, shard, {"backend": "aot_eager", **options})
     assert largest_difference(expected, found) < 1e-15
 
 

@@ -27,9 +27,14 @@ def _environment(**extra):
 
 def _launch(*arguments, folder, program=PROGRAM, env=None):
     return subprocess.run(
-        [*program, "launch", *map(str, arguments)], cwd=folder, env=env or _environment(), capture_output=True, text=True,
-        timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+        [*program, "launch", *map(str, arguments)],
+        cwd=folder,
+        env=env or _environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def _write(folder, name, text):

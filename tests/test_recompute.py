@@ -171,6 +171,18 @@ def test_a_module_that_is_a_block_itself_and_one_used_twice():
     assert _bitwise(_gradients(block, _x()), _gradients(root, _x()))
 
 
+def test_casts_of_a_shared_block_are_not_remembered_from_one_run_to_the_next():
+    results = []
+    for save in ((), ["matmul"]):
+        model = _net(torch.float32)
+        model.blocks[1] = model.blocks[0]
+        model, ctx = weft.with_precision(model, weft.local(), "bf16")
+        model, ctx = weft.recompute(model, ctx, blocks=Block, save=save)
+        results.append(_gradients(model, _x(dtype=torch.float32)))
+        assert torch.is_autocast_cache_enabled()
+    assert largest_difference(*results) < 0.01
+
+
 # -- what passes through blocks ----------------------------------------------------------------------
 
 

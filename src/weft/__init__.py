@@ -15,65 +15,61 @@ Layers, each importing only those below it:
     launchers, nested, errors
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from weft import errors as errors
-    from weft import testing as testing
-    from weft.collectives import (
-        any_rank,
-        barrier,
-        broadcast,
-        gather,
-        gather_objects,
-        main_first,
-        on_rank,
-        pad_across,
-        print_once,
-        reduce,
-        together,
-    )
-    from weft.context import Applied, DistContext, adopt, explain, local, start
-    from weft.contract import GradSync, ReducesIn, Undoable, compose, offered, transform
-    from weft.errors import (
-        AlreadyApplied,
-        CheckpointError,
-        CollectiveRefused,
-        ContextError,
-        ContractError,
-        MissingExtra,
-        NameChanged,
-        NotSynchronized,
-        OrderError,
-        PeerError,
-        StaleContext,
-        UnusedParameters,
-        WeftError,
-    )
-    from weft.placing import to_device
-    from weft.launchers import Topology, topology
-    from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
-    from weft.transforms.average_weights import Averages, average_weights, averages
-    from weft.transforms.clip_grads import clip_grads
-    from weft.transforms.compiled import compiled
-    from weft.transforms.fully_shard import fully_shard
-    from weft.transforms.fuse_step import fuse_step
-    from weft.transforms.gather_step import gather_step
-    from weft.transforms.plain import plain
-    from weft.transforms.recompute import recompute
-    from weft.transforms.replicate import replicate
-    from weft.transforms.shard_data import shard_data
-    from weft.transforms.sync_batch_norm import sync_batch_norm
-    from weft.transforms.with_precision import (
-        LossScaling,
-        Precision,
-        creation_dtype,
-        loss_scale,
-        skipped,
-        with_precision,
-    )
-    from weft.transforms.zero_partition import zero_partition
+from weft import errors as errors
+from weft import testing as testing
+from weft.collectives import (
+    any_rank,
+    barrier,
+    broadcast,
+    gather,
+    gather_objects,
+    main_first,
+    on_rank,
+    pad_across,
+    print_once,
+    reduce,
+    together,
+)
+from weft.context import Applied, DistContext, adopt, explain, local, start
+from weft.contract import GradSync, ReducesIn, Undoable, compose, offered, transform
+from weft.errors import (
+    AlreadyApplied,
+    CheckpointError,
+    CollectiveRefused,
+    ContextError,
+    ContractError,
+    MissingExtra,
+    NameChanged,
+    NotSynchronized,
+    OrderError,
+    PeerError,
+    StaleContext,
+    UnusedParameters,
+    WeftError,
+)
+from weft.launchers import Topology, topology
+from weft.placing import to_device
+from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
+from weft.transforms.average_weights import Averages, average_weights, averages
+from weft.transforms.clip_grads import clip_grads
+from weft.transforms.compiled import compiled
+from weft.transforms.fully_shard import fully_shard
+from weft.transforms.fuse_step import fuse_step
+from weft.transforms.gather_step import gather_step
+from weft.transforms.plain import plain
+from weft.transforms.recompute import recompute
+from weft.transforms.replicate import replicate
+from weft.transforms.shard_data import shard_data
+from weft.transforms.sync_batch_norm import sync_batch_norm
+from weft.transforms.with_precision import (
+    LossScaling,
+    Precision,
+    creation_dtype,
+    loss_scale,
+    skipped,
+    with_precision,
+)
+from weft.transforms.zero_partition import zero_partition
 
 __version__ = "0.1.0"
 
@@ -143,75 +139,3 @@ __all__ = [
     "with_precision",
     "zero_partition",
 ]
-
-# Rooms are imported when one of their names is used: `import weft` costs next to nothing. Type
-# checkers read the imports above; a test compares the two.
-_NAMES = {
-    "weft.collectives": (
-        "any_rank",
-        "barrier",
-        "broadcast",
-        "gather",
-        "gather_objects",
-        "main_first",
-        "on_rank",
-        "pad_across",
-        "print_once",
-        "reduce",
-        "together",
-    ),
-    "weft.context": ("Applied", "DistContext", "adopt", "explain", "local", "start"),
-    "weft.contract": ("GradSync", "ReducesIn", "Undoable", "compose", "offered", "transform"),
-    "weft.errors": (
-        "AlreadyApplied",
-        "CheckpointError",
-        "CollectiveRefused",
-        "ContextError",
-        "ContractError",
-        "MissingExtra",
-        "NameChanged",
-        "NotSynchronized",
-        "OrderError",
-        "PeerError",
-        "StaleContext",
-        "UnusedParameters",
-        "WeftError",
-    ),
-    "weft.launchers": ("Topology", "topology"),
-    "weft.placing": ("to_device",),
-    "weft.transforms.accumulate_grads": ("Window", "Windows", "accumulate_grads"),
-    "weft.transforms.average_weights": ("Averages", "average_weights", "averages"),
-    "weft.transforms.clip_grads": ("clip_grads",),
-    "weft.transforms.compiled": ("compiled",),
-    "weft.transforms.fully_shard": ("fully_shard",),
-    "weft.transforms.fuse_step": ("fuse_step",),
-    "weft.transforms.gather_step": ("gather_step",),
-    "weft.transforms.plain": ("plain",),
-    "weft.transforms.recompute": ("recompute",),
-    "weft.transforms.replicate": ("replicate",),
-    "weft.transforms.shard_data": ("shard_data",),
-    "weft.transforms.sync_batch_norm": ("sync_batch_norm",),
-    "weft.transforms.with_precision": (
-        "LossScaling",
-        "Precision",
-        "creation_dtype",
-        "loss_scale",
-        "skipped",
-        "with_precision",
-    ),
-    "weft.transforms.zero_partition": ("zero_partition",),
-}
-_ROOMS = {name: room for room, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("errors", "testing"):
-        return importlib.import_module(f"weft.{name}")
-    if name not in _ROOMS:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_ROOMS[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -362,6 +362,8 @@ def _text(value: object) -> str:
     """An option as text that is the same in every process."""
     if isinstance(value, type) or inspect.isfunction(value):
         return value.__qualname__
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return type(value).__name__
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

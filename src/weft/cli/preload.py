@@ -11,8 +11,5 @@ import weft
 
 __all__ = ["torch", "weft"]
 
-for name in weft.__all__:
-    getattr(weft, name)  # what the facade imports on demand
-
 gc.collect()
 gc.freeze()  # collections in a rank need not look at all this again

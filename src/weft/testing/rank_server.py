@@ -30,10 +30,6 @@ def main(fd: int) -> None:
     import torch._dynamo  # noqa: PLC0415, F401  (any optimizer imports it; here once for all ranks)
     import torch.distributed.fsdp  # noqa: PLC0415, F401
 
-    import weft  # noqa: PLC0415
-
-    for name in weft.__all__:
-        getattr(weft, name)  # what the facade imports on demand
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection in a rank need not look at what was imported here

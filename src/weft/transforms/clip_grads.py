@@ -85,6 +85,9 @@ def clip_grads(
     _check_context(ctx)
     _check_options(max_norm, max_value, norm_type, nonfinite)
     parts = list(_parts(modules, ""))
+    for _, part in parts:
+        if isinstance(part, nn.Module):
+            ctx.engine.drop_gathered(part)  # a forward pass after backward leaves copies without gradients
     parameters = _parameters(parts)
     gradients = ctx.engine.gradients(parameters, ctx.device)
     if nonfinite is None:

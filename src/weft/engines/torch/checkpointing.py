@@ -76,14 +76,18 @@ class _Checkpoint:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         # What is compiled has no side effects in its second run, and keeps no Python state.
-        once = call if torch.compiler.is_compiling() else self._watched(call)
+        compiling = torch.compiler.is_compiling()
+        once = call if compiling else self._watched(call)
         # By position, torch looks at all of them: for their device's random state, and for changes in place.
         count, names = len(args), tuple(kwargs)
 
         def run(*flat: Any) -> Any:
             return once(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
 
-        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
+        if compiling or "context_fn" not in self._settings:
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
+        with _no_cached_casts():
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The first call looks at which buffers change; those after it put them back; see [Note: twice]."""
@@ -117,6 +121,17 @@ class _Checkpoint:
                     fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
                 )
             )
+
+
+@contextlib.contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Let autocast cast weights at each use: both runs must do the same operations to pair them up."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _statistics(block: nn.Module) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
-from weft.engines.torch.averages import WeightAverages
+from weft.engines.torch.averages import WeightAverages, drop_gathered
 from weft.engines.torch.batch_norm import Synchronized, synchronize_batch_norms
 from weft.engines.torch.checkpointing import Recomputed, already_recomputed, saved_ops
 from weft.engines.torch.compiling import Compiled, already_compiled, check_backend
@@ -140,6 +140,10 @@ class TorchEngine:
     def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:
         """Keep averages of what this rank holds of the weights of `module`."""
         return WeightAverages(module, buffers=buffers)
+
+    def drop_gathered(self, module: nn.Module) -> None:
+        """Let `module.parameters()` be what is trained, and not the whole copies FSDP2 computes with."""
+        drop_gathered(module)
 
     def gradients(self, parameters: Iterable[torch.Tensor], device: torch.device) -> Gradients:
         """The gradients of `parameters` as this rank holds them, to take their norm and clip them."""
