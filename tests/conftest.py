@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-import torch._dynamo  # any optimizer imports it, and it sets variables; not ours to answer for
 
 
 def _state():

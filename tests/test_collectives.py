@@ -1,7 +1,8 @@
 """Collectives over nested values: values, structures, uneven shapes, and what is refused."""
 
-import collections
 import dataclasses
+import pathlib
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 import weft
 from weft.testing import run_ranks
 
-Pair = collections.namedtuple("Pair", "left right")
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
 
 
 @dataclasses.dataclass
@@ -346,10 +350,10 @@ def test_together_can_be_used_again_after_a_failure():
 
 
 def _first(ctx, path):
-    with weft.main_first(ctx), open(path, "a") as file:
+    with weft.main_first(ctx), pathlib.Path(path).open("a") as file:
         file.write(f"{ctx.rank}\n")
     weft.barrier(ctx)
-    return open(path).read().split()
+    return pathlib.Path(path).open().read().split()
 
 
 def test_main_comes_first(tmp_path):

@@ -196,9 +196,7 @@ def test_bad_subset(ranks):
 
 
 def _many_subsets(ctx):
-    sums = []
-    for _ in range(3):
-        sums.append(weft.reduce(torch.tensor(1), ctx.subset([0, 1])).item())
+    sums = [weft.reduce(torch.tensor(1), ctx.subset([0, 1])).item() for _ in range(3)]
     weft.barrier(ctx)
     return sums
 
@@ -292,7 +290,7 @@ def _adopt(ctx):
     total = weft.reduce(torch.tensor(1), again).item()
     again.close()
     assert dist.is_initialized()  # not ours to destroy
-    half = dist.new_group([0], backend="gloo") if ctx.rank == 0 else dist.new_group([0], backend="gloo")
+    half = dist.new_group([0], backend="gloo")
     alone = weft.adopt(half, device="cpu").world_size if ctx.rank == 0 else None
     started = weft.start(device="cpu")  # the group exists: adopted too
     return total, wrong, alone, (started.local_rank, started.local_world_size), weft.reduce(torch.tensor(1), ctx).item()

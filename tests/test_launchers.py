@@ -96,7 +96,8 @@ CONTRADICTIONS = {
     "rank missing": ({"WORLD_SIZE": "2"}, "RANK unset"),
     "not a number": ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
     "local rank too large": (
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "local rank 2 >= local world size 2",
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+        "local rank 2 >= local world size 2",
     ),
     "product": (
         {**TORCHRUN, "WORLD_SIZE": "12"}, "2 nodes x 4 processes = 8, world size 12",

@@ -136,10 +136,10 @@ def test_order_is_a_function_of_seed_and_epoch():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterating_leaves_random_state_alone(workers):
     loader, _ = weft.shard_data(_loader(12, shuffle=True, num_workers=workers), fake(0, 2))
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     list(loader)
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
-    assert states[2] == np.random.get_state()[1].tolist()  # noqa: NPY002
+    assert states[2] == np.random.get_state()[1].tolist()
 
 
 def test_the_generator_of_the_sampler_is_the_seed():
@@ -160,7 +160,7 @@ class _Told(Sampler):
     def __iter__(self):
         yield from torch.randperm(self.n).tolist()
         random.random()
-        np.random.rand()  # noqa: NPY002
+        np.random.rand()
 
 
 def test_any_sampler_is_pure_and_told_the_epoch():
@@ -251,7 +251,8 @@ class _OwnLoader(DataLoader):
 
 def test_attributes_of_the_loader_survive():
     plain = DataLoader(
-        list(range(8)), batch_size=2, num_workers=2, collate_fn=_collate, pin_memory=False, timeout=7, worker_init_fn=_worker_init,
+        list(range(8)), batch_size=2, num_workers=2, collate_fn=_collate, pin_memory=False, timeout=7,
+        worker_init_fn=_worker_init,
         prefetch_factor=3, persistent_workers=True, in_order=True, multiprocessing_context="spawn",
     )  # fmt: skip
     plain.later = "set later"

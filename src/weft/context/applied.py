@@ -30,7 +30,7 @@ class Applied:
 
     def concerns(self, obj: object) -> bool:
         """Say whether this record is about `obj`."""
-        return any(ref() is obj for ref in self.refs)
+        return obj is not None and any(ref() is obj for ref in self.refs)
 
     def __getstate__(self) -> dict[str, object]:
         return {"name": self.name, "options": self.options, "targets": self.targets, "refs": ()}

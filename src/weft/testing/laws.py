@@ -395,7 +395,7 @@ def _process_state() -> dict[str, object]:
         "environment": dict(os.environ),
         "torch random state": torch.get_rng_state().tolist(),
         "python random state": random.getstate(),
-        "numpy random state": [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()],
+        "numpy random state": [np.asarray(part).tolist() for part in np.random.get_state()],
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "gradients": torch.is_grad_enabled(),

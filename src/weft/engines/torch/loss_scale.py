@@ -233,7 +233,7 @@ class _Border(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (ctx.scale.enter(gradient) if ctx.entering else ctx.scale.leave(gradient)), None, None
 
 

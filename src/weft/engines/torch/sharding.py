@@ -245,7 +245,7 @@ def _shard_unit(unit: tuple[nn.Module, ...], mesh: DeviceMesh, options: ShardOpt
         for part in unit:
             options.make_real(part)
     policy = MixedPrecisionPolicy(reduce_dtype=options.dtype, cast_forward_inputs=False)
-    target: Any = list(unit) if len(unit) > 1 else unit[0]
+    target: Any = unit[0] if len(unit) == 1 else list(unit)
     fully_shard(
         target,
         mesh=mesh,
@@ -304,7 +304,8 @@ def _take_fsdp_off(part: nn.Module) -> None:
         _module_state_mapping.pop(part, None)
         for key in [key for key, value in part.__dict__.items() if _is_registry(value)]:
             del part.__dict__[key]
-        part.__class__ = type(part).__mro__[2]
+        kinds: tuple[type, ...] = type(part).__mro__
+        part.__class__ = kinds[2]  # FSDP2 put its own two before it
 
 
 def _comes_from_fsdp(hook: Any) -> bool:
