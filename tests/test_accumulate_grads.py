@@ -325,7 +325,7 @@ def _count_reductions(ctx, reduce, options):
         ("last", {}, [[0, 0, 1], [1]]),
         ("every", {}, [[1, 1, 1], [1]]),
         ("last", {"bucket_bytes": 1}, [[0, 0, 4], [4]]),
-        ("last", {"unused": "zero", "flat": True}, [[0, 0, 1], [1]]),  # which were used; values go in pairs
+        ("last", {"unused": "zero", "flat": True}, [[0, 0, 2], [2]]),  # which were used, and the values
     ],
     ids=str,
 )
@@ -519,7 +519,7 @@ def _bad_counts(ctx, mine):
     return True
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), torch.tensor(-3.0)], ids=str)
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), torch.tensor(-3.0)], ids=lambda value: type(value).__name__)
 def test_a_bad_count_on_one_rank_raises_on_all(bad):
     assert run_ranks(_bad_counts, 2, [5, bad]) == [True, True]
 
@@ -558,7 +558,7 @@ def _token_mean(ctx, empty):
     return data, results
 
 
-@pytest.mark.parametrize("lengths", [[1, 9, 2, 0, 2], [0, 0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("lengths", [[1, 9, 2, 0, 2], [0, 0, 0, 0, 0]], ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_token_mean_is_exactly_the_global_one(n, lengths):
     found = run_ranks(_token_mean, n, lengths)
@@ -749,7 +749,7 @@ def test_one_rank_without_replicate_is_plain_torch_bit_for_bit():
         ({"remainder": "keep"}, "found:    'keep'"),
         ({"reduce": "never"}, "found:    'never'"),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at 0x")[0],
 )
 def test_bad_options(options, text):
     with pytest.raises(ValueError, match=f"(?s){text}.*fix:"):
@@ -767,7 +767,7 @@ def test_bad_options(options, text):
         (nn.Linear(1, 1), 5, "found:    Linear; int"),
         ((m for m in [nn.Linear(1, 1)]), [1], "found:    generator; list"),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at 0x")[0],
 )
 def test_what_is_neither_module_nor_loader(modules, loader, text):
     with pytest.raises(TypeError, match=f"(?s){text}.*fix:"):

@@ -715,7 +715,7 @@ def test_options_that_are_refused(options, kind, text):
         (iter([]), ValueError, "an iterator gave nothing\n  found:    modules: an empty list_iterator"),
         (nn.Linear(1, 1).weight * 2, TypeError, "is no parameter\n  found: .*computed by MulBackward0"),
     ],
-    ids=str,
+    ids=["number", "string", "in a list", "in a dict", "used iterator", "computed tensor"],
 )
 def test_things_without_gradients_are_refused(modules, kind, text):
     with pytest.raises(kind, match=text) as caught:

@@ -241,7 +241,7 @@ def test_a_module_that_is_left_out_of_the_result_raises():
 # -- form --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("result", [None, 3, (3,), ("module", "ctx")], ids=str)
+@pytest.mark.parametrize("result", [None, 3, (3,), ("module", "ctx")], ids=lambda value: type(value).__name__)
 def test_a_result_of_another_form_raises(result):
     @weft.transform()
     def returns(module, ctx):
@@ -256,7 +256,7 @@ def test_a_result_of_another_form_raises(result):
     plain(model, weft.local())  # and left no mark
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "ctx"], ids=str)
+@pytest.mark.parametrize("wrong", [None, 3, "ctx"], ids=lambda value: type(value).__name__)
 def test_something_else_than_a_context_raises(wrong):
     text = rf"plain: ctx = {wrong!r} is not a context\n  found:    {type(wrong).__name__}\n"
     with pytest.raises(TypeError, match=text) as caught:
@@ -429,7 +429,7 @@ def test_contexts_built_alike_are_equal_and_others_differ():
         (None, "None"),
         ({"b": nn.Linear, "a": Offer()}, "{'b': Linear, 'a': Offer}"),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at 0x")[0],
 )
 def test_options_are_recorded_as_text_without_addresses(value, text):
     (record,) = plain(_net(), weft.local(), size=value)[1].applied

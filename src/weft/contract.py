@@ -38,6 +38,7 @@ __all__ = [
     "ReducesIn",
     "Undoable",
     "agree_on_parameters",
+    "check_known",
     "check_methods",
     "compose",
     "forget",
@@ -412,16 +413,16 @@ def _raise_changed(name: str, what: str, old: list[str], new: list[str]) -> None
     )
 
 
-def forget(module: nn.Module, ctx: DistContext, names: Collection[str] | None = None) -> DistContext:
-    """Take the marks of transforms off a module and give the context without their records.
+def forget(obj: object, ctx: DistContext, names: Collection[str] | None = None) -> DistContext:
+    """Take the marks of transforms off an object and give the context without their records.
 
     For transforms that take others back. A record that also concerns another module stays in the
-    context, for that one; marks it left on optimizers and loaders go.
+    context, for that one; else the marks it left on optimizers and loaders go.
 
-    Changes: marks on `module` and on what was transformed together with it. Collectives: none.
+    Changes: marks on `obj` and on what was transformed together with it. Collectives: none.
 
     Args:
-        module: What is to be as if the transforms had not been applied.
+        obj: What is to be as if the transforms had not been applied.
         ctx: The context that knows them.
         names: Only these transforms; default: all.
 
@@ -437,29 +438,50 @@ def forget(module: nn.Module, ctx: DistContext, names: Collection[str] | None = 
         >>> forget(model, ctx).applied
         ()
     """
-    gone = [mark.record for mark in _marks_of(module) if names is None or mark.record.name in names]
-    missing = [record.name for record in gone if not any(known is record for known in ctx.applied)]
+    check_known(obj, ctx, names)
+    gone = [mark.record for mark in _marks_of(obj) if names is None or mark.record.name in names]
+    dropped = []
+    for record in gone:
+        others = [one for one in (ref() for ref in record.refs) if one is not None and one is not obj]
+        shared = any(isinstance(one, nn.Module) for one in others)
+        for one in [obj] if shared else [obj, *others]:
+            left = tuple(mark for mark in _marks_of(one) if mark.record is not record)
+            one.__dict__[_MARKS] = _Marks(left)
+            if not left:
+                del one.__dict__[_MARKS]
+        if not shared:
+            dropped.append(record)
+    return replace(ctx, applied=tuple(r for r in ctx.applied if not any(r is one for one in dropped)))
+
+
+def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = None) -> None:
+    """Check that a context knows what was done to an object; see `forget`.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        obj: What transforms were applied to.
+        ctx: The context that should know them.
+        names: Only these transforms; default: all.
+
+    Raises:
+        StaleContext: It does not know one of them.
+
+    Example:
+        >>> import weft
+        >>> check_known(nn.Linear(2, 2), weft.local())
+    """
+    records = [mark.record for mark in _marks_of(obj) if names is None or mark.record.name in names]
+    missing = [record.name for record in records if not any(known is record for known in ctx.applied)]
     if missing:
         raise StaleContext(
             message(
-                f"the context does not know what was done to this {type(module).__name__}",
+                f"the context does not know what was done to this {type(obj).__name__}",
                 found=f"missing in ctx.applied: {listed(missing)}",
                 expected="the context that the last transform returned",
                 fix="pass that context on",
             )
         )
-    dropped = []
-    for record in gone:
-        others = [obj for obj in (ref() for ref in record.refs) if obj is not None and obj is not module]
-        shared = any(isinstance(obj, nn.Module) for obj in others)
-        for obj in [module] if shared else [module, *others]:
-            obj.__dict__[_MARKS] = _Marks(tuple(mark for mark in _marks_of(obj) if mark.record is not record))
-        if not shared:
-            dropped.append(record)
-    for obj in [module, *(o for record in gone for o in (ref() for ref in record.refs) if o is not None)]:
-        if not _marks_of(obj):
-            obj.__dict__.pop(_MARKS, None)
-    return replace(ctx, applied=tuple(r for r in ctx.applied if not any(r is one for one in dropped)))
 
 
 # -- help for transforms -----------------------------------------------------------------------------

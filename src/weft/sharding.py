@@ -5,6 +5,7 @@ Shared by the transforms that shard; the cutting itself is the engine's.
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,24 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.world import disagree
+from weft.context.world import disagree, exchange
 from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered
 from weft.engines.options import ShardOptions
 from weft.errors import AlreadyApplied, ContextError, OrderError, listed, message
 from weft.placing import place_module
 from weft.selecting import Selection, select
 
-__all__ = ["Request", "Weights", "check_module", "optimizers_in", "shard_module", "sharding_axes"]
+__all__ = [
+    "Request",
+    "Weights",
+    "check_module",
+    "check_optimizers",
+    "exchange_parameters",
+    "layouts",
+    "optimizers_in",
+    "shard_module",
+    "sharding_axes",
+]
 
 Weights = Mapping[str, torch.Tensor]
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
@@ -76,26 +87,33 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
         ValueError: An option is out of range.
     """
     check_module(what, module, ctx)
+    line = ctx.on(axes)
     _check_options(what, module, ctx, request)
+    reshard = _reshard(what, ctx, axes, request.reshard_after_forward)
     groups = _units(what, module, request.units)
     ignored = _ignored(what, module, request.ignored)
-    line = ctx.on(axes)
-    _check_optimizers(what, module, ctx, request.rebind)
+    if line.world_size > 1:
+        _check_parameters(what, module, groups, ignored)
+    check_optimizers(what, module, ctx, request.rebind)
     names = {id(part): name for name, part in module.named_modules()}
     facts: dict[str, object] = {
         "axes": list(axes),
         "units": [[names[id(part)] for part in group] for group in groups],
-        "reshard_after_forward": request.reshard_after_forward,
-        "ignored": sorted(name for name, p in module.named_parameters() if any(p is one for one in ignored)),
+        "reshard_after_forward": reshard,
+        "rebind": layouts(module, request.rebind),
+        "ignored": list(ignored),
         "unused": request.unused,
         "buffers": request.buffers,
         "methods": list(request.methods),
         "offload": request.offload,
     }
+    on_meta = _is_meta(module)
     if line.world_size > 1:
-        ctx.require_collective(what)
+        world = ctx.require_collective(what)
         agree_on_parameters(what, module, ctx, facts)
-    source = _Source(what, module, ctx, line, request.weights) if _is_meta(module) else None
+        # The first rank may bring a real module, and the others one on meta.
+        on_meta = any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
+    source = _Source(what, module, ctx, line, request.weights) if on_meta else None
     old = dict(module.named_parameters())
     if source is None:
         place_module(what, module, ctx)
@@ -108,7 +126,7 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
         dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
         options = ShardOptions(
             units=groups,
-            reshard_after_forward=request.reshard_after_forward,
+            reshard_after_forward=reshard,
             dtype=dtypes[-1] if dtypes else None,
             ignored=ignored,
             unused=request.unused,
@@ -120,9 +138,26 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
         sharded = ctx.engine.shard(module, ctx.mesh[axes], line.group, options)
     elif source is not None:
         source.make_real(module)
-    new = dict(module.named_parameters())
-    ctx.engine.rebind(request.rebind, {old[name]: new[name] for name in old if old[name] is not new[name]})
+    exchange_parameters(module, ctx, old, request.rebind)
     return sharded
+
+
+def exchange_parameters(
+    module: nn.Module,
+    ctx: DistContext,
+    old: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Carry over what hung on the parameters a module had, to those it has now.
+
+    Changes: attributes of the new parameters; optimizers, which go on with them. Collectives: where
+    shards were made whole, one all-gather per tensor of state.
+    """
+    new = {name: p for name, p in module.named_parameters() if p is not old[name]}
+    for name, parameter in new.items():
+        kept = {key: value for key, value in old[name].__dict__.items() if key not in parameter.__dict__}
+        parameter.__dict__.update(kept)
+    ctx.engine.rebind(optimizers, {old[name]: parameter for name, parameter in new.items()})
 
 
 # -- where ------------------------------------------------------------------------------------------
@@ -210,16 +245,6 @@ def _check_options(what: str, module: nn.Module, ctx: DistContext, request: Requ
                     fix=f"weft.{what}(..., {name}={allowed[0]!r})",
                 )
             )
-    reshard = request.reshard_after_forward
-    if not isinstance(reshard, (bool, int)) or reshard < 0:
-        raise ValueError(
-            message(
-                f"{what}: reshard_after_forward = {reshard!r} cannot be used",
-                found=repr(reshard),
-                expected="True, False, or a number of ranks that divides those of the axis",
-                fix=f"weft.{what}(..., reshard_after_forward=True)",
-            )
-        )
     if request.offload and ctx.device.type == "cpu":
         raise ValueError(
             message(
@@ -239,6 +264,66 @@ def _check_options(what: str, module: nn.Module, ctx: DistContext, request: Requ
             )
         )
     check_methods(what, module, request.methods)
+
+
+def _reshard(what: str, ctx: DistContext, axes: tuple[str, ...], reshard: bool | int) -> bool | int:
+    """`reshard_after_forward` as True, False, or a number of ranks that is neither one nor all."""
+    if isinstance(reshard, bool):
+        return reshard
+    size = ctx.axis_size(axes[-1])
+    if not isinstance(reshard, int) or reshard < 1 or (size > 1 and size % reshard):
+        raise ValueError(
+            message(
+                f"{what}: reshard_after_forward = {reshard!r} cannot be used",
+                found=f"{reshard!r}, with {size} rank(s) along {axes[-1]!r}",
+                expected="True, False, or a number of ranks that divides those of the axis",
+                fix=f"weft.{what}(..., reshard_after_forward=True)",
+            )
+        )
+    return reshard if 1 < reshard < size else reshard != 1
+
+
+def _check_parameters(
+    what: str, module: nn.Module, groups: tuple[tuple[nn.Module, ...], ...], ignored: Sequence[str]
+) -> None:
+    """Raise if a parameter would not be the same once it is cut, or cannot be reduced with its unit."""
+    named = {name: p for name, p in module.named_parameters() if name not in set(ignored)}
+    hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise ValueError(
+            message(
+                f"{what}: hooks on parameters of {type(module).__name__} would be lost",
+                found=listed(hooked),
+                expected="no hooks: the parameters are exchanged for shards, on which torch calls none",
+                fix=f"weft.{what}(..., ignored=...) for the modules that own them, or remove the hooks",
+            )
+        )
+    unit_of = {id(part): number for number, group in enumerate(groups, 1) for part in group}
+    owner = _owners(module, [part for group in groups for part in group])
+    kinds: dict[int, dict[torch.dtype, str]] = {}
+    for prefix, part in module.named_modules():
+        for name, p in part.named_parameters(prefix, recurse=False):
+            if p.requires_grad and name in named:
+                kinds.setdefault(unit_of.get(owner[id(part)], 0), {}).setdefault(p.dtype, name)
+    mixed = [", ".join(f"{name} {dtype}" for dtype, name in found.items()) for found in kinds.values() if len(found) > 1]
+    if mixed:
+        raise ValueError(
+            message(
+                f"{what}: parameters of one unit have different dtypes",
+                found=listed(mixed),
+                expected="one dtype for the trained parameters of a unit, which travel together",
+                fix=f'weft.with_precision(model, ctx, "bf16") before {what}, or other units',
+            )
+        )
+
+
+def layouts(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[object]:
+    """What the ranks have to agree on about optimizers: kinds, and parameters per group, by name."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [
+        [type(one).__name__, *([names.get(id(p), "another") for p in entry["params"]] for entry in one.param_groups)]
+        for one in optimizers
+    ]
 
 
 def optimizers_in(
@@ -263,9 +348,16 @@ def optimizers_in(
     return optimizers
 
 
-def _check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]) -> None:
-    holding = ctx.engine.optimizers_of(list(module.parameters()))
-    left = [one for one in holding if not any(one is known for known in rebind)]
+def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]) -> None:
+    """Check that no optimizer would go on with parameters the module will not have.
+
+    Raises:
+        OrderError: A living optimizer holds parameters of `module` and is not in `rebind`.
+    """
+    left = _left_out(module, ctx, rebind)
+    if left:
+        gc.collect()  # some may have been dropped, in a cycle
+        left = _left_out(module, ctx, rebind)
     if left:
         raise OrderError(
             message(
@@ -277,6 +369,13 @@ def _check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Se
         )
 
 
+def _left_out(
+    module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    holding = ctx.engine.optimizers_of(list(module.parameters()))
+    return [one for one in holding if not any(one is known for known in rebind)]
+
+
 # -- units ------------------------------------------------------------------------------------------
 
 
@@ -285,7 +384,18 @@ def _units(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tupl
     if chosen is None:
         parts = _blocks(module)
     else:
-        parts = [part for part in select(what, module, chosen).values() if part is not module]
+        found = select(what, module, chosen)
+        parts = [part for part in found.values() if part is not module]
+        uncalled = [name for name, part in found.items() if not _has_forward(part)]
+        if uncalled:
+            raise ValueError(
+                message(
+                    f"{what}: units are never called",
+                    found=listed(f"{name!r} ({type(found[name]).__name__})" for name in uncalled),
+                    expected="parts that have a forward, around which they are gathered and freed",
+                    fix=f'weft.{what}(..., units="{uncalled[0]}.*")',
+                )
+            )
     parts = [part for part in parts if any(True for _ in part.parameters())]
     order = {id(part): place for place, part in enumerate(module.modules())}
     while True:
@@ -303,6 +413,10 @@ def _units(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tupl
         parts = [part for part in parts if id(part) not in lost]
 
 
+def _has_forward(part: nn.Module) -> bool:
+    return type(part).forward is not nn.Module.forward
+
+
 def _is_inside(part: nn.Module, outer: nn.Module) -> bool:
     return any(one is part for one in outer.modules())
 
@@ -316,10 +430,19 @@ def _joined(
         groups = [group for group in groups if not group & together]
         groups.append(set().union(*touched))
     by_id = {id(part): part for part in parts}
-    sorted_groups = [sorted(group, key=lambda one: order[one]) for group in groups]
-    # Inner units have to be cut before the ones around them: the latest in the order of modules first.
-    sorted_groups.sort(key=lambda group: order[group[0]], reverse=True)
-    return tuple(tuple(by_id[one] for one in group) for group in sorted_groups)
+    left = [tuple(by_id[one] for one in sorted(group, key=lambda one: order[one])) for group in groups]
+    left.sort(key=lambda group: order[id(group[0])], reverse=True)
+    # Inner units have to be cut before the ones around them.
+    done: list[tuple[nn.Module, ...]] = []
+    while left:
+        ready = [one for one in left if not any(_holds(one, other) for other in left if other is not one)]
+        done += ready or left
+        left = [one for one in left if ready and one not in ready]
+    return tuple(done)
+
+
+def _holds(group: tuple[nn.Module, ...], other: tuple[nn.Module, ...]) -> bool:
+    return any(_is_inside(part, outer) for outer in group for part in other)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
@@ -329,7 +452,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     def visit(part: nn.Module) -> None:
         children = list(part.children())
         if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            chosen = [child for child in children if any(True for _ in child.children())]
+            chosen = [child for child in children if any(True for _ in child.children()) and _has_forward(child)]
             if len(chosen) > 1:
                 blocks.extend(chosen)
                 children = [child for child in children if not any(child is one for one in chosen)]
@@ -369,11 +492,11 @@ def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]
     return holders
 
 
-def _ignored(what: str, module: nn.Module, chosen: Selection | None) -> tuple[nn.Parameter, ...]:
-    if chosen is None:
-        return ()
-    parts = select(f"{what}: ignored", module, chosen).values()
-    return tuple({id(p): p for part in parts for p in part.parameters()}.values())
+def _ignored(what: str, module: nn.Module, chosen: Selection | None) -> tuple[str, ...]:
+    """Names of the parameters that stay whole: those asked for, and single numbers, which cannot be cut."""
+    parts = () if chosen is None else select(f"{what}: ignored", module, chosen).values()
+    whole = {id(p) for part in parts for p in part.parameters()}
+    return tuple(name for name, p in module.named_parameters() if id(p) in whole or not p.dim())
 
 
 # -- modules on meta --------------------------------------------------------------------------------
@@ -387,7 +510,7 @@ class _Source:
     """Makes the parts of a module on meta real, with weights read on the first rank or drawn.
 
     Raises:
-        ValueError: On all ranks, if something on meta would have no value.
+        ValueError: On all ranks, if something on meta would have no value, or a weight no place.
     """
 
     def __init__(
@@ -401,37 +524,48 @@ class _Source:
         self._ctx = ctx
         self._line = line
         self._names = {id(part): name for name, part in module.named_modules()}
-        self._meta: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._done: set[int] = set()
-        self._weights: Weights = {}
+        self._given: dict[int, torch.Tensor] = {}
         try:
-            if line.rank == 0 and weights is not None:
-                self._weights = weights() if callable(weights) else weights
             if line.rank == 0:
-                self._check(what, module)
+                self._read(what, module, weights)
         except Exception as error:
             disagree(ctx.world, error)
             raise
         ctx.agree(f"{what}: weights")
 
-    def _check(self, what: str, module: nn.Module) -> None:
-        lost = [
-            self._name(part, name)
-            for part in module.modules()
-            for name, tensor in _own_tensors(part)
-            if tensor.is_meta and self._name(part, name) not in self._weights and not _draws(part)
-        ]
+    def _read(self, what: str, module: nn.Module, source: Weights | Callable[[], Weights] | None) -> None:
+        """Find the weight of each tensor, under any of its names."""
+        weights: Weights = {} if source is None else source() if callable(source) else source
+        kept = {n: t for n, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         wrong = [
-            f"{name} of shape {tuple(self._weights[name].shape)}, not {tuple(value.shape)}"
-            for name, value in module.state_dict(keep_vars=True).items()
-            if name in self._weights and self._weights[name].shape != value.shape
+            f"{name} of shape {tuple(weight.shape)}, not {tuple(kept[name].shape)}"
+            if name in kept
+            else f"{name}, of which the module has none"
+            for name, weight in weights.items()
+            if name not in kept or weight.shape != kept[name].shape
+        ]
+        self._given = {id(tensor): weights[name] for name, tensor in kept.items() if name in weights}
+        drawn = {id(t) for part in module.modules() if _draws(part) for _, t in _own_tensors(part)}
+        if source is not None:
+            # What is saved and was not given is missing; it shall not be drawn in silence.
+            drawn -= {id(tensor) for tensor in kept.values()}
+        lost = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in module.named_modules()
+            for name, tensor in _own_tensors(part)
+            if tensor.is_meta and id(tensor) not in self._given and id(tensor) not in drawn
         ]
         if lost or wrong:
             raise ValueError(
                 message(
-                    f"{what}: parts of {type(module).__name__} on meta have no value",
-                    found=listed([*wrong, *lost]),
-                    expected="a value in `weights` for each, of its shape; or reset_parameters() in its module",
+                    f"{what}: weights do not fit the {type(module).__name__} on meta",
+                    found="; ".join(
+                        [*([f"wrong: {listed(wrong)}"] if wrong else []), *([f"no value: {listed(lost)}"] if lost else [])]
+                    ),
+                    expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
+                    "reset_parameters() in its module",
                     fix=f"weft.{what}(..., weights=lambda: torch.load(path, mmap=True))",
                 )
             )
@@ -442,31 +576,30 @@ class _Source:
             if id(part) in self._done:
                 continue
             self._done.add(id(part))
-            fresh = [name for name, tensor in _own_tensors(part) if tensor.is_meta and id(tensor) not in self._meta]
+            fresh = [t for _, t in _own_tensors(part) if t.is_meta and id(t) not in self._real]
             for kind in _kinds(part):
                 for name, tensor in kind.items():
                     if tensor is not None:
-                        kind[name] = self._real(tensor)
-            if fresh and _draws(part):
+                        kind[name] = self._real_one(tensor)
+            if any(id(tensor) not in self._given for tensor in fresh) and _draws(part):
                 self._draw(part)
-            for name, tensor in _own_tensors(part):
-                with torch.no_grad():
-                    if name in fresh and self._name(part, name) in self._weights:
-                        tensor.copy_(self._weights[self._name(part, name)])
+            for _, tensor in _own_tensors(part):
+                if id(tensor) in self._given:
+                    with torch.no_grad():
+                        tensor.copy_(self._given[id(tensor)])
                 if self._line.group is not None:
                     torch.distributed.broadcast(tensor.detach(), group=self._line.group, group_src=0)
 
-    def _name(self, part: nn.Module, name: str) -> str:
-        return f"{self._names[id(part)]}.{name}" if self._names[id(part)] else name
-
-    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _real_one(self, tensor: torch.Tensor) -> torch.Tensor:
         device = self._ctx.device
-        if id(tensor) not in self._meta:
+        if id(tensor) not in self._real:
             values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
             real = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-            self._meta[id(tensor)] = (tensor, real)  # the old one too, so that its id is not given away
-            self._meta[id(real)] = (real, real)
-        return self._meta[id(tensor)][1]
+            self._real[id(tensor)] = (tensor, real)  # the old one too, so that its id is not given away
+            self._real[id(real)] = (real, real)
+            if id(tensor) in self._given:
+                self._given[id(real)] = self._given[id(tensor)]
+        return self._real[id(tensor)][1]
 
     def _draw(self, part: nn.Module) -> None:
         """Let the part draw its numbers: a function of the seed and its name, whatever the units are."""

@@ -81,7 +81,7 @@ class ShardOptions:
         reshard_after_forward: Free the full parameters after forward and gather them again in
             backward; a number: keep them sharded over so many ranks in between.
         dtype: Gradients are rounded to it for the way; None sends them as they are.
-        ignored: Parameters that stay whole on every rank; their gradients are averaged.
+        ignored: Names of parameters that stay whole on every rank; their gradients are averaged.
         unused: "error" raises when a parameter got no gradient; "zero" counts it as zero.
         buffers: "broadcast" gives all ranks the first rank's buffers after each reduced backward;
             "local" lets them differ.
@@ -93,7 +93,7 @@ class ShardOptions:
     units: tuple[tuple[nn.Module, ...], ...] = ()
     reshard_after_forward: bool | int = True
     dtype: torch.dtype | None = None
-    ignored: tuple[nn.Parameter, ...] = ()
+    ignored: tuple[str, ...] = ()
     unused: Literal["error", "zero"] = "error"
     buffers: Literal["broadcast", "local"] = "broadcast"
     methods: tuple[str, ...] = ()

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import Undoable, forget, offered
+from weft.context.world import disagree
+from weft.contract import Undoable, check_known, forget, offered
 from weft.errors import message
+from weft.sharding import check_optimizers, exchange_parameters, layouts, optimizers_in
 
 __all__ = ["plain"]
 
@@ -24,9 +26,11 @@ def plain(
 
     For the end of training, and for going on with another strategy in the same process: `plain`,
     then the next transforms, with the optimizer's state kept. Values are not changed: a precision
-    that cast the parameters stays in them.
+    that cast the parameters stays in them. A loader that yields windows goes on doing so, but not
+    for the next strategy: give that the loader from before `accumulate_grads`.
 
-    Changes: `module` in place; the optimizers in `rebind`, and those partitioned with it.
+    Changes: `module` in place; the optimizers in `rebind`, and those partitioned with it, which are
+    plain as well after it: theirs are the new parameters, and state is whole.
     Collectives: a meeting through the store; one all-gather per sharded parameter and tensor of state.
 
     Args:
@@ -38,7 +42,8 @@ def plain(
         `module` itself, and `ctx` without the records of its transforms.
 
     Raises:
-        StaleContext: `ctx` does not know what was done to `module`.
+        OrderError: Parameters are sharded, and an optimizer that holds them is not in `rebind`.
+        StaleContext: `ctx` does not know what was done to `module`, or to an optimizer.
         TypeError: `module` is not a module, or something in `rebind` not an optimizer.
         PeerError: Another rank failed.
 
@@ -49,23 +54,41 @@ def plain(
         >>> ctx.applied, len(model._forward_hooks)
         ((), 0)
     """
-    optimizers = (rebind,) if isinstance(rebind, torch.optim.Optimizer) else tuple(rebind)
-    if not isinstance(module, nn.Module) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+    try:
+        optimizers = _optimizers(module, ctx, rebind)
+        undoable = list(dict.fromkeys(offer for one in (module, *optimizers) for offer in offered(one, Undoable)))
+        check_known(module, ctx)
+        for optimizer in optimizers:
+            check_known(optimizer, ctx)
+    except Exception as error:
+        disagree(ctx.world, error)
+        raise
+    ctx.agree("plain", {"transforms": [type(one).__name__ for one in undoable], "rebind": layouts(module, optimizers)})
+    for one in (module, *optimizers):
+        ctx = forget(one, ctx)
+    old = dict(module.named_parameters())
+    for undo in reversed(undoable):
+        undo.undo()
+    exchange_parameters(module, ctx, old, optimizers)
+    return module, ctx
+
+
+def _optimizers(
+    module: nn.Module, ctx: DistContext, rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Those in `rebind`, and those that were partitioned together with the module."""
+    given = optimizers_in("plain", rebind)
+    if not isinstance(module, nn.Module):
         raise TypeError(
             message(
-                "plain: it takes a module, and optimizers",
-                found=f"{type(module).__name__}, rebind of {[type(one).__name__ for one in optimizers]}",
-                expected="an nn.Module, and torch.optim.Optimizer in rebind",
+                "plain: this is not a module",
+                found=type(module).__name__,
+                expected="a torch.nn.Module",
                 fix="model, ctx = weft.plain(model, ctx, rebind=optimizer)",
             )
         )
-    undoable = list(dict.fromkeys(offered(module, Undoable)))
-    after = forget(module, ctx)
-    if undoable:
-        ctx.agree("plain", {"transforms": [type(one).__name__ for one in undoable]})
-    old = dict(module.named_parameters())
-    for one in reversed(undoable):
-        one.undo()
-    new = dict(module.named_parameters())
-    ctx.engine.rebind(optimizers, {old[name]: new[name] for name in old if old[name] is not new[name]})
-    return module, after
+    together = [ref() for record in ctx.records(module) for ref in record.refs]
+    found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))
+    if any(ctx.engine.is_sharded(p) for p in module.parameters()):
+        check_optimizers("plain", module, ctx, found)
+    return tuple({id(one): one for one in found}.values())

@@ -14,7 +14,7 @@ from weft.engines.options import ReduceOptions
 from weft.errors import ContractError, listed, message
 from weft.placing import place_module
 from weft.selecting import Selection
-from weft.sharding import Request, check_module, shard_module, sharding_axes
+from weft.sharding import Request, check_module, layouts, shard_module, sharding_axes
 
 __all__ = ["zero_partition"]
 
@@ -139,8 +139,9 @@ def zero_partition(
         methods=tuple(methods),
     )
     ctx.require_collective("zero_partition")
-    facts = {"stage": stage, "axes": list(axes), "bucket_bytes": bucket_bytes, "unused": unused, "buffers": buffers}
-    agree_on_parameters("zero_partition", module, ctx, {**facts, "methods": list(methods)})
+    facts: dict[str, object] = {"stage": stage, "axes": list(axes), "bucket_bytes": bucket_bytes, "unused": unused, "buffers": buffers}
+    facts |= {"methods": list(methods), "optimizer": layouts(module, [optimizer])}
+    agree_on_parameters("zero_partition", module, ctx, facts)
     place_module("zero_partition", module, ctx)
     assert line.group is not None
     assert ctx.mesh is not None

@@ -11,6 +11,16 @@ flat_step.py   the optimizer's step on that buffer
 precision.py   casts and autocast around a module
 loss_scale.py  the fp16 scale inside a module
 skipping.py    the optimizer's step that is skipped
+shards.py      questions about DTensors, without importing them
+sharding.py    FSDP2 laid on a module, and taken off
+rebinding.py   optimizers moved to exchanged parameters
+partitioned_step.py  the step on this rank's rows (ZeRO stage 1)
+whole_step.py  the step on whole parameters, where they are cut
+gradient_norm.py  the norm of gradients in shards, and clipping
+averages.py    averages of weights, shard by shard
+checkpointing.py  activations computed again
+compiling.py   torch.compile in place
+survey.py      what a backward pass runs through
 batch_norm.py  batch statistics over all ranks
 prefetch.py    batches to the device ahead of use
 """

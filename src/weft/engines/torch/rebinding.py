@@ -40,7 +40,7 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
             parameter.grad = like(old.grad, parameter)
     for optimizer in optimizers:
         for entry in optimizer.param_groups:
-            entry["params"] = [new.get(p, p) for p in entry["params"]]
+            entry["params"][:] = [new.get(p, p) for p in entry["params"]]  # some optimizers keep the list
         held = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p in new}
         for old, state in held.items():
             optimizer.state[new[old]] = {

@@ -6,21 +6,24 @@ gradients and what an optimizer makes of them are DTensors.
 
 [Note: gradients of a window] While `set(False)` holds, FSDP2 keeps whole gradients inside of its
 units; `.grad` shows them after the reduced backward that ends the window. A window that is left
-early would leave them there for the next one, so they are dropped when `set(True)` comes a second
-time in a row.
+early leaves them there, and they must not get into the next one; but a user may also go on with
+the rest of the window. Who cuts windows calls `set(True)` when the loop over one is left, and once
+more when it takes the next, so the third call in a row after `set(False)` belongs to another window.
+
+[Note: torn passes] An exception in forward or backward leaves units gathered and half-way. FSDP2
+is put back to the start of a pass: after forward at once, after backward when forward is called
+next (nothing tells that backward was torn).
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,18 +31,18 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
 from weft.engines.options import ShardOptions
 from weft.engines.torch.backward import BackwardSession
-from weft.engines.torch.calls import Hook, Removable
+from weft.engines.torch.calls import Hook, Removable, around_methods
 from weft.engines.torch.shards import groups_of
+from weft.engines.torch.unsharding import replace_parameters, take_fsdp_off, whole_parameter
 from weft.errors import UnusedParameters, listed, message
-from weft.nested import tensors
+from weft.nested import map_tensors, tensors
 
-__all__ = ["ShardedModule", "replace_parameters"]
+__all__ = ["ShardedModule"]
 
 
 class ShardedModule:
@@ -56,36 +59,45 @@ class ShardedModule:
         self._module = weakref.ref(module)
         self._class_name = type(module).__name__
         self._group: dist.ProcessGroup | None = group
+        self._device_type = mesh.device_type
+        self._dtype = options.dtype
+        self._unused_is_zero = options.unused == "zero"
         self._removable = Removable()
-        self._held = False
+        self._calls_after_held = 3
         self._unused: list[str] = []
-        for unit in (*options.units, (module,)):
-            _shard_unit(unit, mesh, options)
-        self._units = [weakref.ref(part) for part in module.modules() if isinstance(part, FSDPModule)]
-        for name in options.methods:
-            register_fsdp_forward_method(module, name)
-            self._removable.add(functools.partial(module.__dict__.pop, name, None))
+        self._had_gradient: set[str] = set()
         self._session = BackwardSession(self._begin, self._end, rounds=1)
+        for unit in (*options.units, (module,)):
+            _shard_unit(unit, module, mesh, options, self._removable)
+        self._units = [weakref.ref(part) for part in module.modules() if isinstance(part, FSDPModule)]
+        self._removable.add(module.register_forward_pre_hook(_Before(self), prepend=True).remove)
+        self._removable.add(module.register_forward_hook(_After(self), always_call=True).remove)
+        around_methods(module, options.methods, _Around(self), self._removable)
+        self._whole = {n: p for n, p in module.named_parameters() if n in set(options.ignored) and p.requires_grad}
+        for p in self._whole.values():
+            entrance = _entrance(self._session.flag, weakref.ref(self))
+            self._removable.add(p.register_post_accumulate_grad_hook(entrance).remove)
         self._buffers = options.buffers == "broadcast" and any(True for _ in module.buffers())
-        if self._buffers:
-            handle = module.register_forward_hook(_AfterForward(self))
-            self._removable.add(handle.remove)
-        # Those on meta are other objects by now, and named by where they are.
-        self._plain = PlainGradients(options.ignored, group, self) if options.ignored else None
-        self._note_unused(module, options.unused)
+        for fsdp_group in self._parameter_groups():
+            if hasattr(fsdp_group, "reduce_scatter_unused_params"):  # torch 2.13
+                fsdp_group.reduce_scatter_unused_params = _Noting(self, fsdp_group)
 
     # -- what other rooms may ask ----------------------------------------------------------------
 
     def set(self, enabled: bool) -> None:
         """Decide whether backward passes from now on communicate; see [Note: gradients of a window]."""
-        if enabled and self.enabled:
-            if self._held:
+        if enabled:
+            self._calls_after_held += 1
+            if self._calls_after_held == 3:
                 self._drop_held()
-            return
-        self.enabled = enabled
-        self._held = True
-        for unit in self._live_units():
-            unit.set_requires_gradient_sync(enabled, recurse=False)
+        else:
+            if self._calls_after_held == 2:
+                self._drop_held()
+            self._calls_after_held = 0
+        if enabled != self.enabled:
+            self.enabled = enabled
+            for unit in self._live_units():
+                unit.set_requires_gradient_sync(enabled, recurse=False)
 
     def release(self) -> None:
         """Let the process group go."""
@@ -96,15 +108,61 @@ class ShardedModule:
         module = self._module()
         if module is None:
             return
-        self._removable.remove()
-        if self._plain is not None:
-            self._plain.undo()
         for unit in self._live_units():
             unit.reshard()
-        replace_parameters(module, {p: _whole(p) for p in module.parameters() if isinstance(p, DTensor)})
+        self._removable.remove()
+        cut = [p for p in module.parameters() if isinstance(p, DTensor)]
+        replace_parameters(module, {p: whole_parameter(p) for p in cut})
         for part in module.modules():
-            _take_fsdp_off(part)
+            take_fsdp_off(part)
         self.release()
+
+    # -- around the calls of the module ----------------------------------------------------------
+
+    def before(self) -> None:
+        """The module is about to be called; see [Note: torn passes]."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # computed again, inside of backward
+        module: Any = self._module()
+        torn = self._session.was_torn()
+        if torn or module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+            self._start_anew(module)
+            self._drop_held()
+
+    def after(self, output: Any) -> None:
+        """The module was called, or its call raised."""
+        module: Any = self._module()
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if module._get_fsdp_state()._training_state.name == "FORWARD":
+            self._start_anew(module)
+        elif torch.is_grad_enabled():
+            # Learn when backward comes back through this output.
+            entrance = _entrance(self._session.flag, weakref.ref(self))
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(entrance)
+        else:
+            # No backward will free what was gathered, and `parameters()` shall be what is trained.
+            for unit in self._live_units():
+                unit.reshard()
+
+    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A listed method is called: the same as around forward."""
+        module: Any = self._module()
+        state = module._get_fsdp_state()
+        self.before()
+        output = None
+        try:
+            args, kwargs = state._pre_forward(module, args, kwargs)
+            output = state._post_forward(module, args, without_views(call(*args, **kwargs)))
+        finally:
+            self.after(output)
+        return output
+
+    def enter(self) -> None:
+        """The first gradient of a backward pass is here."""
+        self._session.enter()
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -115,11 +173,19 @@ class ShardedModule:
                 yield unit
 
     def _parameter_groups(self) -> Iterator[Any]:
+        seen = set()
         for unit in self._live_units():
-            yield from groups_of(unit)
+            for group in groups_of(unit):
+                if id(group) not in seen:  # several modules may be one unit
+                    seen.add(id(group))
+                    yield group
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters an optimizer sees, by name."""
+        sharded = {_name(one): one.sharded_param for group in self._parameter_groups() for one in group.fsdp_params}
+        return {name: p for name, p in {**sharded, **self._whole}.items() if p.requires_grad}
 
     def _drop_held(self) -> None:
-        self._held = False
         for group in self._parameter_groups():
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
@@ -127,41 +193,63 @@ class ShardedModule:
                 if whole is not None:
                     whole.grad = None
 
-    def watch(self, output: Any) -> None:
-        """Forward was called: learn when backward comes back, to send the buffers after it."""
-        if torch.is_grad_enabled():
-            entrance = self._session.enter
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: entrance())
+    def _start_anew(self, module: Any) -> None:
+        self._unused.clear()
+        if hasattr(module, "reset_iter_state"):  # torch 2.13
+            module.reset_iter_state()
+
+    # -- one backward pass -----------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Nothing has to be done when backward begins."""
+        if self._unused_is_zero:
+            self._had_gradient = {name for name, p in self._trained().items() if p.grad is not None}
 
     def _end(self) -> None:
-        if self._unused:
-            self._raise_unused()
+        unused, self._unused = list(dict.fromkeys(self._unused)), []
+        if not self.enabled or self._group is None:
+            return
+        unused += self._average_whole(self._group)
+        if self._unused_is_zero:
+            self._forget_unused(unused, self._group)
         module = self._module()
-        if self._buffers and self.enabled and module is not None and self._group is not None:
+        if self._buffers and module is not None:
             dist._broadcast_coalesced(self._group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
+        if unused and not self._unused_is_zero:
+            self._raise_unused(unused)
+
+    def _average_whole(self, group: dist.ProcessGroup) -> list[str]:
+        """Average the gradients of parameters that are not cut; returns the names of those without."""
+        missing = [name for name, p in self._whole.items() if p.grad is None]
+        for name in missing:
+            self._whole[name].grad = torch.zeros_like(self._whole[name])
+        # All of a gradient: what was reduced before is equal on all ranks, and stays what it is.
+        gradients = [p.grad for p in self._whole.values() if p.grad is not None]
+        for dtype in dict.fromkeys(g.dtype for g in gradients):
+            same = [g for g in gradients if g.dtype == dtype]
+            flat = torch.cat([g.reshape(-1) for g in same]) / dist.get_world_size(group)
+            flat = flat if self._dtype is None else flat.to(self._dtype)
+            dist.all_reduce(flat, group=group)
+            for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        return missing
 
     # -- parameters without gradient -------------------------------------------------------------
-
-    def _note_unused(self, module: nn.Module, unused: str) -> None:
-        """Let unused parameters count as zero, so that all ranks reduce the same; and take note of them."""
-        names = {id(p): name for name, p in module.named_parameters()}
-        for group in self._parameter_groups():
-            if not hasattr(group, "reduce_scatter_unused_params"):
-                continue  # torch before 2.13
-            group.reduce_scatter_unused_params = True if unused == "zero" else _Noting(self, group, names)
 
     def note_unused(self, names: list[str]) -> None:
         """Parameters were found to have no gradient in the running backward pass."""
         self._session.enter()
         self._unused += names
 
-    def _raise_unused(self) -> NoReturn:
-        names, self._unused = list(dict.fromkeys(self._unused)), []
+    def _forget_unused(self, unused: list[str], group: dist.ProcessGroup) -> None:
+        """What no rank used has no gradient, as in one process, and not one of zeros."""
+        trained = self._trained()
+        used = torch.tensor([name not in unused for name in trained], dtype=torch.uint8, device=self._device_type)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+        for (name, parameter), somewhere in zip(trained.items(), used.tolist(), strict=True):
+            if not somewhere and name not in self._had_gradient:
+                parameter.grad = None
+
+    def _raise_unused(self, names: list[str]) -> NoReturn:
         raise UnusedParameters(
             message(
                 f"fully_shard: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
@@ -173,18 +261,20 @@ class ShardedModule:
 
 
 class _Noting:
-    """Stands in for a flag of FSDP2 that is read exactly when a parameter of a group has no gradient."""
+    """Stands in for a flag of FSDP2 that is read exactly when a parameter of a group has no gradient.
 
-    def __init__(self, owner: ShardedModule, group: Any, names: dict[int, str]) -> None:
+    It is always true: unused parameters count as zero, so that all ranks reduce the same.
+    """
+
+    def __init__(self, owner: ShardedModule, group: Any) -> None:
         self._owner = weakref.ref(owner)
         self._group = weakref.ref(group)
-        self._names = names
 
     def __bool__(self) -> bool:
         owner, group = self._owner(), self._group()
         if owner is not None and group is not None:
             missing = [
-                self._names.get(id(parameter.sharded_param), "a parameter")
+                _name(parameter)
                 for parameter in group.fsdp_params
                 if parameter.unsharded_accumulated_grad is None
                 and parameter.unsharded_param.grad is None
@@ -195,130 +285,101 @@ class _Noting:
         return True
 
 
-class _AfterForward(Hook):
+def _name(parameter: Any) -> str:
+    return getattr(parameter, "_param_fqn", None) or "a parameter"
+
+
+def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[[torch.Tensor], None]:
+    """A hook on a tensor; it must not hold the owner, which may hold the tensor, in C++."""
+
+    def enter(_: torch.Tensor) -> None:
+        if not flag[0]:
+            alive = owner()
+            if alive is not None:
+                alive.enter()
+
+    return enter
+
+
+class _Before(Hook):
     def __init__(self, sharded: ShardedModule) -> None:
-        self._watch = sharded.watch
+        self._sharded = sharded
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._sharded.before()
+
+
+class _After(Hook):
+    def __init__(self, sharded: ShardedModule) -> None:
+        self._sharded = sharded
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._watch(output)
+        self._sharded.after(output)
 
 
-class PlainGradients:
-    """Average the gradients of parameters that are not sharded, when backward has ended."""
+class _Around(Hook):
+    def __init__(self, sharded: ShardedModule) -> None:
+        self._sharded = sharded
 
-    def __init__(self, parameters: tuple[nn.Parameter, ...], group: dist.ProcessGroup, owner: ShardedModule) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._group = group
-        self._owner = weakref.ref(owner)
-        self._session = BackwardSession(lambda: None, self._end, rounds=1)
-        enter = self._session.enter
-        self._handles = [p.register_post_accumulate_grad_hook(lambda _: enter()) for p in self._parameters]
-
-    def undo(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _end(self) -> None:
-        owner = self._owner()
-        if owner is None or not owner.enabled:
-            return
-        # All of a gradient: what was reduced before is equal on all ranks, and stays what it is.
-        for p in self._parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        for dtype in dict.fromkeys(g.dtype for g in gradients):
-            same = [g for g in gradients if g.dtype == dtype]
-            flat = torch.cat([g.reshape(-1) for g in same])
-            dist.all_reduce(flat, group=self._group)
-            flat /= dist.get_world_size(self._group)
-            for gradient, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._sharded.around(call, args, kwargs)
 
 
 # -- laying FSDP2 on ---------------------------------------------------------------------------------
 
 
-def _shard_unit(unit: tuple[nn.Module, ...], mesh: DeviceMesh, options: ShardOptions) -> None:
-    if options.make_real is not None:
-        for part in unit:
+def _shard_unit(
+    unit: tuple[nn.Module, ...], root: nn.Module, mesh: DeviceMesh, options: ShardOptions, removable: Removable
+) -> None:
+    for part in unit:
+        if options.make_real is not None:
             options.make_real(part)
-    policy = MixedPrecisionPolicy(reduce_dtype=options.dtype, cast_forward_inputs=False)
-    target: Any = unit[0] if len(unit) == 1 else list(unit)
+        for p in part.parameters():
+            if not isinstance(p, DTensor) and not p.is_contiguous():
+                p.data = p.data.contiguous()  # FSDP2 takes no others
+        removable.add(part.register_forward_hook(_WithoutViews()).remove)
+    # By name: those of a module on meta are other objects by now.
+    ignored = set(options.ignored)
+    whole = {p for name, p in root.named_parameters(remove_duplicate=False) if name in ignored}
+    reshard: bool | int | None = options.reshard_after_forward
+    target: Any = list(unit) if len(unit) > 1 else unit[0]
     fully_shard(
         target,
         mesh=mesh,
-        reshard_after_forward=options.reshard_after_forward,
-        mp_policy=policy,
+        # None: torch leaves the outermost unit, which backward needs first, as it is.
+        reshard_after_forward=None if unit == (root,) and reshard is True else reshard,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=options.dtype, cast_forward_inputs=False),
         offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
-        ignored_params=set(options.ignored),
+        ignored_params=whole,
     )
 
 
-# -- taking it off -----------------------------------------------------------------------------------
+class _WithoutViews(Hook):
+    """On a unit, before FSDP2's own hook: an in-place operation on a view would lose that hook."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return without_views(output)
 
 
-def _whole(parameter: DTensor) -> nn.Parameter:
-    values: Any = parameter.detach()
-    whole = nn.Parameter(values.full_tensor(), requires_grad=parameter.requires_grad)
-    if isinstance(parameter.grad, DTensor):
-        whole.grad = parameter.grad.full_tensor()
-    return whole
+def without_views(output: Any) -> Any:
+    """The same values, in tensors that are no views for autograd."""
+    if not torch.is_grad_enabled() or not any(t._base is not None for t in tensors(output)):
+        return output
+    return map_tensors(
+        lambda t: _Same.apply(t) if t._base is not None and t.requires_grad else t,  # type: ignore[no-untyped-call]
+        output,
+    )
 
 
-def replace_parameters(module: nn.Module, new: dict[Any, nn.Parameter]) -> None:
-    """Exchange parameters for others, wherever they are used, so that tied ones stay tied."""
-    by_id = {id(old): parameter for old, parameter in new.items()}
-    for part in module.modules():
-        for name, old in part._parameters.items():
-            if id(old) in by_id:
-                part._parameters[name] = by_id[id(old)]
+class _Same(torch.autograd.Function):
+    """The identity."""
 
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        del ctx  # nothing is saved
+        return tensor.detach()
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-)
-
-
-def _take_fsdp_off(part: nn.Module) -> None:
-    """Make one module what it was before FSDP2; torch has no function for that."""
-    ours = {
-        key
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-        for key, hook in part.__dict__[kind].items()
-        if _comes_from_fsdp(hook)
-    }
-    for kind in _HOOKS:
-        for key in ours & set(part.__dict__[kind]):
-            del part.__dict__[kind][key]
-    part.__dict__.pop("_is_fsdp_managed_module", None)
-    part.__dict__.pop("_fsdp_use_orig_params", None)
-    if isinstance(part, FSDPModule):
-        _module_state_mapping.pop(part, None)
-        for key in [key for key, value in part.__dict__.items() if _is_registry(value)]:
-            del part.__dict__[key]
-        kinds: tuple[type, ...] = type(part).__mro__
-        part.__class__ = kinds[2]  # FSDP2 put its own two before it
-
-
-def _comes_from_fsdp(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)  # torch wraps hooks that take the module
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
-
-
-def _is_registry(value: object) -> bool:
-    """Whether a value is what torch's `contract` decorator keeps in a module for `fully_shard`."""
-    return isinstance(value, dict) and (fully_shard in value or "fully_shard" in value or _names_fsdp(value))
-
-
-def _names_fsdp(value: dict[Any, Any]) -> bool:
-    return any(getattr(key, "__name__", "") == "fully_shard" for key in value)
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx
+        return gradient

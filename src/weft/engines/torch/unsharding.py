@@ -1,0 +1,75 @@
+"""Take FSDP2 off a module; torch has no function for that.
+
+What FSDP2 leaves: a class made for each unit, hooks, flags on every module, a registry of what was
+applied, and methods that were routed through it. All of it is found by where it comes from.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+__all__ = ["replace_parameters", "take_fsdp_off", "whole_parameter"]
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+_HOOKS = (
+    *_KINDS,
+    "_load_state_dict_post_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def whole_parameter(parameter: DTensor) -> nn.Parameter:
+    """A plain parameter with the values and the gradient of a cut one. Collectives: all-gathers."""
+    values: Any = parameter.detach()
+    whole = nn.Parameter(values.full_tensor(), requires_grad=parameter.requires_grad)
+    if isinstance(parameter.grad, DTensor):
+        whole.grad = parameter.grad.full_tensor()
+    return whole
+
+
+def replace_parameters(module: nn.Module, new: dict[Any, nn.Parameter]) -> None:
+    """Exchange parameters for others, wherever they are used, so that tied ones stay tied."""
+    by_id = {id(old): parameter for old, parameter in new.items()}
+    for part in module.modules():
+        for name, old in part._parameters.items():
+            if id(old) in by_id:
+                part._parameters[name] = by_id[id(old)]
+
+
+def take_fsdp_off(part: nn.Module) -> None:
+    """Make one module what it was before FSDP2."""
+    for kind in _HOOKS[:5]:
+        ours = [key for key, hook in part.__dict__[kind].items() if _comes_from_fsdp(hook)]
+        for key in ours:
+            for each in _HOOKS:
+                part.__dict__[each].pop(key, None)
+    part.__dict__.pop("_is_fsdp_managed_module", None)
+    part.__dict__.pop("_fsdp_use_orig_params", None)
+    if isinstance(part, FSDPModule):
+        _module_state_mapping.pop(part, None)
+        for key in [key for key, value in part.__dict__.items() if _is_registry(value)]:
+            del part.__dict__[key]
+        kinds: tuple[type, ...] = type(part).__mro__
+        part.__class__ = kinds[2]  # FSDP2 put its own two before it
+
+
+def _comes_from_fsdp(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps hooks that take the module
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def _is_registry(value: object) -> bool:
+    """Whether a value is what torch's `contract` decorator keeps in a module for `fully_shard`."""
+    return isinstance(value, dict) and any(
+        key is fully_shard or key == "fully_shard" or getattr(key, "__name__", "") == "fully_shard" for key in value
+    )
