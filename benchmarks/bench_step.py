@@ -28,12 +28,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contestants import BUILDERS, CASES, MODELS, NEEDS, Batch, Case, available
+from contestants import CASES, MODELS, NEEDS, Batch, Case, installed
+from sharded_contestants import available, builders_of
+from torch.distributed.tensor import DTensor
 
 WARM_UP = 2  # rounds; DDP lays its buckets out anew in the first steps
 ROUNDS = {"mlp": 80, "transformer": 8}
 STEPS = {"mlp": 20, "transformer": 2}
 QUICK_ROUNDS = {"mlp": 4, "transformer": 1}
+SHARD_BLOCKS = {"mlp": (40, 4), "transformer": (12, 2)}  # rounds and steps; ten units cost the MLP as much as 20 steps
 WEFT_LIMIT = 1.01  # beyond the control
 FLAT_LIMIT = 0.85
 # [cpu ns, wall ns] per block
@@ -49,9 +52,9 @@ def measure(model_name: str, case: Case, rounds: int, steps: int) -> tuple[Block
     make_model, make_batch = MODELS[model_name]
     torch.manual_seed(0)
     original = make_model()
-    names = available(case)
+    names = available(case, original)
     models = {name: copy.deepcopy(original) for name in names}
-    runs = {name: BUILDERS[name](models[name], case) for name in names}
+    runs = {name: builders_of(case)[name](models[name], case) for name in names}
     torch.manual_seed(1 + (dist.get_rank() if case.ranks > 1 else 0))
     blocks: Blocks = {name: [] for name in names}
     order = random.Random(0)  # the same on all ranks
@@ -73,7 +76,13 @@ def measure(model_name: str, case: Case, rounds: int, steps: int) -> tuple[Block
 
 def distance(model: torch.nn.Module, reference: torch.nn.Module) -> float:
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(float((p - q).abs().max()) for p, q in pairs)
+    return max(float((whole(p) - whole(q)).abs().max()) for p, q in pairs)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The values, also of a parameter that is cut into shards. Collective."""
+    values = tensor.detach()
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def worker(rank: int, ranks: int, jobs: list[tuple[str, str, int, int]], store: str, answers: Connection) -> None:
@@ -174,15 +183,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the ranks when they import torch
-    missing = [name for name in NEEDS if name not in available(Case())]
-    for name in missing:
+    for name in [name for name in NEEDS if not installed(name)]:
         print(f"{name} is left out: {NEEDS[name]} is not installed")
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    jobs = [
-        (model, case, options.rounds or rounds[model], options.steps or STEPS[model])
-        for model in options.models or (["mlp"] if options.quick else MODELS)
-        for case in options.cases
-    ]
+    jobs = []
+    for model in options.models or (["mlp"] if options.quick else MODELS):
+        for case in options.cases:
+            sharded = CASES[case].strategy == "shard"
+            rounds, steps = SHARD_BLOCKS[model] if sharded else (ROUNDS[model], STEPS[model])
+            rounds = QUICK_ROUNDS[model] if options.quick else rounds
+            jobs.append((model, case, options.rounds or rounds, options.steps or steps))
     results = []
     for ranks in (1, 2):
         mine = [job for job in jobs if CASES[job[1]].ranks == ranks]

@@ -2,16 +2,18 @@
 
 Every builder gets a fresh model with the same parameters and returns a function that trains on a
 list of batches. Batches are on the device already; a step is forward, loss, backward, step, zero_grad.
+Here is a full copy per rank; sharded_contestants.py has models and optimizers cut into shards.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ Run = Callable[[list[Batch]], None]
 class Case:
     """What is trained how: so many ranks, in fp32 or bf16, so many micro-batches per step."""
 
+    strategy: Literal["replicate", "shard", "zero1"] = "replicate"
     ranks: int = 2
     bf16: bool = False
     micro: int = 1
@@ -38,6 +41,10 @@ CASES = {
     "replicate": Case(),
     "bf16": Case(bf16=True),
     "accumulate4": Case(micro=4),
+    "shard": Case("shard"),
+    "shard-bf16": Case("shard", bf16=True),
+    "shard-accumulate": Case("shard", micro=4),
+    "zero1": Case("zero1"),
 }
 
 
@@ -74,6 +81,14 @@ class Transformer(nn.Module):
         logits: torch.Tensor = self.head(hidden)
         return logits.transpose(1, 2)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """What Hugging Face calls it; Accelerate makes it a unit of its own."""
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        """As above."""
+        return self.head
+
 
 def transformer_batch() -> Batch:
     tokens = torch.randint(4096, (2, 33))
@@ -103,16 +118,29 @@ def simple_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
     return run
 
 
+def autocast_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
+    def run(batches: list[Batch]) -> None:
+        for x, y in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
 def torch_expert(model: nn.Module, case: Case) -> Run:
     wrapped: Any = model
     if case.ranks > 1:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model)
-    if case.micro == 1 and not case.bf16:
+    if case.bf16:
+        return autocast_loop(wrapped, optimizer)
+    if case.micro == 1:
         return simple_loop(wrapped, optimizer)
-    assert case.micro == 1 or not case.bf16
 
-    def run_accumulating(batches: list[Batch]) -> None:
+    def run(batches: list[Batch]) -> None:
         for index, (x, y) in enumerate(batches, 1):
             last = index % case.micro == 0
             with nullcontext() if last else wrapped.no_sync():
@@ -122,25 +150,13 @@ def torch_expert(model: nn.Module, case: Case) -> Run:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def run_bf16(batches: list[Batch]) -> None:
-        for x, y in batches:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = cross_entropy(wrapped(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run_bf16 if case.bf16 else run_accumulating
+    return run
 
 
 def accelerate(model: nn.Module, case: Case) -> Run:
     from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # one Accelerator per process: forget that of the case before
-    GradientState._reset_state()
+    forget_accelerate()
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = Accelerator(
         cpu=True,
@@ -150,18 +166,30 @@ def accelerate(model: nn.Module, case: Case) -> Run:
     )
     assert accelerator.num_processes == case.ranks
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model))
+    return accelerate_loop(accelerator, wrapped, optimizer, case)
 
+
+def forget_accelerate() -> None:
+    """There is one Accelerator per process: forget that of the case before."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def accelerate_loop(accelerator: Any, model: Any, optimizer: Any, case: Case) -> Run:
     def run(batches: list[Batch]) -> None:
         for x, y in batches:
-            loss = cross_entropy(wrapped(x), y)
+            loss = cross_entropy(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
 
     def run_accumulating(batches: list[Batch]) -> None:
         for x, y in batches:
-            with accelerator.accumulate(wrapped):
-                loss = cross_entropy(wrapped(x), y)
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model(x), y)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -185,10 +213,13 @@ def fabric(model: nn.Module, case: Case) -> Run:
     lightning.launch()
     assert lightning.world_size == case.ranks
     wrapped, optimizer = lightning.setup(model, make_optimizer(model))
+    return fabric_loop(lightning, wrapped, optimizer, case)
 
+
+def fabric_loop(lightning: Any, model: Any, optimizer: Any, case: Case) -> Run:
     def run(batches: list[Batch]) -> None:
         for x, y in batches:
-            loss = cross_entropy(wrapped(x), y)
+            loss = cross_entropy(model(x), y)
             lightning.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -196,8 +227,8 @@ def fabric(model: nn.Module, case: Case) -> Run:
     def run_accumulating(batches: list[Batch]) -> None:
         for index, (x, y) in enumerate(batches, 1):
             last = index % case.micro == 0
-            with lightning.no_backward_sync(wrapped, enabled=not last):
-                loss = cross_entropy(wrapped(x), y) / case.micro
+            with lightning.no_backward_sync(model, enabled=not last):
+                loss = cross_entropy(model(x), y) / case.micro
                 lightning.backward(loss)
             if last:
                 optimizer.step()
@@ -214,6 +245,10 @@ def weft_plain(model: nn.Module, case: Case, *, flat: bool = False) -> Run:
     optimizer = make_optimizer(model)
     if flat:
         optimizer, ctx = weft.fuse_step(optimizer, ctx)
+    return weft_loop(model, optimizer, ctx, case)
+
+
+def weft_loop(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: weft.DistContext, case: Case) -> Run:
     if case.micro == 1:
         return simple_loop(model, optimizer)
     stream: list[Batch] = []
@@ -242,7 +277,11 @@ BUILDERS: dict[str, Callable[[nn.Module, Case], Run]] = {
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning"}
 
 
+def installed(name: str) -> bool:
+    """Whether the library of a contestant is there."""
+    return name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None
+
+
 def available(case: Case) -> list[str]:
     """The contestants that are installed and mean something in this case."""
-    names = [n for n in BUILDERS if n not in NEEDS or importlib.util.find_spec(NEEDS[n]) is not None]
-    return [n for n in names if case.ranks > 1 or n != "weft flat"]
+    return [n for n in BUILDERS if installed(n) and (case.ranks > 1 or n != "weft flat")]

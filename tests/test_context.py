@@ -8,6 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
 import weft
 from weft import ContextError
@@ -222,6 +224,32 @@ def test_only_names_both_lines():
 def test_every_collective_is_refused_for_one_rank(call):
     with pytest.raises(weft.CollectiveRefused, match="fix:"):
         call(weft.local().only("main"))
+
+
+def _refused_on_rank_0(ctx):
+    solo = ctx.only(0)
+    refused = []
+    if solo.here:
+        for call in (
+            lambda: solo.subset([0]),
+            lambda: weft.replicate(nn.Linear(1, 1), solo),
+            lambda: weft.shard_data(DataLoader(range(4)), solo),
+        ):
+            with pytest.raises(weft.CollectiveRefused, match=r"only\(0\)") as error:
+                call()
+            refused.append(str(error.value).partition(":")[0])
+    weft.barrier(ctx)  # the other rank was not told of a failure, nor are the meetings out of step
+    return refused
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_refused_call_does_not_concern_the_other_ranks(n):
+    assert run_ranks(_refused_on_rank_0, n)[0] == ["subset", "replicate", "shard_data"]
+
+
+def test_only_means_the_same_rank_in_a_smaller_context():
+    here = [fake(r, 4, mesh={"replica": 2, "shard": 2}).only(3).on("shard").here for r in range(4)]
+    assert here == [False, False, False, True]
 
 
 def test_fake_world_has_no_collectives():

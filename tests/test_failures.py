@@ -15,7 +15,7 @@ import os, signal, sys, time
 import torch, weft
 
 fault = sys.argv[1]
-with weft.start(timeout_s=60, debug=fault == "shape") as ctx:
+with weft.start(timeout_s=3 if fault == "hang" else 60, debug=fault == "shape") as ctx:
     model, ctx = weft.replicate(torch.nn.Linear(4, 4), ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
@@ -24,6 +24,8 @@ with weft.start(timeout_s=60, debug=fault == "shape") as ctx:
                 raise ValueError("the data of rank 1 is bad")
             if fault == "kill":
                 os.kill(os.getpid(), 9)
+            while fault == "hang" and not ctx.world.store.check(["parted/0"]):
+                time.sleep(0.05)
             if fault == "only":
                 weft.reduce(torch.ones(1), ctx.only(1))
         if step == 5 and fault == "shape":
@@ -85,6 +87,7 @@ def script(tmp_path):
         ("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad"),
         ("kill", 2, "rank 1 failed.*its process is gone"),
         ("kill", 4, "rank 1 failed.*its process is gone"),
+        ("hang", 2, "rank 1 failed.*rank 1 did not arrive within 3 s"),
         (
             "only",
             2,

@@ -423,6 +423,35 @@ def test_a_frozen_model_is_usable():
     assert run_ranks(_frozen, 2) == [True, True]
 
 
+class _Phases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.real = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.full((3,), 1 + 2j, dtype=torch.complex128))
+
+    def forward(self, x):
+        return ((self.real * x) * self.phase).abs().square().sum() + (self.phase * 1j).real.sum()
+
+
+def _complex(ctx, flat, reduce):
+    model = _Phases()
+    if ctx.world_size > 1 and reduce is not None:
+        model, ctx = weft.with_precision(model, ctx, weft.Precision(reduce=reduce))
+    model, ctx = weft.replicate(model, ctx, flat=flat)
+    rows = [ctx.rank + 1.0] if ctx.world_size > 1 else [1.0, 2.0]
+    for row in rows:
+        (model(torch.full((3,), row, dtype=torch.float64)) / len(rows)).backward()
+    return [model.real.grad, torch.view_as_real(model.phase.grad)]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
+def test_complex_gradients_keep_their_imaginary_part(flat, reduce):
+    expected = _complex(weft.local(), flat, reduce)
+    for found in run_ranks(_complex, 2, flat, reduce):
+        torch.testing.assert_close(found, expected, rtol=1e-2 if reduce is torch.bfloat16 else 1e-12, atol=0)
+
+
 def _sparse(ctx):
     torch.manual_seed(0)
     model, ctx = weft.replicate(nn.Sequential(nn.Embedding(6, 2, sparse=True), nn.Linear(2, 1)), ctx)

@@ -17,6 +17,7 @@ Layers, each importing only those below it:
 
 from weft import errors as errors
 from weft import testing as testing
+from weft.checkpoint import Checkpoint, Restored, checkpointable, latest, restore, save, verify
 from weft.collectives import (
     any_rank,
     barrier,
@@ -77,6 +78,7 @@ __all__ = [
     "AlreadyApplied",
     "Applied",
     "Averages",
+    "Checkpoint",
     "CheckpointError",
     "CollectiveRefused",
     "ContextError",
@@ -91,6 +93,7 @@ __all__ = [
     "PeerError",
     "Precision",
     "ReducesIn",
+    "Restored",
     "StaleContext",
     "Topology",
     "Undoable",
@@ -105,6 +108,7 @@ __all__ = [
     "averages",
     "barrier",
     "broadcast",
+    "checkpointable",
     "clip_grads",
     "compiled",
     "compose",
@@ -116,6 +120,7 @@ __all__ = [
     "gather",
     "gather_objects",
     "gather_step",
+    "latest",
     "local",
     "loss_scale",
     "main_first",
@@ -127,6 +132,8 @@ __all__ = [
     "recompute",
     "reduce",
     "replicate",
+    "restore",
+    "save",
     "shard_data",
     "skipped",
     "start",
@@ -136,6 +143,7 @@ __all__ = [
     "together",
     "topology",
     "transform",
+    "verify",
     "with_precision",
     "zero_partition",
 ]

@@ -209,6 +209,8 @@ def transform(
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             ctx, objects, options = _split(rules.name, given, bound.arguments)
+            if rules.collective:
+                ctx.check_unrestricted(rules.name)  # the peers are not here: they need not be told
             meetings = ctx.world.meetings
             try:
                 for obj in objects:

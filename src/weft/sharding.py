@@ -354,10 +354,9 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
     Raises:
         OrderError: A living optimizer holds parameters of `module` and is not in `rebind`.
     """
-    left = _left_out(module, ctx, rebind)
-    if left:
+    if _left_out(module, ctx, rebind):
         gc.collect()  # some may have been dropped, in a cycle
-        left = _left_out(module, ctx, rebind)
+    left = _left_out(module, ctx, rebind)
     if left:
         raise OrderError(
             message(

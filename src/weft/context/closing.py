@@ -19,6 +19,7 @@ from weft.context.world import (
     announce,
     culprit,
     is_communication_error,
+    late,
     part,
     wait_for_parting,
 )
@@ -124,7 +125,7 @@ def close_after(world: World, error: BaseException | None) -> None:
     world.closed = True
     cause: BaseException = error
     if is_communication_error(error):
-        blamed = _wait_for_culprit(world)
+        blamed = _wait_for_culprit(world, error)
         if blamed is not None:
             rank, text = blamed
             cause = PeerError(f"rank {rank} failed, and with it rank {world.rank}: {text}", rank=rank, text=text)
@@ -148,8 +149,10 @@ def close_at_exit(world: World) -> None:
         print(f"weft: {blamed}", file=sys.stderr)  # noqa: T201  (too late for any other way)
 
 
-def _wait_for_culprit(world: World) -> tuple[int, str] | None:
+def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | None:
     with contextlib.suppress(RuntimeError):
+        if "imed out" in str(error):  # nobody died: somebody did not come
+            return late(world, "close")
         end = time.monotonic() + _BLAME_LIMIT_S
         while time.monotonic() < end:
             blamed = culprit(world)

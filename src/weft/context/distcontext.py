@@ -32,9 +32,16 @@ __all__ = ["DistContext", "Restriction"]
 
 @dataclass(frozen=True)
 class Restriction:
-    """That a context speaks for one rank only, and which line said so."""
+    """That a context speaks for one rank only, and which line said so.
+
+    Attributes:
+        rank: In the context it was asked of.
+        global_rank: The same one; holds in smaller contexts too.
+        where: `file:line`.
+    """
 
     rank: int
+    global_rank: int
     where: str
 
 
@@ -109,7 +116,7 @@ class DistContext:
     @property
     def here(self) -> bool:
         """Whether this process is one of the ranks this context speaks for."""
-        return self.rank >= 0 and (self.restricted is None or self.restricted.rank == self.rank)
+        return self.rank >= 0 and (self.restricted is None or self.restricted.global_rank == self.ranks[self.rank])
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -235,9 +242,11 @@ class DistContext:
             `here` is False and every collective raises.
 
         Raises:
+            CollectiveRefused: This context came from `only`.
             ContextError: Empty, repeated or unknown ranks.
             PeerError: Another rank failed or asked for other ranks.
         """
+        self.check_unrestricted("subset")
         members = sorted(ranks)
         if not members or len(set(members)) != len(members) or not all(0 <= r < self.world_size for r in members):
             raise ContextError(
@@ -288,7 +297,7 @@ class DistContext:
                     fix="ctx.only(0)",
                 )
             )
-        return replace(self, restricted=Restriction(chosen, line_outside()))
+        return replace(self, restricted=Restriction(chosen, self.ranks[chosen], line_outside()))
 
     # -- for transforms and collectives ----------------------------------------------------------
 
@@ -342,15 +351,14 @@ class DistContext:
         """
         return closing.device_mesh(self.world, self.axes, self.device.type)
 
-    def require_collective(self, what: str) -> World:
-        """Return the live world, or raise if no collective may run on this context here.
+    def check_unrestricted(self, what: str) -> None:
+        """Raise if this context speaks for one rank only, so that nothing of all ranks may run on it.
 
         Args:
             what: Name of the operation, for the error text.
 
         Raises:
-            CollectiveRefused: The context came from `only`, or this rank is not one of its ranks.
-            ContextError: The context is closed, was unpickled, or is only pretended.
+            CollectiveRefused: The context came from `only`.
         """
         if self.restricted is not None:
             raise CollectiveRefused(
@@ -361,6 +369,18 @@ class DistContext:
                     fix="call it on the full context, outside of the code for one rank",
                 )
             )
+
+    def require_collective(self, what: str) -> World:
+        """Return the live world, or raise if no collective may run on this context here.
+
+        Args:
+            what: Name of the operation, for the error text.
+
+        Raises:
+            CollectiveRefused: The context came from `only`, or this rank is not one of its ranks.
+            ContextError: The context is closed, was unpickled, or is only pretended.
+        """
+        self.check_unrestricted(what)
         if self.rank < 0:
             raise CollectiveRefused(
                 message(

@@ -189,7 +189,6 @@ def with_precision(
     Raises:
         AlreadyApplied: It was applied to `obj` before.
         OrderError: After `replicate` or another strategy; or an optimizer before its modules.
-        TypeError: `obj` is neither a module nor an optimizer.
         ValueError: Unknown policy, or one that the device or the module cannot do: trained fp16
             parameters or two loss scales on one parameter, a list of modules without forward,
             parameters without a shape that would have to be cast.
@@ -249,7 +248,8 @@ def _on_module(
     options = _cast_options(module, precision, methods)
     idle = options == CastOptions(methods=methods)
     precise = None if idle else ctx.engine.precise(module, ctx.device, options)
-    return module, ctx.offering(_Offer(precision, precise))
+    kept = [precise.scale] if precise is not None and precise.scale is not None else []  # for checkpoints
+    return module, ctx.offering(_Offer(precision, precise), *kept)
 
 
 def _policy(policy: str | Precision | None) -> Precision:

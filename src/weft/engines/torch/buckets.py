@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.engines.torch.exchange import as_real
+
 __all__ = ["Buckets"]
 
 
@@ -79,13 +81,15 @@ def _in_dtype(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[t
     """A communication hook that rounds a bucket to `dtype`, averages it, and widens it again."""
 
     def reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
+        whole = bucket.buffer()
+        buffer = as_real(whole)  # rounding a complex number itself would lose its imaginary part
         small = (buffer / dist.get_world_size(group)).to(dtype)
         work = dist.all_reduce(small, group=group, async_op=True)
         assert work is not None
 
         def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            return buffer.copy_(done.value()[0])
+            buffer.copy_(done.value()[0])
+            return whole
 
         widened: torch.futures.Future[torch.Tensor] = work.get_future().then(widen)
         return widened

@@ -15,9 +15,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["SmallSum"]
+__all__ = ["SmallSum", "as_real"]
 
 _MAX_BYTES = 2**20
+
+
+def as_real(buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers, [2 * n] for n complex ones: gloo and 16-bit dtypes know no others."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 class SmallSum:

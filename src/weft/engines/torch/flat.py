@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.torch.exchange import SmallSum
+from weft.engines.torch.exchange import SmallSum, as_real
 from weft.errors import ContractError, message
 
 __all__ = ["FlatBuffer", "FlatPiece"]
@@ -105,9 +105,8 @@ class FlatBuffer:
         for piece in self.pieces:
             piece.detach()
         self.pieces = [FlatPiece(same, [self._indices[id(p)] for p in same]) for same in kinds.values()]
-        self._sums = [
-            SmallSum(self._group, piece.values.to(self._dtype or piece.values.dtype)) for piece in self.pieces
-        ]
+        travelling = [as_real(piece.gradients) for piece in self.pieces]
+        self._sums = [SmallSum(self._group, buffer.to(self._dtype or buffer.dtype)) for buffer in travelling]
 
     def prepare(self) -> None:
         """Let the backward pass to come write into the buffer."""
@@ -130,12 +129,13 @@ class FlatBuffer:
         """Average the buffer over the ranks."""
         for piece, add_up in zip(self.pieces, self._sums, strict=True):
             piece.attach()  # zero_grad between forward and backward detached it
+            gradients = as_real(piece.gradients)
             if self._dtype is None:
-                add_up(piece.gradients.mul_(self._scale))
+                add_up(gradients.mul_(self._scale))
             else:
-                small = (piece.gradients * self._scale).to(self._dtype)
+                small = (gradients * self._scale).to(self._dtype)
                 add_up(small)
-                piece.gradients.copy_(small)
+                gradients.copy_(small)
         if self._find_unused:
             self._forget_unused(got)
 

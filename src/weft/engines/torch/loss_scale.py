@@ -20,7 +20,7 @@ value, and the one that made them backs off.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -152,6 +152,17 @@ class LossScale:
     def forget_borders(self) -> None:
         """Forget what crossed the borders: it was taken into account."""
         self.came_in = self.went_out = self._no
+
+    # -- for checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale, and the good steps since it moved."""
+        return {"scale": float(self.value), "good_steps": int(self._growth)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with a saved scale."""
+        self.value.fill_(state["scale"])
+        self._growth.fill_(state["good_steps"])
 
     # -- what can go wrong -----------------------------------------------------------------------
 

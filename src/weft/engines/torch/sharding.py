@@ -18,7 +18,7 @@ next (nothing tells that backward was torn).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -64,7 +64,8 @@ class ShardedModule:
         self._unused_is_zero = options.unused == "zero"
         self._removable = Removable()
         self._calls_after_held = 3
-        self._unused: list[str] = []
+        self._missing: set[str] = set()  # no gradient when a unit was reduced in this backward pass
+        self._used: set[str] = set()
         self._had_gradient: set[str] = set()
         self._session = BackwardSession(self._begin, self._end, rounds=1)
         for unit in (*options.units, (module,)):
@@ -79,8 +80,10 @@ class ShardedModule:
             self._removable.add(p.register_post_accumulate_grad_hook(entrance).remove)
         self._buffers = options.buffers == "broadcast" and any(True for _ in module.buffers())
         for fsdp_group in self._parameter_groups():
+            # Unused parameters count as zero, so that all ranks reduce the same; and are noted.
             if hasattr(fsdp_group, "reduce_scatter_unused_params"):  # torch 2.13
-                fsdp_group.reduce_scatter_unused_params = _Noting(self, fsdp_group)
+                fsdp_group.reduce_scatter_unused_params = True
+                fsdp_group.post_backward = _noting(weakref.ref(self), weakref.ref(fsdp_group))
 
     # -- what other rooms may ask ----------------------------------------------------------------
 
@@ -194,28 +197,29 @@ class ShardedModule:
                     whole.grad = None
 
     def _start_anew(self, module: Any) -> None:
-        self._unused.clear()
         if hasattr(module, "reset_iter_state"):  # torch 2.13
             module.reset_iter_state()
 
     # -- one backward pass -----------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._missing.clear()
+        self._used.clear()
         if self._unused_is_zero:
             self._had_gradient = {name for name, p in self._trained().items() if p.grad is not None}
 
     def _end(self) -> None:
-        unused, self._unused = list(dict.fromkeys(self._unused)), []
+        unused = self._missing - self._used
         if not self.enabled or self._group is None:
             return
-        unused += self._average_whole(self._group)
+        unused.update(self._average_whole(self._group))
         if self._unused_is_zero:
             self._forget_unused(unused, self._group)
         module = self._module()
         if self._buffers and module is not None:
             dist._broadcast_coalesced(self._group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
         if unused and not self._unused_is_zero:
-            self._raise_unused(unused)
+            self._raise_unused(sorted(unused))
 
     def _average_whole(self, group: dist.ProcessGroup) -> list[str]:
         """Average the gradients of parameters that are not cut; returns the names of those without."""
@@ -235,12 +239,15 @@ class ShardedModule:
 
     # -- parameters without gradient -------------------------------------------------------------
 
-    def note_unused(self, names: list[str]) -> None:
-        """Parameters were found to have no gradient in the running backward pass."""
+    def note(self, group: Any) -> None:
+        """The gradients of a unit are about to be reduced; after several forward passes, several times."""
         self._session.enter()
-        self._unused += names
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad:
+                kept, new = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
+                (self._missing if kept is None and new is None else self._used).add(_name(parameter))
 
-    def _forget_unused(self, unused: list[str], group: dist.ProcessGroup) -> None:
+    def _forget_unused(self, unused: Collection[str], group: dist.ProcessGroup) -> None:
         """What no rank used has no gradient, as in one process, and not one of zeros."""
         trained = self._trained()
         used = torch.tensor([name not in unused for name in trained], dtype=torch.uint8, device=self._device_type)
@@ -260,29 +267,16 @@ class ShardedModule:
         )
 
 
-class _Noting:
-    """Stands in for a flag of FSDP2 that is read exactly when a parameter of a group has no gradient.
+def _noting(owner: weakref.ref[ShardedModule], group: weakref.ref[Any]) -> Callable[..., None]:
+    """FSDP2's function that reduces the gradients of a unit, after a look at which are there."""
 
-    It is always true: unused parameters count as zero, so that all ranks reduce the same.
-    """
+    def post_backward(*unused: Any) -> None:
+        sharded, reduced = owner(), group()
+        if sharded is not None and reduced.reduce_grads:
+            sharded.note(reduced)
+        type(reduced).post_backward(reduced, *unused)
 
-    def __init__(self, owner: ShardedModule, group: Any) -> None:
-        self._owner = weakref.ref(owner)
-        self._group = weakref.ref(group)
-
-    def __bool__(self) -> bool:
-        owner, group = self._owner(), self._group()
-        if owner is not None and group is not None:
-            missing = [
-                _name(parameter)
-                for parameter in group.fsdp_params
-                if parameter.unsharded_accumulated_grad is None
-                and parameter.unsharded_param.grad is None
-                and parameter.unsharded_param.requires_grad
-            ]
-            if missing:
-                owner.note_unused(missing)
-        return True
+    return post_backward
 
 
 def _name(parameter: Any) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import SequentialSampler
 
@@ -61,22 +61,19 @@ def _generators(sampler: Any) -> list[torch.Generator]:
 @contextlib.contextmanager
 def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
     """Seed python's, numpy's and torch's CPU generators for the body, and restore them."""
-    numpy: Any = sys.modules.get("numpy.random")  # if nobody imported it, nobody draws from it
     python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = numpy.get_state() if numpy is not None else None
+    numpy_state = np.random.get_state()  # noqa: NPY002  (the generator that samplers draw from)
     generator_states = [generator.get_state() for generator in generators]
     try:
         random.seed(seed)
         torch.manual_seed(seed) if not torch.cuda.is_initialized() else torch.default_generator.manual_seed(seed)
-        if numpy is not None:
-            numpy.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
         for generator in generators:
             generator.manual_seed(seed)
         yield
     finally:
         random.setstate(python_state)
         torch.set_rng_state(torch_state)
-        if numpy is not None:
-            numpy.set_state(numpy_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
         for generator, state in zip(generators, generator_states, strict=True):
             generator.set_state(state)
