@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: F401  (every optimizer does; here once, before ranks are forked)
 import torch.distributed as dist
 from contestants import NEEDS, Case, Transformer, installed, make_optimizer
 from sharded_contestants import accelerate_prepared, by_hand, fabric_prepared, torch_zero1_prepared
@@ -112,14 +113,6 @@ STRATEGIES: dict[str, Setup] = {
     "fabric": fabric,
     "fully_shard": weft_fully_shard,
 }
-# Bytes per parameter of N ranks: those of parameters, gradients and two moments.
-THEORY: dict[str, Callable[[int], float]] = {
-    "torch ddp": lambda n: 16,
-    "replicate": lambda n: 16,
-    "torch zero1": lambda n: 8 + 8 / n,
-    "zero1": lambda n: 8 + 8 / n,
-    "zero2": lambda n: 4 + 12 / n,
-}
 PEERS = {  # whose peak weft's is compared with
     "replicate": ["torch ddp"],
     "zero1": ["torch zero1"],
@@ -129,7 +122,12 @@ PEERS = {  # whose peak weft's is compared with
 
 
 def theory(name: str, ranks: int) -> float:
-    return THEORY.get(name, lambda n: 16 / n)(ranks)
+    """Bytes per parameter of parameters, gradients and two moments."""
+    if name in ("torch ddp", "replicate"):
+        return 16
+    if name in ("torch zero1", "zero1"):
+        return 8 + 8 / ranks
+    return 4 + 12 / ranks if name == "zero2" else 16 / ranks
 
 
 # -- one rank --------------------------------------------------------------------------------------------
@@ -145,8 +143,8 @@ def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # a wrapper's
     optimizer = getattr(optimizer, "optim", optimizer)  # the one inside of ZeroRedundancyOptimizer
-    parameters = list(model.parameters())
-    kinds = {
+    parameters: list[torch.Tensor] = list(model.parameters())
+    kinds: dict[str, list[torch.Tensor]] = {
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "state": [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)],
@@ -232,12 +230,18 @@ def measure(name: str, ranks: int, size: Size) -> dict[str, Any]:
     return {"strategy": name, "ranks": ranks, "held": held, "theory": theory(name, ranks), **figures}
 
 
-def print_results(results: list[dict[str, Any]]) -> None:
+def table(title: str, names: list[str], size: Size, worlds: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Measure and print line by line."""
     columns = ("theory", "held", "parameters", "gradients", "state", "peak", "steady")
-    print(f"  {'':18}{'ranks':>6}" + "".join(f"{column:>11}" for column in columns))
-    for result in results:
+    results: list[dict[str, Any]] = []
+    for ranks, name in ((ranks, name) for ranks in worlds for name in names):
+        results.append(result := measure(name, ranks, size))
+        if len(results) == 1:
+            print(f"\n{title}: bytes per parameter and rank, {result['count'] / 1e6:.1f} million parameters")
+            print(f"  {'':18}{'ranks':>6}" + "".join(f"{column:>11}" for column in columns))
         values = "".join(f"{result[column]:11.2f}" for column in columns)
-        print(f"  {result['strategy']:18}{result['ranks']:6}{values}", flush=True)
+        print(f"  {name:18}{ranks:6}{values}", flush=True)
+    return results
 
 
 def verdicts(held: list[dict[str, Any]], peak: list[dict[str, Any]]) -> list[tuple[bool, str]]:
@@ -279,12 +283,10 @@ def main() -> int:
     print(f"DeepSpeed is left out: {'not measured here' if known else 'it is not installed'}")
     names = [name for name in options.only if installed(name)]
     held_size, peak_size = (QUICK_SIZE, QUICK_SIZE) if options.quick else (HELD_SIZE, PEAK_SIZE)
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for title, size, worlds in (("held", held_size, (2, 4)), ("peak", peak_size, (2,))):
-        tables[title] = [measure(name, ranks, size) for ranks in worlds for name in names]
-        millions = tables[title][0]["count"] / 1e6
-        print(f"\n{title}: bytes per parameter and rank, {millions:.1f} million parameters")
-        print_results(tables[title])
+    tables = {
+        "held": table("held", names, held_size, (2, 4)),
+        "peak": table("peak", names, peak_size, (2,)),
+    }
     print()
     lines = verdicts(**tables)
     for kept, text in lines:

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 
 __all__ = [
+    "OTHER_NUMBERS",
     "accelerate_prepared",
     "available",
     "builders_of",
@@ -198,6 +199,8 @@ SHARD: Builders = {
     "weft": weft_sharded,
     "weft units": partial(weft_sharded, default_units=True),
 }
+# They cast the weights to bf16 and compute with those, which is not what autocast does.
+OTHER_NUMBERS = {"shard-bf16": {"torch own", "accelerate"}}
 ZERO1: Builders = {"torch": torch_zero1, "control": torch_zero1, "weft": weft_zero1}
 
 

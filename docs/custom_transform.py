@@ -43,7 +43,10 @@ class SumOverRanks:
 
 
 @weft.transform(
-    after={"with_precision"}, before={"accumulate_grads"}, excludes={"replicate", "fully_shard"}, collective=True
+    after={"with_precision"},
+    before={"accumulate_grads"},
+    excludes={"replicate", "fully_shard", "zero_partition"},
+    collective=True,
 )
 def sum_gradients(module: M, ctx: weft.DistContext) -> tuple[M, weft.DistContext]:
     """Sum the gradients of all ranks; every rank starts from rank 0's parameters."""

@@ -166,7 +166,7 @@ def endless(loader: Iterable[T]) -> Iterator[T]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=8, help="sequences per micro-batch, of all ranks together")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per optimizer step")
     parser.add_argument("--strategy", default="replicate", choices=("replicate", "fully_shard", *STAGES))

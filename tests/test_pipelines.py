@@ -34,6 +34,8 @@ class Pipeline:
     ranks: int
     order: tuple[str, ...]
     optimizer_order: tuple[str, ...]
+    strategy: str
+    units: type | str | int | None
     precision: str
     samples: int
     batch: int
@@ -54,7 +56,7 @@ class Pipeline:
     @property
     def is_right(self):
         """Whether the order is one the design allows."""
-        rules = [("with_precision", "replicate"), ("replicate", "accumulate_grads"), ("shard_data", "accumulate_grads")]
+        rules = [("with_precision", "strategy"), ("strategy", "accumulate_grads"), ("shard_data", "accumulate_grads")]
         rules_hold = all(
             self.order.index(a) < self.order.index(b) for a, b in rules if a in self.order and b in self.order
         )
@@ -72,20 +74,27 @@ def pipelines(draw):
     precision = draw(st.sampled_from(["none", "fp64", "fp32", "bf16", "fp16"]))
     names = [
         *(["with_precision"] if precision != "none" else []),
-        *(["replicate"] if ranks > 1 or draw(st.booleans()) else []),
+        *(["strategy"] if ranks > 1 or draw(st.booleans()) else []),
         *(["shard_data"] if draw(st.integers(0, 4)) else []),
         *(["accumulate_grads"] if draw(st.integers(0, 4)) else []),
     ]
     # Most orders are right ones, or nothing but refusals would be tried.
     order = tuple(names) if draw(st.integers(0, 5)) != 3 else tuple(draw(st.permutations(names)))
     told = precision == "fp16" or draw(st.booleans())
-    flat, unused = draw(st.booleans()), draw(st.sampled_from(["error", "error", "zero"]))
-    fuse = unused == "error" and (draw(st.booleans()) if flat else draw(st.integers(0, 19)) == 7)
+    strategy = draw(st.sampled_from(["replicate", "replicate", "fully_shard", "zero1", "zero2", "zero3"]))
+    flat, unused = strategy == "replicate" and draw(st.booleans()), draw(st.sampled_from(["error", "error", "zero"]))
+    fuse = (
+        strategy == "replicate"
+        and unused == "error"
+        and (draw(st.booleans()) if flat else draw(st.integers(0, 19)) == 7)
+    )
     last = [*(["with_precision"] if told and precision != "none" else []), *(["fuse_step"] if fuse else [])]
     return Pipeline(
         ranks=ranks,
         order=order,
         optimizer_order=tuple(last[::-1] if draw(st.integers(0, 9)) == 7 else last),
+        strategy=strategy,
+        units=draw(st.sampled_from([None, nn.Linear, "second", 30])),
         precision=precision,
         samples=draw(st.integers(0, 40)),
         batch=draw(st.integers(1, 6)),
@@ -219,31 +228,49 @@ _SCALE = weft.LossScaling(init=2.0**8)  # low, so that no step is skipped
 _FP16 = weft.Precision(param=torch.float32, compute=torch.float16, output=torch.float32, scaling=_SCALE)
 
 
-def _apply(p, name, model, loader, ctx):
+def _apply(p, name, model, loader, optimizer, ctx):
     if name == "shard_data":
         loader, ctx = weft.shard_data(loader, ctx, uneven=_uneven(p))
     elif name == "with_precision":
         model, ctx = weft.with_precision(model, ctx, _FP16 if p.precision == "fp16" else p.precision)
-    elif name == "replicate":
-        model, ctx = weft.replicate(model, ctx, flat=p.flat, bucket_bytes=p.bucket_bytes, unused=p.unused)
+    elif name == "strategy":
+        model, optimizer, ctx = _distribute(p, model, ctx)
     else:
         steps = p.steps[0] if len(p.steps) == 1 else lambda window: _size_of(p, window)
         model, loader, ctx = weft.accumulate_grads(
             model, loader, ctx, steps=steps, remainder=p.remainder, reduce=p.reduce
         )
-    return model, loader, ctx
+    return model, loader, optimizer, ctx
+
+
+def _distribute(p, model, ctx):
+    """The model by its strategy; and the optimizer, if the strategy takes that too."""
+    if p.strategy == "replicate":
+        model, ctx = weft.replicate(model, ctx, flat=p.flat, bucket_bytes=p.bucket_bytes, unused=p.unused)
+        return model, None, ctx
+    if p.strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx, units=p.units, unused=p.unused)
+        return model, None, ctx
+    optimizer = _optimizer(p, model)
+    if "with_precision" in p.optimizer_order and any(r.name == "with_precision" for r in ctx.records(model)):
+        optimizer, ctx = weft.with_precision(optimizer, ctx)
+    stage = int(p.strategy[-1])
+    units = p.units if stage > 1 else None
+    return weft.zero_partition(model, optimizer, ctx, stage=stage, units=units, unused=p.unused)
 
 
 def train(ctx, p):
     """Parameters and number of steps, or the text of an OrderError."""
     torch.manual_seed(ctx.rank)
     model, loader = _model(_dtype(p)), DataLoader(_dataset(p, _dtype(p)), batch_size=p.batch)
+    optimizer = None
     try:
         for name in p.order:
-            model, loader, ctx = _apply(p, name, model, loader, ctx)
-        optimizer = _optimizer(p, model)
-        for name in p.optimizer_order:
-            optimizer, ctx = getattr(weft, name)(optimizer, ctx)
+            model, loader, optimizer, ctx = _apply(p, name, model, loader, optimizer, ctx)
+        if optimizer is None:
+            optimizer = _optimizer(p, model)
+            for name in p.optimizer_order:
+                optimizer, ctx = getattr(weft, name)(optimizer, ctx)
     except weft.OrderError as error:
         return str(error)
     steps = 0
@@ -262,7 +289,11 @@ def train(ctx, p):
             assert p.precision != "fp16" or not weft.skipped(optimizer)
             steps += 1
         assert steps - before == promised, "len(loader) is not the number of windows"
-    return [q.detach().clone() for q in model.parameters()], steps
+    return [_whole(q.detach()).clone() for q in model.parameters()], steps
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def check(p):
@@ -279,7 +310,7 @@ def check(p):
         limit = _PER_STEP["fp64" if p.precision == "none" else p.precision] * max(steps, 10)
         assert difference <= limit, f"differs by {difference} after {steps} steps, allowed are {limit}"
         assert largest_difference(result[0], found[0][0]) == 0, "the ranks differ"
-    return f"{(steps > 0 and 'trained') or 'nothing to do'}, {p.precision}"
+    return f"{(steps > 0 and 'trained') or 'nothing to do'}, {p.precision}, {p.strategy}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,6 +2,8 @@
 
 import pickle
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -170,6 +172,31 @@ def test_any_sampler_is_pure_and_told_the_epoch():
     assert sampler.epochs == [0, 1] and first != second
     again, _ = weft.shard_data(DataLoader(range(8), sampler=_Told(8), batch_size=2), fake(0, 2))
     assert [b.tolist() for b in again] == first
+
+
+# In a fresh process: numpy imports its random module when it is first used, here inside of the sampler.
+FIRST_USE = """
+import sys
+import numpy as np, weft
+from torch.utils.data import DataLoader
+
+assert "numpy.random" not in sys.modules
+
+class Shuffled:
+    def __len__(self):
+        return 50
+
+    def __iter__(self):
+        return iter(np.random.permutation(50).tolist())
+
+first, second = (weft.shard_data(DataLoader(range(50), sampler=Shuffled()), weft.local())[0] for _ in range(2))
+assert [batch.item() for batch in first] == [batch.item() for batch in second]
+"""
+
+
+def test_a_sampler_that_is_the_first_to_use_numpys_generator():
+    done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_weighted_sampler_is_the_same_on_all_ranks():

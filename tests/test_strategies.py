@@ -220,7 +220,7 @@ def test_a_strategy_equals_one_process(n):
 
 
 def test_a_hybrid_mesh_equals_one_process():
-    cases = cover(["hybrid"]) + [Case("zero1"), Case("zero3", "sgd"), Case("zero3", "adafactor", steps=4)]
+    cases = [*cover(["hybrid"]), Case("zero1"), Case("zero3", "sgd"), Case("zero3", "adafactor", steps=4)]
     check(cases, run_ranks(train_all, 4, cases, mesh={"replica": 2, "shard": 2}, timeout_s=600))
 
 

@@ -122,7 +122,7 @@ def _marks_of(obj: object) -> tuple[_Mark, ...]:
     return held.marks if isinstance(held, _Marks) else ()
 
 
-def offered(obj: object, kind: type[T]) -> list[T]:
+def offered(obj: object, kind: Callable[..., T]) -> list[T]:
     """Find what the transforms applied to `obj` offer, by protocol.
 
     Changes: nothing. Collectives: none.
@@ -138,7 +138,9 @@ def offered(obj: object, kind: type[T]) -> list[T]:
         >>> offered(nn.Linear(2, 2), GradSync)
         []
     """
-    return [offer for mark in _marks_of(obj) for offer in mark.offers if isinstance(offer, kind)]
+    # `type[T]` in the signature would be truer, but mypy takes no protocol for one.
+    wanted = cast("type[T]", kind)
+    return [offer for mark in _marks_of(obj) for offer in mark.offers if isinstance(offer, wanted)]
 
 
 # -- the decorator -----------------------------------------------------------------------------------

@@ -305,7 +305,9 @@ def _check_parameters(
         for name, p in part.named_parameters(prefix, recurse=False):
             if p.requires_grad and name in named:
                 kinds.setdefault(unit_of.get(owner[id(part)], 0), {}).setdefault(p.dtype, name)
-    mixed = [", ".join(f"{name} {dtype}" for dtype, name in found.items()) for found in kinds.values() if len(found) > 1]
+    mixed = [
+        ", ".join(f"{name} {dtype}" for dtype, name in found.items()) for found in kinds.values() if len(found) > 1
+    ]
     if mixed:
         raise ValueError(
             message(
@@ -561,7 +563,10 @@ class _Source:
                 message(
                     f"{what}: weights do not fit the {type(module).__name__} on meta",
                     found="; ".join(
-                        [*([f"wrong: {listed(wrong)}"] if wrong else []), *([f"no value: {listed(lost)}"] if lost else [])]
+                        [
+                            *([f"wrong: {listed(wrong)}"] if wrong else []),
+                            *([f"no value: {listed(lost)}"] if lost else []),
+                        ]
                     ),
                     expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
                     "reset_parameters() in its module",

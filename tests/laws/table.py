@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import pathlib
 from dataclasses import replace
 from functools import partial
@@ -63,6 +64,41 @@ def fuse(parts: Parts, ctx):
 def fuse_wrong(parts: Parts, ctx):
     parts.optimizer = torch.optim.Adagrad.__new__(torch.optim.LBFGS)
     return fuse(parts, ctx)
+
+
+def shard_fully(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.fully_shard(parts.module, ctx, **options)
+    return ctx
+
+
+def partition(parts: Parts, ctx, **options):
+    parts.module, parts.optimizer, ctx = weft.zero_partition(parts.module, parts.optimizer, ctx, **options)
+    return ctx
+
+
+def gather(parts: Parts, ctx):
+    parts.optimizer, ctx = weft.gather_step(parts.optimizer, ctx)
+    return ctx
+
+
+def gather_wrong(parts: Parts, ctx):
+    parts.optimizer = torch.optim.Adagrad.__new__(torch.optim.LBFGS)
+    return gather(parts, ctx)
+
+
+def compute_again(parts: Parts, ctx, blocks):
+    parts.module, ctx = weft.recompute(parts.module, ctx, blocks=blocks)
+    return ctx
+
+
+def compile_it(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.compiled(parts.module, ctx, **{"backend": "eager", **options})
+    return ctx
+
+
+def average(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.average_weights(parts.module, ctx, **options)
+    return ctx
 
 
 def sum_all(parts: Parts, ctx):
@@ -138,7 +174,49 @@ NORMS = Row(name="sync_batch_norm", apply=norms, break_input=partial(norms, axis
 FUSE = Row(name="fuse_step", apply=fuse, on_optimizer=True, needs=(FLAT,), break_input=fuse_wrong)
 CUSTOM = Row(name="sum_gradients", apply=sum_all, synchronizes=True, break_input=sum_other_model)
 
+FULLY = Row(
+    name="fully_shard",
+    apply=partial(shard_fully, units=torch.nn.Linear),
+    synchronizes=True,
+    break_input=partial(shard_fully, units="nowhere"),
+)
+HYBRID = Row(
+    name="fully_shard[hybrid]",
+    apply=partial(shard_fully, reshard_after_forward=False),
+    synchronizes=True,
+    mesh={"replica": -1, "shard": 2},
+    break_input=partial(shard_fully, axis=("replica", "shards")),
+)
+ZERO1, ZERO2, ZERO3 = (
+    Row(
+        name=f"zero_partition[{stage}]",
+        apply=partial(partition, stage=stage),
+        on_both=True,
+        synchronizes=True,
+        break_input=partial(partition, stage=stage, unused="sometimes"),
+    )
+    for stage in (1, 2, 3)
+)
+GATHER = Row(name="gather_step", apply=gather, on_optimizer=True, needs=(FULLY,), break_input=gather_wrong)
+RECOMPUTE = Row(
+    name="recompute",
+    apply=partial(compute_again, blocks=["first", "head"]),
+    break_input=partial(compute_again, blocks="nowhere"),
+)
+COMPILED = Row(name="compiled", apply=compile_it, break_input=partial(compile_it, backend="nothing"))
+AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average, decay=2.0))
+
 TABLE = [
     SHARD, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
+    FULLY, HYBRID, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, AVERAGE,
 ]  # fmt: skip
-PAIRS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
+# Pairs: the options of the first transforms with each other, and one of each of those with the others.
+OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
+ONE_OF_EACH = [SHARD, REPLICATE, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
+OTHERS = [FULLY, ZERO1, RECOMPUTE, COMPILED, AVERAGE]
+PAIRS = [
+    *itertools.permutations(OPTIONS, 2),
+    *itertools.product(ONE_OF_EACH, OTHERS),
+    *itertools.product(OTHERS, ONE_OF_EACH),
+    *itertools.permutations(OTHERS, 2),
+]

@@ -1,21 +1,27 @@
 """Checkpoints: state that survives anything, at any world size and under any strategy.
 
-state.py     what has to survive, as tensors and plain values, by name
-pieces.py    which part of a tensor a rank holds, and which rank writes it
-manifest.py  the one JSON file that says what a checkpoint consists of
-files.py     safetensors files with hashes, brought to the disk for certain
-commit.py    all or nothing: hidden folder, one rename; which checkpoints there are
-saving.py    `save`
-restoring.py `restore`, `verify`
+state.py      what has to survive, as tensors and plain values, by name
+values.py     plain values as JSON, and back
+randomness.py random states
+pieces.py     which part of a tensor a rank holds, and which rank writes it
+manifest.py   the one JSON file that says what a checkpoint consists of
+files.py      safetensors files with hashes, brought to the disk for certain
+commit.py     all or nothing: hidden folder, one rename; `latest`, `verify`
+saving.py     `save`
+reading.py    tensors out of the files, cut up as they are needed
+loading.py    from the files into the objects, all or nothing
+restoring.py  `restore`
+ranks.py      work that fails on one rank fails on all
 
 [Note: format] A checkpoint is a folder `step-<number>` with one safetensors file per rank and
 `manifest.json`: for each tensor its dtype, shape and pieces (file, offsets, shape); plain values as
-JSON; and bytes and SHA-256 of each file. Nothing is pickled. A tensor may be cut up in any way, so
-the number of ranks and the strategy may differ between saving and restoring.
+JSON; and bytes and SHA-256 of each file; its first line holds the SHA-256 of the rest of it. Nothing is
+pickled. A tensor may be cut up in any way, so the number of ranks and the strategy may differ
+between saving and restoring.
 """
 
-from weft.checkpoint.commit import latest
-from weft.checkpoint.restoring import Restored, restore, verify
+from weft.checkpoint.commit import latest, verify
+from weft.checkpoint.restoring import Restored, restore
 from weft.checkpoint.saving import save
 from weft.checkpoint.state import Checkpoint, checkpointable
 

@@ -1,20 +1,21 @@
 """All or nothing: a checkpoint is written into a hidden folder and appears with one rename.
 
 Which checkpoint is the latest is not written down anywhere; it follows from the folders that are
-there and complete.
+there and complete. One is removed the same way: renamed first, so that no half of it is ever seen.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from pathlib import Path
 
-from weft.checkpoint.files import sync_folder
-from weft.checkpoint.manifest import NAME, read_manifest
+from weft.checkpoint.files import check_file, sync_folder
+from weft.checkpoint.manifest import Manifest, read_manifest
 from weft.errors import CheckpointError, message
 
-__all__ = ["begin", "clean", "complete", "finish", "hidden", "latest", "prune", "target"]
+__all__ = ["begin", "clean", "finish", "folders", "latest", "prune", "target", "verify"]
 
 _NAME = re.compile(r"step-(\d{1,18})")
 
@@ -24,36 +25,46 @@ def target(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def hidden(directory: Path, step: int) -> Path:
-    """The folder a step is written into before it is complete."""
-    return directory / f".step-{step:08d}.writing"
+def begin(directory: Path, step: int) -> Path:
+    """Make the hidden folder that a checkpoint is written into; its name is used only once.
 
-
-def begin(directory: Path, step: int) -> None:
-    """Make the hidden folder that a checkpoint is written into.
+    A rank that outlived its job and still writes thereby spoils nothing but its own folder.
 
     Raises:
         CheckpointError: The step is saved already.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     final = target(directory, step)
-    path = hidden(directory, step)
-    if final.exists():
-        raise CheckpointError(
-            message(
-                f"save: step {step} is saved already",
-                found=str(final),
-                expected="a step that is not there: a checkpoint is never changed",
-                fix="weft.save(state, directory, step + 1, ctx), or another directory",
-            )
-        )
+    if final.exists() or final.is_symlink():
+        _set_aside(final, step)
     clean(directory)  # nobody writes there: the lock of the directory is ours
+    path = directory / f".step-{step:08d}.{secrets.token_hex(4)}.writing"
     path.mkdir()
+    return path
+
+
+def _set_aside(final: Path, step: int) -> None:
+    """Give a damaged checkpoint another name, so that a run that went back behind it can go on."""
+    try:
+        verify(final)
+    except CheckpointError:
+        place = final.with_name(f"{final.name}.damaged")
+        while place.exists():
+            place = final.with_name(f"{final.name}.{secrets.token_hex(4)}.damaged")
+        final.rename(place)
+        return
+    raise CheckpointError(
+        message(
+            f"save: step {step} is saved already",
+            found=str(final),
+            expected="a step that is not there: a checkpoint is never changed",
+            fix="weft.save(state, directory, step + 1, ctx), or another directory",
+        )
+    )
 
 
 def clean(directory: Path) -> None:
-    """Remove what saves that were interrupted left behind."""
-    for path in directory.glob(".step-*.writing"):
+    """Remove what saves and removals that were interrupted left behind."""
+    for path in (*directory.glob(".step-*.writing"), *directory.glob(".step-*.removing")):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -64,24 +75,20 @@ def finish(written: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
-def complete(directory: Path) -> list[Path]:
-    """The checkpoints whose manifest can be read, oldest first; by number, not by name."""
-    found: list[tuple[int, Path]] = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            try:
-                read_manifest(path)
-            except CheckpointError:
-                continue
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
+def folders(directory: Path) -> list[Path]:
+    """What looks like a checkpoint, oldest first; by number, not by name."""
+    found = [(int(match[1]), path) for path in _listed(directory) if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
+
+
+def _listed(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 def latest(directory: str | Path) -> Path | None:
     """Find the newest complete checkpoint in a directory; None if there is none.
 
-    Only manifests are read; `verify` reads all bytes.
+    Only manifests are read, and sizes of files compared; `verify` reads all bytes.
 
     Changes: nothing. Collectives: none.
 
@@ -95,12 +102,53 @@ def latest(directory: str | Path) -> Path | None:
         >>> latest("/nowhere") is None
         True
     """
-    found = complete(Path(directory))
-    return found[-1] if found else None
+    return next((path for path in reversed(folders(Path(directory))) if _is_complete(path)), None)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; each one's manifest goes first."""
-    for path in complete(directory)[:-keep]:
-        (path / NAME).unlink()
-        shutil.rmtree(path, ignore_errors=True)
+def _is_complete(folder: Path) -> bool:
+    try:
+        _check(folder, content=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def verify(path: str | Path) -> Manifest:
+    """Read every byte of a checkpoint and compare it with its manifest.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        path: The folder of one checkpoint.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        CheckpointError: Something is missing or damaged; the text names the file and a tensor in it.
+
+    Example:
+        >>> import tempfile, torch, weft
+        >>> state, ctx = weft.checkpointable({"model": torch.nn.Linear(2, 2)}, weft.local())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weft.verify(weft.save(state, folder, 1, ctx)).step
+        1
+    """
+    return _check(Path(path), content=True)
+
+
+def _check(folder: Path, *, content: bool) -> Manifest:
+    manifest = read_manifest(folder)
+    for name in manifest.files:
+        check_file(folder, name, manifest, content=content)
+    return manifest
+
+
+def prune(directory: Path, keep: int, saved: Path) -> None:
+    """Remove all but the newest `keep` complete checkpoints, and never the one just saved."""
+    kept = [path for path in folders(directory) if _is_complete(path)]
+    for path in kept[:-keep]:
+        if path != saved:
+            gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removing")
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)

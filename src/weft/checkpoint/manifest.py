@@ -1,19 +1,36 @@
-"""The manifest: what a checkpoint consists of. Read with suspicion: it may come from anywhere."""
+"""The manifest: what a checkpoint consists of. Read with suspicion: it may come from anywhere.
+
+Its first line holds the SHA-256 of all that follows, so that a flipped bit in a number is noticed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError, listed, message
 
-__all__ = ["FORMAT", "NAME", "FileEntry", "Manifest", "Piece", "TensorEntry", "read_manifest"]
+__all__ = ["DTYPES", "FORMAT", "NAME", "FileEntry", "Manifest", "Piece", "TensorEntry", "check", "read_manifest"]
 
 FORMAT = "weft checkpoint 1"
 NAME = "manifest.json"
+T = TypeVar("T")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _MAX_BYTES = 2**30
+_SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+
+# Of torch, and what safetensors calls them, with their size.
+DTYPES = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
+    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "bool": ("BOOL", 1),
+    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +96,9 @@ class Manifest:
     format: str = FORMAT
 
     def text(self) -> str:
-        """The manifest as JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=True)
+        """The manifest as JSON, with its own hash in the first line."""
+        rest = json.dumps(asdict(self), indent=1).removeprefix("{\n")
+        return f'{{"sha256": "{hashlib.sha256(rest.encode()).hexdigest()}",\n{rest}'
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -92,27 +110,33 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         if path.is_symlink() or not path.is_file():
-            _refuse(folder, "no manifest", f"no file {NAME}")
+            _refuse(folder, "no manifest", f"no plain file {NAME}")
         if path.stat().st_size > _MAX_BYTES:
             _refuse(folder, "a manifest that is too large", f"{path.stat().st_size} bytes")
-        data = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        seal = _SEAL.match(text)
+        if seal is None or hashlib.sha256(memoryview(text)[seal.end() :]).hexdigest().encode() != seal[1]:
+            _refuse(folder, "a damaged manifest", f"{NAME}: its SHA-256 differs from the one in its first line")
+        data = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        _refuse(folder, "a manifest that cannot be read", f"{type(error).__name__}: {error}", error)
+        _refuse(folder, "a manifest that cannot be read", f"{NAME}: {type(error).__name__}: {error}", error)
     try:
         manifest = _parsed(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        _refuse(folder, "a manifest that is not one", f"{type(error).__name__}: {error}", error)
-    _check(folder, manifest)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        _refuse(folder, "a manifest that is not one", f"{NAME}: {type(error).__name__}: {error}", error)
+    wrong = check(manifest)
+    if wrong:
+        _refuse(folder, "a manifest that contradicts itself", listed(wrong))
     return manifest
 
 
-def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None = None) -> None:
+def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None = None) -> NoReturn:
     raise CheckpointError(
         message(
             f"{folder} has {problem}",
-            found=found,
+            found=f"{found:.500}",
             expected=f"a folder that weft.save wrote, with {NAME} of format {FORMAT!r}",
-            fix="weft.latest(directory)  # the newest complete checkpoint",
+            fix="weft.restore(state, directory, ctx)  # takes the newest checkpoint that is whole",
         )
     ) from cause
 
@@ -121,56 +145,79 @@ def _parsed(data: Any) -> Manifest:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}")
     tensors = {
-        str(name): TensorEntry(
-            dtype=str(entry["dtype"]),
+        _is(str, name): TensorEntry(
+            dtype=_dtype(entry["dtype"]),
             shape=_sizes(entry["shape"]),
             pieces=tuple(
-                Piece(file=str(p["file"]), offsets=_sizes(p["offsets"]), shape=_sizes(p["shape"]))
-                for p in entry["pieces"]
+                Piece(file=_is(str, p["file"]), offsets=_sizes(p["offsets"]), shape=_sizes(p["shape"]))
+                for p in _is(list, entry["pieces"])
             ),
-            same_as=None if entry["same_as"] is None else str(entry["same_as"]),
+            same_as=None if entry["same_as"] is None else _is(str, entry["same_as"]),
         )
-        for name, entry in data["tensors"].items()
+        for name, entry in _is(dict, data["tensors"]).items()
     }
     files = {
-        str(name): FileEntry(bytes=int(entry["bytes"]), sha256=str(entry["sha256"]))
-        for name, entry in data["files"].items()
+        name: FileEntry(bytes=_size(entry["bytes"]), sha256=_is(str, entry["sha256"]))
+        for name, entry in _is(dict, data["files"]).items()
     }
     return Manifest(
-        step=int(data["step"]),
-        world_size=int(data["world_size"]),
+        step=_size(data["step"]),
+        world_size=_size(data["world_size"]),
         tensors=tensors,
-        values=dict(data["values"]),
-        ranks=[dict(rank) for rank in data["ranks"]],
+        values=_is(dict, data["values"]),
+        ranks=[_is(dict, rank) for rank in _is(list, data["ranks"])],
         files=files,
     )
 
 
+def _is(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.60} where a {kind.__name__} should be")
+    return value
+
+
+def _size(value: Any) -> int:
+    if not 0 <= _is(int, value) < 2**62:
+        raise ValueError(f"the number {value:.3g}")
+    return int(value)
+
+
 def _sizes(value: Any) -> tuple[int, ...]:
-    sizes = tuple(value)
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError(f"sizes {value!r}")
-    return sizes
+    return tuple(_size(size) for size in _is(list, value))
 
 
-def _check(folder: Path, manifest: Manifest) -> None:
-    """Refuse names that lead out of the folder, and tensors that their pieces do not cover."""
-    wrong = [name for name in manifest.files if Path(name).name != name or name in ("", ".", "..", NAME)]
+def _dtype(value: Any) -> str:
+    if value not in DTYPES:
+        raise ValueError(f"dtype {value!r:.60}")
+    return str(value)
+
+
+def check(manifest: Manifest) -> list[str]:
+    """What contradicts itself: names that lead out of the folder, tensors that their pieces do not cover."""
+    wrong = [repr(name) for name in manifest.files if not _FILE.fullmatch(name)]
+    claimed = dict.fromkeys(manifest.files, 0)
     for name, entry in manifest.tensors.items():
         if entry.same_as is not None:
             origin = manifest.tensors.get(entry.same_as)
-            if origin is None or origin.same_as is not None or entry.pieces:
+            if origin is None or origin.same_as is not None or entry.pieces or origin.shape != entry.shape:
                 wrong.append(f"{name}: the same as {entry.same_as}")
             continue
-        covered = 0
+        strange = [p for p in entry.pieces if not _is_inside(p, entry.shape) or p.file not in manifest.files]
+        wrong += [f"{name}: a piece at {piece.offsets} in {piece.file!r}" for piece in strange]
+        covered = sum(math.prod(piece.shape) for piece in entry.pieces)
+        if not strange and (covered != math.prod(entry.shape) or _overlap(entry.pieces)):
+            wrong.append(f"{name}: {covered} of {math.prod(entry.shape)} elements, or pieces that overlap")
         for piece in entry.pieces:
-            if not _is_inside(piece, entry.shape) or piece.file not in manifest.files:
-                wrong.append(f"{name}: a piece at {piece.offsets} in {piece.file!r}")
-            covered += _count(piece.shape)
-        if covered != _count(entry.shape):
-            wrong.append(f"{name}: {covered} of {_count(entry.shape)} elements")
-    if wrong:
-        _refuse(folder, "a manifest that contradicts itself", "; ".join(wrong[:5]))
+            if piece.file in claimed:
+                claimed[piece.file] += math.prod(piece.shape) * DTYPES[entry.dtype][1]
+    wrong += [
+        f"{name!r}: {claimed[name]} bytes of tensors in {entry.bytes}"
+        for name, entry in manifest.files.items()
+        if claimed[name] > entry.bytes
+    ]
+    if len(manifest.ranks) != manifest.world_size:
+        wrong.append(f"{len(manifest.ranks)} of {manifest.world_size} ranks")
+    return wrong
 
 
 def _is_inside(piece: Piece, whole: tuple[int, ...]) -> bool:
@@ -179,8 +226,18 @@ def _is_inside(piece: Piece, whole: tuple[int, ...]) -> bool:
     return all(at + size <= most for at, size, most in zip(piece.offsets, piece.shape, whole, strict=True))
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _overlap(pieces: tuple[Piece, ...]) -> bool:
+    """Whether two pieces share an element; along the first dimension only neighbours are compared."""
+    reaching: list[Piece] = []
+    for piece in sorted(pieces, key=lambda p: p.offsets):
+        if not piece.shape:
+            return len(pieces) > 1
+        if 0 in piece.shape:
+            continue
+        reaching = [other for other in reaching if other.offsets[0] + other.shape[0] > piece.offsets[0]]
+        for other in reaching:
+            sides = zip(piece.offsets, piece.shape, other.offsets, other.shape, strict=True)
+            if all(at < start + size and start < at + length for at, length, start, size in sides):
+                return True
+        reaching.append(piece)
+    return False

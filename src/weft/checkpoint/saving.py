@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from weft.checkpoint import commit
-from weft.checkpoint.files import write_tensors, write_text
-from weft.checkpoint.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry
+from weft.checkpoint.files import sync_folder, write_tensors, write_text
+from weft.checkpoint.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
 from weft.checkpoint.pieces import block_of, local_part, writers
-from weft.checkpoint.state import Checkpoint, Content, collect, random_state
+from weft.checkpoint.randomness import random_state
+from weft.checkpoint.ranks import from_main, on_all
+from weft.checkpoint.state import Checkpoint, Content, collect
 from weft.collectives import gather_objects
 from weft.context import DistContext
-from weft.context.world import disagree
 from weft.engines.torch.shards import is_sharded
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError, listed, message
 
 __all__ = ["save"]
-
-R = TypeVar("R")
 
 
 def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, *, keep: int | None = None) -> Path:
@@ -34,7 +35,8 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
 
     Each rank writes the blocks it holds, tensors that all hold are shared out. The checkpoint is
     written into a hidden folder and appears with one rename, after every file was brought to the
-    disk; a run that is killed at any moment leaves the checkpoints before it as they were.
+    disk; a run that is killed at any moment leaves the checkpoints before it as they were. A damaged
+    checkpoint of the same step, which `restore` passed over, is renamed to `step-<number>.damaged`.
 
     Changes: nothing of the state; the directory. Collectives: a few gatherings of names and hashes.
 
@@ -43,16 +45,17 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
         directory: Of the run, on a file system all ranks share; made if missing.
         step: Number of the checkpoint, >= 0; its folder is `step-<number>`.
         ctx: Whose ranks.
-        keep: After the checkpoint is complete, remove all but the newest so many.
+        keep: After the checkpoint is complete, remove all but those with the largest so many steps.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: The step is saved already, or somebody else writes there.
+        CheckpointError: The step is saved already, somebody else writes there, or ranks differ.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
-        PeerError: Another rank failed, or did not call `save`.
+        PeerError: Another rank failed, or does something else that waits for this one. A rank that is
+            merely late is waited for, as long as it lives, up to `ctx.timeout_s`.
         OSError: Writing failed, with the reason of the system; the old checkpoints are as they were.
 
     Example:
@@ -63,23 +66,23 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
         'step-00000010'
     """
     step, where = _checked(state, directory, step, keep)
+    ctx.require_collective("save")
     ctx.agree("save", {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep})
-    content = _on_all(ctx, lambda: collect(state))
+    content = on_all("save", ctx, lambda: collect(state))
     with _only_saver(where, ctx):
-        _on_main(ctx, lambda: commit.begin(where, step))
-        hidden = commit.hidden(where, step)
+        hidden = Path(from_main("save", ctx, lambda: str(commit.begin(where, step))))
+        final = commit.target(where, step)
         try:
-            mine = _on_all(ctx, lambda: _write(hidden, content, ctx))
+            mine = on_all("save", ctx, lambda: _write(hidden, content, ctx))
             mine["rank"] = {"rng": random_state(ctx.device)} if state.rng else {}
             parts = gather_objects(mine, ctx)
-            final = commit.target(where, step)
-            _on_main(ctx, lambda: _commit(hidden, final, step, content, parts))
+            from_main("save", ctx, lambda: _commit(hidden, final, step, content, parts))
         except BaseException:
             if ctx.is_main:
-                commit.clean(where)
+                shutil.rmtree(hidden, ignore_errors=True)
             raise
-    if keep is not None:
-        _on_main(ctx, lambda: commit.prune(where, keep))
+        if keep is not None:
+            from_main("save", ctx, lambda: commit.prune(where, keep, final))
     return final
 
 
@@ -106,35 +109,24 @@ def _checked(state: Checkpoint, directory: str | Path, step: int, keep: int | No
     return step, Path(directory)
 
 
-def _on_all(ctx: DistContext, work: Callable[[], R]) -> R:
-    """Do work that may fail on one rank; the peers, which are at the next meeting, learn of it."""
-    try:
-        result = work()
-    except BaseException as error:
-        disagree(ctx.world, error)
-        raise
-    ctx.agree("save")
-    return result
-
-
-def _on_main(ctx: DistContext, work: Callable[[], R]) -> R | None:
-    return _on_all(ctx, lambda: work() if ctx.is_main else None)
-
-
 @contextlib.contextmanager
 def _only_saver(directory: Path, ctx: DistContext) -> Iterator[None]:
     """Hold the lock of the directory on the main rank: one job saves at a time."""
-    handle = _on_main(ctx, lambda: _lock(directory))
+    held: list[int] = []
     try:
+        from_main("save", ctx, lambda: held.append(_lock(directory)))
         yield
     finally:
-        if handle is not None:
+        for handle in held:
             os.close(handle)
 
 
 def _lock(directory: Path) -> int:
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    handle = os.open(directory / ".saving", os.O_RDWR | os.O_CREAT, 0o644)
+    for folder in made:
+        sync_folder(folder.parent)  # or a power cut takes the new directory away, and all that is in it
+    handle = os.open(directory / ".saving", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -156,43 +148,47 @@ def _write(hidden: Path, content: Content, ctx: DistContext) -> dict[str, Any]:
     chosen = writers(whole, ctx.world_size)
     name = f"rank-{ctx.rank:05d}-of-{ctx.world_size:05d}.safetensors"
     mine: dict[str, torch.Tensor] = {}
-    pieces: dict[str, list[list[int]]] = {}
+    pieces: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for tensor_name, tensor in content.tensors.items():
         block, writes = block_of(tensor)
         if not block.size or (chosen[tensor_name] != ctx.rank if tensor_name in chosen else not writes):
             continue
-        part = local_part(tensor)
-        # A view would take the whole storage with it.
-        alone = part.numel() * part.element_size() == part.untyped_storage().nbytes()
-        mine[tensor_name] = (
-            part if alone and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)
-        )
-        pieces[tensor_name] = [list(block.offsets), list(block.shape)]
+        mine[tensor_name] = local_part(tensor)
+        pieces[tensor_name] = (block.offsets, block.shape)
     entry = write_tensors(hidden / name, mine)
-    return {"file": name, "entry": asdict(entry), "pieces": pieces, "values": _texts(content)}
+    return {"file": name, "entry": asdict(entry), "pieces": pieces, "digests": _digests(content)}
 
 
-def _texts(content: Content) -> dict[str, str]:
-    """The plain values of each object as text, to be compared (a NaN is equal to itself there)."""
-    return {key: json.dumps(value) for key, value in content.values.items()}
+def _digests(content: Content) -> dict[str, str]:
+    """The plain values of each object, and what tensors it has, as hashes to be compared."""
+    texts = {key: json.dumps(value) for key, value in content.values.items()}  # a NaN equals itself there
+    for name, tensor in content.tensors.items():
+        texts[name.partition("/")[0]] += f"{name} {tensor.dtype} {tuple(tensor.shape)} {is_sharded(tensor)};"
+    for name, origin in content.same_as.items():
+        texts[name.partition("/")[0]] += f"{name} = {origin};"
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
-def _commit(hidden: Path, final: Path, step: int, content: Content, parts: list[dict[str, Any]]) -> None:
+def _check_alike(parts: list[dict[str, Any]]) -> None:
     different = [
         f"{key} on rank {rank}"
         for rank, part in enumerate(parts)
-        for key in content.values
-        if part["values"].get(key) != parts[0]["values"].get(key)
+        for key, digest in part["digests"].items()
+        if digest != parts[0]["digests"].get(key)
     ]
     if different:
         raise CheckpointError(
             message(
-                "save: plain values differ between the ranks",
-                found=", ".join(different[:5]),
-                expected="the same state on all ranks (tensors may be cut up; random states are kept per rank)",
+                "save: the state differs between the ranks",
+                found=listed(different),
+                expected="the same plain values, and the same tensors, cut up alike, on all ranks",
                 fix="gather it first: weft.gather_objects(value, ctx)",
             )
         )
+
+
+def _commit(hidden: Path, final: Path, step: int, content: Content, parts: list[dict[str, Any]]) -> None:
+    _check_alike(parts)
     tensors: dict[str, TensorEntry] = {}
     for name, tensor in content.tensors.items():
         found = tuple(
@@ -213,5 +209,15 @@ def _commit(hidden: Path, final: Path, step: int, content: Content, parts: list[
         ranks=[part["rank"] for part in parts],
         files={part["file"]: FileEntry(**part["entry"]) for part in parts},
     )
+    wrong = check(manifest)
+    if wrong:
+        raise CheckpointError(
+            message(
+                "save: the ranks do not hold each tensor exactly once",
+                found=listed(wrong),
+                expected="tensors that are whole on all ranks, or cut up without gaps",
+                fix="report it with the output of weft.explain(ctx)",
+            )
+        )
     write_text(hidden / NAME, manifest.text())
     commit.finish(hidden, final)

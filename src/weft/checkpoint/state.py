@@ -3,23 +3,23 @@
 [Note: names] A module's tensors are `<object>/<key of its state_dict>`, an optimizer's state is
 `<object>/state/<name of the parameter>/<key>`: names of parameters and not numbers, so that order and
 grouping may be looked at and cut in any way. Values are JSON; tuples, dicts with other keys than
-strings and places of tensors are marked in it (`encode`).
+strings and places of tensors are marked in it (values.py).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint.values import check_tensor, encode
 from weft.context import Applied, DistContext
+from weft.context.watching import watch
 from weft.contract import offered
-from weft.errors import CheckpointError, listed, message
+from weft.errors import listed, message
 
 __all__ = [
     "Checkpoint",
@@ -27,11 +27,9 @@ __all__ = [
     "Stateful",
     "checkpointable",
     "collect",
-    "decode",
+    "is_extra",
     "kept_by",
     "parameter_names",
-    "random_state",
-    "set_random_state",
 ]
 
 
@@ -66,7 +64,8 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
     under the names of a plain module. The fp16 scale is saved with its module, the random states of
     python, numpy, torch and the device for each rank.
 
-    Changes: nothing. Collectives: none.
+    Changes: nothing. With several ranks it starts a thread that lets a rank in `save` tell one that is
+    late from one that will not come. Collectives: none.
 
     Args:
         objects: By name: modules, optimizers over parameters of these modules, and anything with
@@ -116,6 +115,7 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
     for name, obj in objects.items():
         if isinstance(obj, torch.optim.Optimizer):
             _parameters_of(name, obj, parameter_names(state))
+    watch(ctx.world)
     record = Applied(
         name="checkpointable",
         options=(("objects", ", ".join(objects)), ("rng", str(rng))),
@@ -173,22 +173,44 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
 
 def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[int, str]) -> None:
     values: dict[str, Any] = {}
+    held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
     for name, value in module.state_dict(keep_vars=True).items():
         full = f"{key}/{name}"
-        if not isinstance(value, torch.Tensor):
-            values[name] = encode(full, value, content.tensors)
-        elif id(value) in seen:
+        if id(value) in seen:
             content.same_as[full] = seen[id(value)]
-        else:
+        elif id(value) in held:
+            check_tensor(full, value)
             content.tensors[full] = value
             seen[id(value)] = full
+        elif is_extra(name):
+            values[name] = encode(f"{key}/#{name}", value, content.tensors)
+        else:
+            raise TypeError(
+                message(
+                    f"save: {full} could not be restored",
+                    found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
+                    expected="parameters, buffers, and what get_extra_state() returns",
+                    fix="return it from get_extra_state() and take it in set_extra_state(state)",
+                )
+            )
     kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
     content.values[key] = {"extra": values, "transforms": kept}
 
 
+def is_extra(name: str) -> bool:
+    """Whether a key of a state_dict holds what `get_extra_state` returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def kept_by(module: nn.Module) -> dict[str, Stateful]:
     """What transforms of a module have to keep, such as a loss scale, by class name."""
-    return {type(offer).__name__.strip("_"): offer for offer in offered(module, Stateful)}
+    kept: dict[str, Stateful] = {}
+    for offer in offered(module, Stateful):
+        name = type(offer).__name__.strip("_")
+        while name in kept:
+            name += "'"
+        kept[name] = offer
+    return kept
 
 
 def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], content: Content) -> None:
@@ -228,98 +250,3 @@ def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[in
             )
         )
     return [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]
-
-
-# -- nested values as JSON --------------------------------------------------------------------------
-
-
-def encode(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """A nested value as JSON; its tensors go into `tensors`, under the path they stand at.
-
-    Raises:
-        TypeError: A leaf is something else; the text names its path.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors[path] = value
-        return {"$": "tensor", "name": path}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        items = [encode(f"{path}/{index}", item, tensors) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$": "tuple", "items": items}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and key != "$" for key in value):
-            return {key: encode(f"{path}/{key}", item, tensors) for key, item in value.items()}
-        if all(isinstance(key, (str, int, float, bool)) for key in value):
-            items = [[key, encode(f"{path}/{key}", item, tensors)] for key, item in value.items()]
-            return {"$": "dict", "items": items}
-    raise TypeError(
-        message(
-            f"save: {path} cannot be saved",
-            found=f"{type(value).__name__} {value!r:.60}",
-            expected="tensors, numbers, strings, None, and lists, tuples and dicts of them",
-            fix="leave it out of state_dict(), or turn it into these",
-        )
-    )
-
-
-def decode(value: Any, tensors: Callable[[str], torch.Tensor]) -> Any:
-    """The nested value that `encode` made JSON of."""
-    if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("$")
-    if kind == "tensor":
-        return tensors(value["name"])
-    if kind == "tuple":
-        return tuple(decode(item, tensors) for item in value["items"])
-    if kind == "dict":
-        return {key: decode(item, tensors) for key, item in value["items"]}
-    return {key: decode(item, tensors) for key, item in value.items()}
-
-
-# -- random states ----------------------------------------------------------------------------------
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The random states of this rank, as JSON."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-    found: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [str(kind), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)],
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-    }
-    if device.type != "cpu":
-        found[device.type] = bytes(torch.get_device_module(device).get_rng_state(device).tolist()).hex()
-    return found
-
-
-def set_random_state(found: Mapping[str, Any], device: torch.device) -> None:
-    """Go on from these random states.
-
-    Raises:
-        CheckpointError: One of them is not what it should be.
-    """
-    try:
-        version, numbers, gauss = found["python"]
-        kind, keys, *rest = found["numpy"]
-        states = {name: torch.tensor(list(bytes.fromhex(found[name])), dtype=torch.uint8) for name in ("torch",)}
-        random.setstate((version, tuple(numbers), gauss))
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(states["torch"])
-        if device.type in found:
-            state = torch.tensor(list(bytes.fromhex(found[device.type])), dtype=torch.uint8)
-            torch.get_device_module(device).set_rng_state(state, device)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            message(
-                "restore: the random states in the checkpoint cannot be used",
-                found=f"{type(error).__name__}: {error}",
-                expected="states of python, numpy and torch",
-                fix="weft.checkpointable(objects, ctx, rng=False)",
-            )
-        ) from error

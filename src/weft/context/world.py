@@ -31,6 +31,7 @@ from weft.errors import ContextError, PeerError, listed, message
 
 __all__ = [
     "Holder",
+    "Watcher",
     "World",
     "absent",
     "agree",
@@ -60,6 +61,13 @@ class Holder(Protocol):
         """Drop the group; what was built on it stops working."""
 
 
+class Watcher(Holder, Protocol):
+    """Knows of ranks that will not come to a meeting because they wait elsewhere; see watching.py."""
+
+    def check(self, what: str, missing: Sequence[int]) -> None:
+        """Raise `PeerError` if one of `missing` does."""
+
+
 class World:
     """Group, store and counters of one set of ranks in this process.
 
@@ -77,6 +85,7 @@ class World:
         disposable: On a root, the groups of those worlds that can be destroyed by themselves.
         meshes: torch's meshes over the groups above.
         meetings: How many meetings there were.
+        watch: Tells late ranks from those that went another way; None until somebody needs it.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
     """
 
@@ -106,6 +115,7 @@ class World:
         self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.meetings = 0
+        self.watch: Watcher | None = None
         self._lines = 0
 
     @property
@@ -237,6 +247,8 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
             blamed = culprit(world, missing)
             if blamed is not None:
                 raise _peer_error(what, *blamed)
+            if world.watch is not None:
+                world.watch.check(what, missing)
             if not patient and time.monotonic() >= end:
                 raise _late(world, what, missing)
 

@@ -24,9 +24,9 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from weft.collectives import reduce
 from weft.context import DistContext, local
 from weft.contract import GradSync, offered
+from weft.engines.torch import shards
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
 from weft.testing.equivalence import largest_difference
 from weft.testing.ranks import run_ranks
@@ -59,16 +60,24 @@ __all__ = [
 ]
 
 
+Apply: TypeAlias = Callable[["Parts", DistContext], DistContext]
+
+
 @dataclass
 class Parts:
-    """What transforms are applied to."""
+    """What transforms are applied to.
+
+    Attributes:
+        module: The model.
+        loader: Batches, later perhaps windows.
+        optimizer: None until it is made.
+        told: What of `Row.then` was applied to it.
+    """
 
     module: nn.Module
     loader: Any
     optimizer: torch.optim.Optimizer | None = None
-
-
-Apply = Callable[[Parts, DistContext], DistContext]
+    told: list[Apply] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,7 @@ class Row:
         name: For people.
         apply: Applies the transform to the right part, in place in `Parts`; returns the context.
         on_optimizer: It takes the optimizer, and so comes after all others.
+        on_both: It takes module and optimizer: the optimizer is made just before.
         needs: Rows that have to be applied before this one has any meaning.
         then: For a row on the module: what the optimizer needs as well, applied once it is there.
         synchronizes: It makes gradients equal on all ranks.
@@ -86,11 +96,13 @@ class Row:
         one_rank_tolerance: The same on one rank; 0 means bit for bit.
         dtype: Of the model and data.
         break_input: Applies the transform with an argument it must refuse.
+        mesh: Of several ranks; as for `weft.start`.
     """
 
     name: str
     apply: Apply
     on_optimizer: bool = False
+    on_both: bool = False
     needs: tuple[Row, ...] = ()
     then: Apply | None = None
     synchronizes: bool = False
@@ -98,6 +110,7 @@ class Row:
     one_rank_tolerance: float = 0.0
     dtype: torch.dtype = torch.float64
     break_input: Apply | None = None
+    mesh: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +196,7 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
     """Parameters after the same training with `rows` applied in order, on the ranks of `ctx`."""
     torch.manual_seed(ctx.rank)  # whatever the ranks draw, training must not depend on it
     parts, ctx = _build(ctx, job, [row for row in rows if not row.on_optimizer])
-    parts.optimizer = job.optimizer(parts.module)
+    parts.optimizer = parts.optimizer or job.optimizer(parts.module)
     ctx = _apply_to_optimizer(parts, ctx, rows)
     ranks = ([sync.mean_over for sync in offered(parts.module, GradSync)] or [1])[-1]
     for _ in range(job.epochs):
@@ -197,7 +210,19 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
             for features, classes in batches:
                 _loss(parts.module, features, classes, total).backward()
             _finish_step(parts.module, parts.optimizer, job)
-    return [p.detach().clone() for p in parts.module.parameters()]
+    return [_whole(p).clone() for p in parts.module.parameters()]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, also if it is cut over the ranks; then all of them have to ask."""
+    whole: Any = tensor.detach()
+    found: torch.Tensor = whole.full_tensor() if shards.is_sharded(whole) else whole
+    return found
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of the state, by name."""
+    return {name: shards.local(value).clone() for name, value in module.state_dict().items()}
 
 
 def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> torch.Tensor:
@@ -212,7 +237,10 @@ def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job) 
 
 def _build(ctx: DistContext, job: Job, rows: Sequence[Row]) -> tuple[Parts, DistContext]:
     parts = Parts(job.model(), _loader(ctx, job, rows))
-    for row in rows:
+    for number, row in enumerate(rows):
+        if row.on_both and parts.optimizer is None:
+            parts.optimizer = job.optimizer(parts.module)
+            ctx = _apply_to_optimizer(parts, ctx, rows[:number])
         ctx = row.apply(parts, ctx)
     return parts, ctx
 
@@ -250,7 +278,7 @@ def one_rank_changes_nothing(row: Row, job: Job | None = None) -> None:
 
 def names_stay(row: Row, ranks: int = 2) -> None:
     """Law 2: names, order, keys, class and attributes of the module stay, and it can be copied."""
-    run_ranks(_check_names, ranks, row)
+    run_ranks(_check_names, ranks, row, **_world(row, ranks))
 
 
 def _check_names(ctx: DistContext, row: Row) -> None:
@@ -267,6 +295,8 @@ def _check_names(ctx: DistContext, row: Row) -> None:
     kept = ("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "prefetch_factor")
     changed = [name for name in kept if getattr(parts.loader, name) != getattr(plain_loader, name)]
     assert not changed, f"{row.name}: the loader lost {changed}"
+    if any(shards.is_sharded(p) for p in module.parameters()):
+        return  # the parts of other ranks cannot be copied
     copied = copy.deepcopy(module)
     x = job.dataset().tensors[0][:2]
     with torch.no_grad():
@@ -275,7 +305,7 @@ def _check_names(ctx: DistContext, row: Row) -> None:
 
 
 def _apply_on_optimizer(parts: Parts, ctx: DistContext, row: Row, job: Job) -> DistContext:
-    parts.optimizer = job.optimizer(parts.module)
+    parts.optimizer = parts.optimizer or job.optimizer(parts.module)
     return _apply_to_optimizer(parts, ctx, _with_needs(row))
 
 
@@ -283,21 +313,29 @@ def _apply_to_optimizer(parts: Parts, ctx: DistContext, rows: Sequence[Row]) -> 
     chosen = [row.apply for row in rows if row.on_optimizer]
     needed = [row.then for row in rows if row.then is not None and row.then not in chosen]
     for apply in dict.fromkeys((*needed, *chosen)):
-        ctx = apply(parts, ctx)
+        if apply not in parts.told:
+            parts.told.append(apply)
+            ctx = apply(parts, ctx)
     return ctx
+
+
+def _world(row: Row, ranks: int) -> dict[str, Any]:
+    """The mesh a row wants, where there are several ranks."""
+    return {"mesh": row.mesh} if row.mesh is not None and ranks > 1 else {}
 
 
 def twice_raises(row: Row, ranks: int = 2) -> None:
     """Law 3: a second application raises AlreadyApplied, also with a context that forgot the first."""
-    run_ranks(_check_twice, ranks, row)
+    run_ranks(_check_twice, ranks, row, **_world(row, ranks))
 
 
 def _check_twice(ctx: DistContext, row: Row) -> None:
     job = Job(dtype=row.dtype)
     parts, before = _build(ctx, job, list(row.needs))
-    parts.optimizer = job.optimizer(parts.module)
+    if row.on_optimizer or row.on_both:
+        parts.optimizer = job.optimizer(parts.module)
     after = row.apply(parts, before)
-    state = {name: value.clone() for name, value in parts.module.state_dict().items()}
+    state = _state(parts.module)
     for known in (after, before):
         try:
             row.apply(parts, known)
@@ -305,7 +343,7 @@ def _check_twice(ctx: DistContext, row: Row) -> None:
             assert "found:" in str(error) and "fix:" in str(error), str(error)
         else:
             raise AssertionError(f"{row.name}: a second application was accepted")
-    for name, value in parts.module.state_dict().items():
+    for name, value in _state(parts.module).items():
         assert torch.equal(value, state[name]), f"{row.name}: refused, but {name} changed"
     assert before.applied == after.applied[: len(before.applied)], f"{row.name}: changed the context it was given"
 
@@ -315,7 +353,7 @@ def ranks_equal_reference(row: Row, ranks: int = 2, job: Job | None = None) -> N
     job = replace(job or Job(), dtype=row.dtype)
     rows = _complete(_with_needs(row))
     expected = reference(job, _steps_of(rows))
-    for rank, found in enumerate(run_ranks(train, ranks, rows, job)):
+    for rank, found in enumerate(run_ranks(train, ranks, rows, job, **_world(row, ranks))):
         difference = largest_difference(expected, found)
         assert difference <= row.tolerance, f"{row.name}: rank {rank} of {ranks} differs by {difference}"
 
@@ -336,13 +374,13 @@ def pairs_agree(one: Row, two: Row, ranks: int = 2, job: Job | None = None) -> s
     job = replace(job or Job(), dtype=torch.float32 if torch.float32 in (one.dtype, two.dtype) else torch.float64)
     needs = [row for row in (*one.needs, *two.needs) if row.name not in (one.name, two.name)]
     rows = [*dict.fromkeys(needs), one, two]
-    try:
-        found = run_ranks(_train_pair, ranks, rows, job)
-    except WeftError as error:
-        cause = error.__cause__
-        assert isinstance(cause, OrderError), f"{one.name}, {two.name}: {error}"
-        assert one.name.partition("[")[0] in str(cause) and two.name.partition("[")[0] in str(cause), str(cause)
-        assert "expected:" in str(cause), str(cause)
+    found = run_ranks(_train_pair, ranks, rows, job, **_world(one if one.mesh else two, ranks))
+    texts = [text for text in found if isinstance(text, str)]
+    if texts:
+        assert len(texts) == ranks, f"{one.name}, {two.name}: refused on {len(texts)} of {ranks} ranks: {texts[0]}"
+        for text in texts:
+            assert one.name.partition("[")[0] in text and two.name.partition("[")[0] in text, text
+            assert "expected:" in text, text
         return "refused"
     expected = reference(job, _steps_of(rows))
     for rank, parameters in enumerate(found):
@@ -352,13 +390,16 @@ def pairs_agree(one: Row, two: Row, ranks: int = 2, job: Job | None = None) -> s
     return "agrees"
 
 
-def _train_pair(ctx: DistContext, rows: list[Row], job: Job) -> list[torch.Tensor]:
-    return train(ctx, _complete(rows), job)
+def _train_pair(ctx: DistContext, rows: list[Row], job: Job) -> list[torch.Tensor] | str:
+    try:
+        return train(ctx, _complete(rows), job)
+    except OrderError as error:
+        return str(error)
 
 
 def leaves_no_trace(row: Row, ranks: int = 2) -> None:
     """Law 7: the process is as before, and everything is collected once it is dropped."""
-    run_ranks(_check_trace, ranks, row)
+    run_ranks(_check_trace, ranks, row, **_world(row, ranks))
 
 
 def _check_trace(ctx: DistContext, row: Row) -> None:
@@ -415,7 +456,7 @@ def failure_reaches_all(row: Row, ranks: int = 2, limit_s: float = 10.0) -> None
     if row.break_input is None:
         return
     for rank, (kind, culprit, seconds, changed) in enumerate(
-        run_ranks(_check_failure, ranks, row, timeout_s=2 * limit_s)
+        run_ranks(_check_failure, ranks, row, timeout_s=2 * limit_s, **_world(row, ranks))
     ):
         assert kind != "nothing", f"{row.name}: rank {rank} did not notice"
         assert seconds < limit_s, f"{row.name}: rank {rank} needed {seconds:.1f} s to notice"
@@ -427,8 +468,9 @@ def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[st
     assert row.break_input is not None
     job = Job(dtype=row.dtype)
     parts, ctx = _build(ctx, job, list(row.needs))
-    parts.optimizer = job.optimizer(parts.module)
-    state = {name: value.clone() for name, value in parts.module.state_dict().items()}
+    if row.on_optimizer or row.on_both:
+        parts.optimizer = job.optimizer(parts.module)
+    state = _state(parts.module)
     hooks = _count_hooks(parts.module)
     begin = time.monotonic()
     kind, culprit = "nothing", -1
@@ -441,7 +483,7 @@ def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[st
         kind = type(error).__name__
         culprit = ctx.world_size - 1 if f"on rank {ctx.world_size - 1}" in str(error) else -1
     seconds = time.monotonic() - begin
-    changed = [name for name, value in parts.module.state_dict().items() if not torch.equal(value, state[name])]
+    changed = [name for name, value in _state(parts.module).items() if not torch.equal(value, state[name])]
     changed += ["hooks"] if _count_hooks(parts.module) != hooks else []
     return kind, culprit, seconds, changed
 

@@ -55,8 +55,10 @@ def fully_shard(
     before has to be given as `rebind`), and classes of units for subclasses that FSDP2 makes;
     `isinstance`, names and keys stay. The optimizers in `rebind`, in place.
     Collectives: here, one broadcast of parameters and buffers. Per step and unit, one all-gather
-    of its parameters in forward, one in backward (none with `reshard_after_forward=False`), one
-    reduce-scatter of its gradients; on a hybrid mesh one all-reduce of the shard's gradients.
+    of its parameters in forward, one in backward (none with `reshard_after_forward=False`, and for
+    the module's own unit, which backward needs first), one reduce-scatter of its gradients; on a
+    hybrid mesh one all-reduce of the shard's gradients. With ignored parameters or single numbers
+    one all-reduce of theirs; with `unused="zero"` one of a byte per parameter.
 
     Args:
         module: On the CPU, on `ctx.device`, or on meta: then it is made real unit by unit.
@@ -65,18 +67,21 @@ def fully_shard(
             parts with so many parameters, a function of name and module, modules, or several of
             these. Parts that share a parameter become one unit. Default: the blocks that stand in
             a `ModuleList` or `Sequential`, and large single layers outside of them. What is in no
-            unit belongs to the module's own.
+            unit belongs to the module's own. All ranks have to call the same units, in one order.
         axis: Mesh axis to cut over; two axes (replica, shard): cut over the second and keep a copy
             per rank of the first. Default: the data axes, at most two.
         reshard_after_forward: False keeps what was gathered in forward until backward: less
             traffic, more memory. A number: keep it cut over so many ranks.
         rebind: Optimizers that hold parameters of `module`: groups and state are carried over.
-        ignored: Parts whose parameters stay whole on every rank; gradients are averaged.
-        weights: For a module on meta: its state by name, or a function that reads it; only asked
-            on the first rank, and sent from there. Without it, each part's `reset_parameters()`
-            is called, with random numbers of `ctx.seed`.
+        ignored: Parts whose parameters stay whole on every rank; gradients are averaged. The same
+            is done with parameters that are a single number, which cannot be cut.
+        weights: For a module on meta: all of its state by name, or a function that reads it; only
+            asked on the first rank, and sent from there. Without it, and for buffers that are not
+            saved, each part's `reset_parameters()` is called, with random numbers of `ctx.seed`.
+            The first rank may also bring a real module, and the others theirs on meta.
         unused: What it means when a parameter gets no gradient. "error": raises at the end of
-            backward, naming it. "zero": it counts as zero.
+            backward, naming it. "zero": ranks that did not use it count as zero; a parameter no
+            rank used keeps `grad` None.
         buffers: "broadcast": after a reduced backward every rank gets the first rank's buffers
             (running statistics). "local": they may differ.
         methods: Methods of `module` besides forward that use its parameters.
@@ -91,7 +96,10 @@ def fully_shard(
             comes later was applied.
         ContextError: There is no such axis, or the ranks bring different models or options.
         TypeError: `module` is not a module.
-        ValueError: `units` or `ignored` match nothing, or an option is out of range.
+        ValueError: `units` or `ignored` match nothing; an option is out of range; the trained
+            parameters of a unit have several dtypes, or hooks, which shards would not call; or
+            something on meta has no value. Adafactor and Muon without `gather_step` raise
+            `OrderError` in the first backward pass.
         PeerError: Another rank failed.
 
     Example:

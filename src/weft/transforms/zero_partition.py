@@ -139,7 +139,13 @@ def zero_partition(
         methods=tuple(methods),
     )
     ctx.require_collective("zero_partition")
-    facts: dict[str, object] = {"stage": stage, "axes": list(axes), "bucket_bytes": bucket_bytes, "unused": unused, "buffers": buffers}
+    facts: dict[str, object] = {
+        "stage": stage,
+        "axes": list(axes),
+        "bucket_bytes": bucket_bytes,
+        "unused": unused,
+        "buffers": buffers,
+    }
     facts |= {"methods": list(methods), "optimizer": layouts(module, [optimizer])}
     agree_on_parameters("zero_partition", module, ctx, facts)
     place_module("zero_partition", module, ctx)

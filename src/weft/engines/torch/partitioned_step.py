@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.engines.torch.rebinding import like
-from weft.errors import ContractError, message
+from weft.engines.torch.whole_step import check_no_closure
+from weft.errors import ContractError, listed, message
 
 __all__ = ["PartitionedStep"]
 
@@ -37,12 +38,18 @@ class _Rows:
         self.per_rank = -(-total // size)  # as torch.chunk and FSDP2 cut
         start = min(rank * self.per_rank, total)
         self._start, self._count = start, min(start + self.per_rank, total) - start
-        self.values = nn.Parameter(self.mine(parameter.data), parameter.requires_grad)
+        self.values = nn.Parameter(self.mine(parameter.data), parameter.requires_grad)  # the same memory
         self.state: dict[str, Any] = {}
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor of the parameter's shape, in the same memory."""
         return tensor.narrow(0, self._start, self._count)
+
+    def follow(self) -> None:
+        """Take this rank's rows as they are now: somebody may have given the parameter other memory."""
+        self.values.data = self.mine(self.parameter.data)
+        gradient = self.parameter.grad
+        self.values.grad = None if gradient is None else self.mine(gradient)
 
     def shown(self, value: Any) -> Any:
         """State as others see it: cut tensors as DTensors in the same memory."""
@@ -72,6 +79,7 @@ class PartitionedStep:
         self._rows = [
             [_Rows(p, mesh) if p.dim() else None for p in entry["params"]] for entry in optimizer.param_groups
         ]
+        self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
         self._plain: list[list[torch.Tensor]] | None = None
         self._take_state(optimizer)
         self._handles = [
@@ -113,27 +121,12 @@ class PartitionedStep:
                 rows.state = {}
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1 or kwargs:
-            raise ContractError(
-                message(
-                    "zero_partition: step() was called with a closure",
-                    found="optimizer.step(closure)",
-                    expected="backward first, then optimizer.step()",
-                    fix="loss = closure(); optimizer.step()",
-                )
-            )
-        if len(optimizer.param_groups) != len(self._rows):
-            raise ContractError(
-                message(
-                    "zero_partition: the optimizer got parameters after it was partitioned",
-                    found=f"{len(optimizer.param_groups)} groups, {len(self._rows)} when it was partitioned",
-                    expected="add_param_group before zero_partition",
-                    fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
-                )
-            )
+        check_no_closure("zero_partition", (*args[1:], *kwargs.values()))
+        if self._plain is not None:
+            self._put_back(optimizer)  # the last step raised
+        self._check_groups(optimizer)
         for rows in self._all():
-            gradient = rows.parameter.grad
-            rows.values.grad = None if gradient is None else rows.mine(gradient)
+            rows.follow()
             optimizer.state.pop(rows.parameter, None)
             if rows.state:
                 optimizer.state[rows.values] = rows.state
@@ -144,6 +137,13 @@ class PartitionedStep:
             ]
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stepped = self._put_back(optimizer)
+        self._gather(stepped)
+        # The parameters changed without torch noticing: their version is what tells others.
+        torch.autograd.graph.increment_version([rows.parameter for rows in stepped])
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[_Rows]:
+        """Let the optimizer hold whole parameters again; returns what was stepped."""
         assert self._plain is not None
         for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
             entry["params"] = plain
@@ -158,9 +158,21 @@ class PartitionedStep:
             if rows.values.grad is not None:
                 stepped.append(rows)
                 rows.values.grad = None
-        self._gather(stepped)
-        # The parameters changed without torch noticing: their version is what tells others.
-        torch.autograd.graph.increment_version([rows.parameter for rows in stepped])
+        return stepped
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer holds other parameters than it did."""
+        now = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
+        if now != self._held:
+            raise ContractError(
+                message(
+                    "zero_partition: the optimizer got other parameters after it was partitioned",
+                    found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
+                    f"before {len(self._held)} of {listed(map(len, self._held))}, or other ones",
+                    expected="add_param_group before zero_partition",
+                    fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
+                )
+            )
 
     def _gather(self, stepped: list[_Rows]) -> None:
         assert self._group is not None

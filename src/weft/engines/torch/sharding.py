@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,10 @@ from torch.distributed.tensor import DTensor
 from weft.engines.options import ShardOptions
 from weft.engines.torch.backward import BackwardSession
 from weft.engines.torch.calls import Hook, Removable, around_methods
+from weft.engines.torch.rebinding import optimizers_of
 from weft.engines.torch.shards import groups_of
 from weft.engines.torch.unsharding import replace_parameters, take_fsdp_off, whole_parameter
+from weft.engines.torch.whole_step import check_steps_on_whole
 from weft.errors import UnusedParameters, listed, message
 from weft.nested import map_tensors, tensors
 
@@ -67,6 +69,7 @@ class ShardedModule:
         self._missing: set[str] = set()  # no gradient when a unit was reduced in this backward pass
         self._used: set[str] = set()
         self._had_gradient: set[str] = set()
+        self._knows_optimizers = False
         self._session = BackwardSession(self._begin, self._end, rounds=1)
         for unit in (*options.units, (module,)):
             _shard_unit(unit, module, mesh, options, self._removable)
@@ -220,6 +223,9 @@ class ShardedModule:
             dist._broadcast_coalesced(self._group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
         if unused and not self._unused_is_zero:
             self._raise_unused(sorted(unused))
+        if not self._knows_optimizers:  # the first backward pass, before the first step
+            check_steps_on_whole(optimizers_of(self._trained().values()))
+            self._knows_optimizers = True
 
     def _average_whole(self, group: dist.ProcessGroup) -> list[str]:
         """Average the gradients of parameters that are not cut; returns the names of those without."""
@@ -271,7 +277,7 @@ def _noting(owner: weakref.ref[ShardedModule], group: weakref.ref[Any]) -> Calla
     """FSDP2's function that reduces the gradients of a unit, after a look at which are there."""
 
     def post_backward(*unused: Any) -> None:
-        sharded, reduced = owner(), group()
+        sharded, reduced = owner(), cast("Any", group())
         if sharded is not None and reduced.reduce_grads:
             sharded.note(reduced)
         type(reduced).post_backward(reduced, *unused)

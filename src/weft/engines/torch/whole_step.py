@@ -5,12 +5,13 @@ depends on others. Here each parameter and its gradient are made whole on every 
 other, stepped as in one process, and cut again. State of the parameter's shape is kept in shards.
 
 An optimizer may keep numbers in its groups and move them in each `step`; they are put back before
-each parameter, so that they move once.
+each parameter, and after the optimizer's own step, which finds no gradients, so that they move once.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from weft.engines.torch.rebinding import like
-from weft.errors import ContractError, message
+from weft.errors import ContractError, OrderError, message
 
-__all__ = ["WholeStep"]
+__all__ = ["WholeStep", "check_no_closure", "check_steps_on_whole"]
+
+_LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 
 
 class WholeStep:
@@ -38,10 +41,13 @@ class WholeStep:
         self._optimizer = weakref.ref(optimizer)
         self._step = _plain_step(optimizer)
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._moved: list[dict[str, Any]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
+            optimizer.register_load_state_dict_post_hook(self._cut_state),
         ]
+        self._cut_state(optimizer)
 
     def undo(self) -> None:
         """Take the hooks off. State of plain parameters is made whole: one all-gather per tensor."""
@@ -52,19 +58,16 @@ class WholeStep:
             if not isinstance(parameter, DTensor):
                 state.update({key: _whole(value) for key, value in state.items()})
 
+    def _cut_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep only this rank's part of state that is there already."""
+        for parameter, state in optimizer.state.items():
+            state.update({key: self._cut(value, parameter) for key, value in state.items()})
+
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1 or kwargs:
-            raise ContractError(
-                message(
-                    "step on whole parameters: step() was called with a closure",
-                    found="optimizer.step(closure)",
-                    expected="backward first, then optimizer.step()",
-                    fix="loss = closure(); optimizer.step()",
-                )
-            )
+        check_no_closure("step on whole parameters", (*args[1:], *kwargs.values()))
         groups = [entry["params"] for entry in optimizer.param_groups]
         options = [{key: value for key, value in e.items() if key != "params"} for e in optimizer.param_groups]
-        moved = options
+        self._moved = []
         try:
             for place, parameters in enumerate(groups):
                 for parameter in parameters:
@@ -74,10 +77,10 @@ class WholeStep:
                         entry.update(before)
                         entry["params"] = []
                     self._step_one(optimizer, place, parameter)
-                    moved = [{k: v for k, v in e.items() if k != "params"} for e in optimizer.param_groups]
+                    self._moved = [{k: v for k, v in e.items() if k != "params"} for e in optimizer.param_groups]
         finally:
-            for entry, parameters, after in zip(optimizer.param_groups, groups, moved, strict=True):
-                entry.update(after)
+            for entry, parameters, before in zip(optimizer.param_groups, groups, options, strict=True):
+                entry.update(before)
                 entry["params"] = parameters
         for parameters in groups:  # the optimizer's own step, which comes now, finds nothing to do
             for parameter in parameters:
@@ -92,16 +95,18 @@ class WholeStep:
         if state is not None:
             optimizer.state[whole] = {key: _whole(value) for key, value in state.items()}
         optimizer.param_groups[place]["params"] = [whole]
-        self._step(optimizer)
-        optimizer.state[parameter] = {
-            key: self._cut(value, parameter) for key, value in optimizer.state.pop(whole, {}).items()
-        }
+        try:
+            self._step(optimizer)
+        finally:
+            state = optimizer.state.pop(whole, {})
+            optimizer.state[parameter] = {key: self._cut(value, parameter) for key, value in state.items()}
         with torch.no_grad():
             parameter.copy_(like(whole.detach(), parameter))
 
     def _cut(self, value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != parameter.shape:
             return value
+        value = _whole(value)
         if self._mesh is None or isinstance(parameter, DTensor):
             return like(value, parameter)
         return distribute_tensor(value, self._mesh, [Shard(0)], src_data_rank=None)
@@ -110,6 +115,45 @@ class WholeStep:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients.clear()
+        if self._moved:
+            for entry, moved in zip(optimizer.param_groups, self._moved, strict=True):
+                entry.update(moved)
+
+
+def check_no_closure(what: str, arguments: Iterable[object]) -> None:
+    """Raise if `step` was called with a closure: it would see parts of the parameters.
+
+    Raises:
+        ContractError: It was.
+    """
+    if any(argument is not None for argument in arguments):
+        raise ContractError(
+            message(
+                f"{what}: step() was called with a closure",
+                found="optimizer.step(closure)",
+                expected="backward first, then optimizer.step()",
+                fix="loss = closure(); optimizer.step()",
+            )
+        )
+
+
+def check_steps_on_whole(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise if one is known to look at whole tensors and would step on shards: its numbers would be others.
+
+    Raises:
+        OrderError: `gather_step` is missing.
+    """
+    for optimizer in optimizers:
+        hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+        if isinstance(optimizer, _LOOK_AT_WHOLE) and not any(isinstance(one, WholeStep) for one in hooks):
+            raise OrderError(
+                message(
+                    f"fully_shard: {type(optimizer).__name__} looks at whole tensors, and would step on shards",
+                    found=f"{type(optimizer).__name__} over sharded parameters, without gather_step",
+                    expected="fully_shard, then the optimizer, then gather_step",
+                    fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
+                )
+            )
 
 
 def _whole(value: Any) -> Any:

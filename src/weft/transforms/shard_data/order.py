@@ -62,18 +62,18 @@ def _generators(sampler: Any) -> list[torch.Generator]:
 def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
     """Seed python's, numpy's and torch's CPU generators for the body, and restore them."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = np.random.get_state()  # noqa: NPY002  (the generator that samplers draw from)
+    numpy_state = np.random.get_state()
     generator_states = [generator.get_state() for generator in generators]
     try:
         random.seed(seed)
         torch.manual_seed(seed) if not torch.cuda.is_initialized() else torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        np.random.seed(seed % 2**32)
         for generator in generators:
             generator.manual_seed(seed)
         yield
     finally:
         random.setstate(python_state)
         torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        np.random.set_state(numpy_state)
         for generator, state in zip(generators, generator_states, strict=True):
             generator.set_state(state)

@@ -1,0 +1,87 @@
+"""The random states of a rank: python, numpy, torch and the device."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.errors import CheckpointError, message
+
+__all__ = ["drawn_state", "prepare_random_state", "random_state"]
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The random states of this rank, as JSON."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)],
+        "torch": _hex(torch.get_rng_state()),
+    }
+    if device.type != "cpu":
+        found[device.type] = _hex(torch.get_device_module(device).get_rng_state(device))
+    return found
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.cpu().numpy()).hex()
+
+
+def _state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
+    """Check random states without setting them; call the result to go on from them.
+
+    Raises:
+        CheckpointError: One of them is not what it should be.
+    """
+    try:
+        version, numbers, gauss = found["python"]
+        kind, keys, place, has_gauss, cached = found["numpy"]
+        python = (version, tuple(numbers), gauss)
+        numpy = (kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached)
+        cpu = _state(found["torch"])
+        other = _state(found[device.type]) if device.type in found else None
+        random.Random().setstate(python)  # noqa: S311  (states, no secrets)
+        np.random.RandomState().set_state(numpy)
+        torch.Generator().set_state(cpu)
+        if other is not None:
+            torch.Generator(device).set_state(other)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            message(
+                "restore: the random states in the checkpoint cannot be used",
+                found=f"{type(error).__name__}: {error}",
+                expected="states of python, numpy and torch",
+                fix="weft.checkpointable(objects, ctx, rng=False)",
+            )
+        ) from error
+
+    def apply() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if other is not None:
+            torch.get_device_module(device).set_rng_state(other, device)
+
+    return apply
+
+
+def drawn_state(seed: int, step: int, rank: int) -> Callable[[], None]:
+    """New random states for a rank that did not save one; a function of seed, step and rank."""
+    number = zlib.crc32(f"{seed} {step} {rank}".encode())
+
+    def apply() -> None:
+        random.seed(number)
+        np.random.seed(number)
+        torch.manual_seed(number)
+
+    return apply

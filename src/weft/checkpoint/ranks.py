@@ -1,0 +1,46 @@
+"""Work that may fail on one rank, and then fails on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from weft.context import DistContext
+from weft.context.world import absent, disagree, exchange
+from weft.errors import PeerError
+
+__all__ = ["from_main", "on_all"]
+
+R = TypeVar("R")
+
+
+def on_all(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
+    """Do work on every rank; if it fails on one, the peers, which are at the next meeting, learn of it.
+
+    Raises:
+        PeerError: It failed on another rank.
+    """
+    result = _tried(what, ctx, work)
+    ctx.agree(what)
+    return result
+
+
+def from_main(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
+    """Do work on the main rank; every rank gets its result, which has to be JSON.
+
+    Raises:
+        PeerError: It failed on the main rank.
+    """
+    result: Any = _tried(what, ctx, work) if ctx.is_main else None
+    return result if ctx.world_size == 1 else exchange(ctx.world, what, result)[0]  # type: ignore[no-any-return]
+
+
+def _tried(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
+    try:
+        return work()
+    except BaseException as error:
+        blamed = absent(ctx.world) if isinstance(error, OSError) else None
+        disagree(ctx.world, error)
+        if blamed is not None:  # it gave up first, and took the folder away
+            raise PeerError(f"{what}: rank {blamed[0]} failed: {blamed[1]}", rank=blamed[0], text=blamed[1]) from error
+        raise

@@ -1,0 +1,89 @@
+"""Nested values as JSON, and back: what a checkpoint keeps besides tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.checkpoint.manifest import DTYPES
+from weft.errors import message
+
+__all__ = ["check_tensor", "decode", "encode"]
+
+
+def encode(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """A nested value as JSON; its tensors go into `tensors`, under the path they stand at.
+
+    Raises:
+        TypeError: A leaf is something else, or a tensor of a kind that is not supported; the text names its path.
+    """
+    if isinstance(value, torch.Tensor):
+        check_tensor(path, value)
+        place = path
+        while place in tensors:  # {"a/b": x, "a": {"b": y}}
+            place += "'"
+        tensors[place] = value
+        return {"$": "tensor", "name": place}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [encode(f"{path}/{index}", item, tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$": "tuple", "items": items}
+    if isinstance(value, Mapping):
+        if type(value) is dict and all(isinstance(key, str) and key != "$" for key in value):
+            return {key: encode(f"{path}/{key}", item, tensors) for key, item in value.items()}
+        if all(isinstance(key, (str, int, float, bool)) for key in value):
+            items = [[key, encode(f"{path}/{key}", item, tensors)] for key, item in value.items()]
+            return {"$": "counter" if isinstance(value, Counter) else "dict", "items": items}
+    raise TypeError(
+        message(
+            f"save: {path} cannot be saved",
+            found=f"{type(value).__name__} {value!r:.60}",
+            expected="tensors, numbers, strings, None, and lists, tuples and dicts of them",
+            fix="leave it out of state_dict(), or turn it into these",
+        )
+    )
+
+
+def check_tensor(path: str, tensor: torch.Tensor) -> None:
+    """Raise if a tensor cannot be written into a file.
+
+    Raises:
+        TypeError: Its dtype or layout has no place in the format; the text names its path.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in DTYPES and tensor.layout is torch.strided and not tensor.is_meta:
+        return
+    raise TypeError(
+        message(
+            f"save: {path} cannot be saved",
+            found=f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+            fix="leave it out of state_dict(), or convert it there",
+        )
+    )
+
+
+def decode(value: Any, tensors: Callable[[str], torch.Tensor]) -> Any:
+    """The nested value that `encode` made JSON of."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$")
+    if kind is None:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    if kind == "tensor":
+        return tensors(value["name"])
+    if kind == "tuple":
+        return tuple(decode(item, tensors) for item in value["items"])
+    if kind in ("dict", "counter"):
+        found = {key: decode(item, tensors) for key, item in value["items"]}
+        return Counter(found) if kind == "counter" else found
+    raise ValueError(f"a value marked {kind!r}")
