@@ -519,7 +519,9 @@ def _bad_counts(ctx, mine):
     return True
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), torch.tensor(-3.0)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "bad", [-1, float("nan"), float("inf"), torch.tensor(-3.0)], ids=lambda value: type(value).__name__
+)
 def test_a_bad_count_on_one_rank_raises_on_all(bad):
     assert run_ranks(_bad_counts, 2, [5, bad]) == [True, True]
 

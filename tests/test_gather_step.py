@@ -171,14 +171,14 @@ def test_one_rank_changes_nothing():
 
 def _without(ctx):
     found = {}
-    for name in ("adafactor", "muon", "adamw"):
+    for name in ("adafactor", "muon", "adamw", "lbfgs"):
         model, _ = weft.fully_shard(_net(), ctx, units=nn.Linear)
-        optimizer = OPTIMIZERS[name](model.parameters())
+        optimizer = {**OPTIMIZERS, "lbfgs": torch.optim.LBFGS}[name](model.parameters())
         for _ in range(2):
             before = [_whole(p.detach()).clone() for p in model.parameters()]
             try:
                 model(_mine(ctx)).square().mean().backward()
-                optimizer.step()
+                optimizer.step(*([lambda: 0.0] if name == "lbfgs" else []))
             except weft.OrderError as error:
                 found[name] = str(error)
                 assert largest_difference(before, [_whole(p.detach()) for p in model.parameters()]) == 0
@@ -188,6 +188,7 @@ def _without(ctx):
 
 def test_an_optimizer_that_needs_it_and_has_it_not_is_refused_before_its_first_step():
     for found in run_ranks(_without, 2):
-        assert list(found) == ["adafactor", "muon"]
-        for text in found.values():
-            assert "without gather_step" in text and "fix:      optimizer, ctx = weft.gather_step" in text
+        assert list(found) == ["adafactor", "muon", "lbfgs"]
+        for name, text in found.items():
+            fix = "model, ctx = weft.replicate" if name == "lbfgs" else "optimizer, ctx = weft.gather_step"
+            assert "without gather_step" in text and f"fix:      {fix}" in text

@@ -23,9 +23,10 @@ TRANSFORMS = [
     "replicate", "shard_data", "sync_batch_norm", "with_precision", "zero_partition",
 ]  # fmt: skip
 FUNCTIONS = [
-    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "clip_grads", "compose", "creation_dtype",
-    "explain", "gather", "gather_objects", "local", "loss_scale", "main_first", "offered", "on_rank", "pad_across",
-    "plain", "print_once", "reduce", "skipped", "start", "to_device", "together", "topology", "transform",
+    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "checkpointable", "clip_grads", "compose",
+    "creation_dtype", "explain", "gather", "gather_objects", "latest", "local", "loss_scale", "main_first", "offered",
+    "on_rank", "pad_across", "plain", "print_once", "reduce", "restore", "save", "skipped", "start", "to_device",
+    "together", "topology", "transform", "verify",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",

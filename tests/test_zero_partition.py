@@ -199,12 +199,11 @@ def _state(ctx):
             other = _net()
             other.load_state_dict(weights)
             other, again, _ = weft.zero_partition(other, make(other), ctx, stage=stage)
-            if stage == 1:  # torch gives state to parameters as it is: of shards it has to be cut
-                again.load_state_dict(copy.deepcopy(whole))
-                _step(other, again, _mine(ctx))
-                found[kind, stage, "from plain"] = _parameters(other)
-                state = [t for s in again.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-                assert any(hasattr(t, "full_tensor") for t in state)
+            again.load_state_dict(copy.deepcopy(whole))
+            state = [t for s in again.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+            assert kind == "adafactor" or all(hasattr(t, "full_tensor") for t in state if t.dim())
+            _step(other, again, _mine(ctx))
+            found[kind, stage, "from plain"] = _parameters(other)
     return found
 
 

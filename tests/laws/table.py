@@ -187,15 +187,26 @@ HYBRID = Row(
     mesh={"replica": -1, "shard": 2},
     break_input=partial(shard_fully, axis=("replica", "shards")),
 )
-ZERO1, ZERO2, ZERO3 = (
-    Row(
-        name=f"zero_partition[{stage}]",
-        apply=partial(partition, stage=stage),
-        on_both=True,
-        synchronizes=True,
-        break_input=partial(partition, stage=stage, unused="sometimes"),
-    )
-    for stage in (1, 2, 3)
+ZERO1 = Row(
+    name="zero_partition[1]",
+    apply=partial(partition, stage=1),
+    on_both=True,
+    synchronizes=True,
+    break_input=partial(partition, stage=1, unused="sometimes"),
+)
+ZERO2 = Row(
+    name="zero_partition[2]",
+    apply=partial(partition, stage=2),
+    on_both=True,
+    synchronizes=True,
+    break_input=partial(partition, stage=2, units="nowhere"),
+)
+ZERO3 = Row(
+    name="zero_partition[3]",
+    apply=partial(partition, stage=3),
+    on_both=True,
+    synchronizes=True,
+    break_input=partial(partition, stage=3, engine="nothing"),
 )
 GATHER = Row(name="gather_step", apply=gather, on_optimizer=True, needs=(FULLY,), break_input=gather_wrong)
 RECOMPUTE = Row(

@@ -7,6 +7,7 @@ that cannot fail, and needs no second copy of them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Loading:
         self.manifest = manifest
         self._ctx = ctx
         self._reader = Reader(folder, manifest)
-        self._undo: list[Callable[[], object]] = []
+        self._undo = contextlib.ExitStack()  # calls all, also if one raises
         self._live = collect(state)
         self._loaded: dict[str, Any] = {}
         self.missing, self.unexpected = self._compare()
@@ -141,7 +142,7 @@ class Loading:
 
     def load_objects(self) -> None:
         """Give all objects but the weights their state; `undo` takes it back."""
-        self._undo.append(prepare_random_state(random_state(self._ctx.device), self._ctx.device))
+        self._undo.callback(prepare_random_state(random_state(self._ctx.device), self._ctx.device))
         for key, loaded in self._loaded.items():
             obj = self._state.objects[key]
             if not isinstance(obj, nn.Module):
@@ -157,23 +158,22 @@ class Loading:
         # What an optimizer holds is replaced and not overwritten: no copy is needed.
         held = obj.state_dict()
         before = held if isinstance(obj, torch.optim.Optimizer) else _copied(held)
-        self._undo.append(lambda: obj.load_state_dict(before))
+        self._undo.callback(lambda: obj.load_state_dict(before))
         obj.load_state_dict(loaded)
 
     def _set_extra(self, module: nn.Module, value: Any) -> None:
         before = _copied(module.get_extra_state())
-        self._undo.append(lambda: module.set_extra_state(before))
+        self._undo.callback(lambda: module.set_extra_state(before))
         module.set_extra_state(value)
 
     def undo(self) -> None:
         """Give all objects the state they had."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     @torch.no_grad()
     def copy_weights(self) -> None:
         """Put the tensors of modules in place, and the random states."""
-        self._undo.clear()
+        self._undo.pop_all()
         for name, values in self._tensors.items():
             local_part(self._live.tensors[name]).copy_(local_part(values))
         if self._set_random is not None:

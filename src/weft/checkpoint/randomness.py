@@ -20,17 +20,21 @@ def random_state(device: torch.device) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [str(kind), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)],
+        "python": [version, _hex(numbers, "<u4"), gauss],
+        "numpy": [str(kind), _hex(keys, "<u4"), int(place), int(has_gauss), float(cached)],
         "torch": _hex(torch.get_rng_state()),
     }
     if device.type != "cpu":
-        found[device.type] = _hex(torch.get_device_module(device).get_rng_state(device))
+        found[device.type] = _hex(torch.get_device_module(device).get_rng_state(device).cpu())
     return found
 
 
-def _hex(state: torch.Tensor) -> str:
-    return bytes(state.cpu().numpy()).hex()
+def _hex(state: Any, dtype: str = "u1") -> str:
+    return np.asarray(state, dtype=dtype).tobytes().hex()
+
+
+def _numbers(text: str) -> Any:
+    return np.frombuffer(bytes.fromhex(text), dtype="<u4").astype(np.uint32)
 
 
 def _state(text: str) -> torch.Tensor:
@@ -46,8 +50,8 @@ def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Call
     try:
         version, numbers, gauss = found["python"]
         kind, keys, place, has_gauss, cached = found["numpy"]
-        python = (version, tuple(numbers), gauss)
-        numpy = (kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached)
+        python = (version, tuple(_numbers(numbers).tolist()), gauss)
+        numpy = (kind, _numbers(keys), place, has_gauss, cached)
         cpu = _state(found["torch"])
         other = _state(found[device.type]) if device.type in found else None
         random.Random().setstate(python)  # noqa: S311  (states, no secrets)

@@ -114,7 +114,7 @@ def zero_partition(
         if sharded is None:
             return module, optimizer, ctx
         if ctx.engine.is_elementwise(optimizer):
-            return module, optimizer, ctx.offering(sharded)
+            return module, optimizer, ctx.offering(sharded, ctx.engine.cut_state(optimizer))
         return module, optimizer, ctx.offering(sharded, ctx.engine.whole_step(optimizer, None))
     if units is not None:
         raise ValueError(

@@ -117,6 +117,12 @@ class TorchEngine:
 
         rebind(optimizers, new)
 
+    def cut_state(self, optimizer: torch.optim.Optimizer) -> Undoable:
+        """Let an optimizer over shards be given whole state."""
+        from weft.engines.torch.rebinding import CutState  # noqa: PLC0415  (as in `shard`)
+
+        return CutState(optimizer)
+
     def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Undoable:
         """Step on this rank's rows of each parameter only, and gather the others'."""
         from weft.engines.torch.partitioned_step import PartitionedStep  # noqa: PLC0415  (as in `shard`)

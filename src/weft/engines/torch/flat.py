@@ -5,7 +5,6 @@ For models of many small tensors, where the cost of a step is calls and not arit
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -45,16 +44,23 @@ class FlatPiece:
             self.views.append(self.gradients[part].view(parameter.shape).data)
             start = part.stop
         self._pairs = list(zip(self.parameters, self.views, strict=True))
+        self._address = self.values.data_ptr()
 
     def attach(self) -> None:
         """Let every parameter's gradient be its view, before backward adds to it."""
-        gradients = [p.grad for p in self.parameters]
-        if gradients[0] is None and not any(gradient is not None for gradient in gradients):
-            self.gradients.zero_()
-            for parameter, view in self._pairs:
-                parameter.grad = view
-            return
-        if all(map(operator.is_, gradients, self.views)):
+        if self.parameters[0].grad is None:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    break
+            else:
+                self.gradients.zero_()
+                for parameter, view in self._pairs:
+                    parameter.grad = view
+                return
+        for parameter, view in self._pairs:
+            if parameter.grad is not view:
+                break
+        else:
             return
         for parameter, view in self._pairs:
             if parameter.grad is None:
@@ -65,7 +71,7 @@ class FlatPiece:
 
     def is_intact(self) -> bool:
         """Whether the parameters still lie in the buffer; `Module.to` moves them out of it."""
-        return self.parameters[0].data_ptr() == self.values.data_ptr()
+        return self.parameters[0].data_ptr() == self._address
 
     def detach(self) -> None:
         """Give every parameter and gradient a storage of its own again."""

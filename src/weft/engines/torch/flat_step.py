@@ -170,11 +170,17 @@ class FlatStep:
             optimizer.register_step_post_hook(self._after),
             optimizer.register_load_state_dict_post_hook(self._join),
         ]
+        # Torch's own spends more time on being traced and profiled than on the gradients.
+        self._optimizer = weakref.ref(optimizer)
+        setattr(optimizer, "zero_grad", _ZeroGrad(optimizer))  # noqa: B010  (of this instance alone)
 
     def undo(self) -> None:
         """Take the hooks off; the state stays with the parameters."""
         for handle in self._handles:
             handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.__dict__.pop("zero_grad", None)
 
     def _adopt_layout(self, optimizer: torch.optim.Optimizer, pieces: list[FlatPiece]) -> None:
         """Find the parameters in the buffer; another optimizer of the same module may lay it out anew."""
@@ -249,6 +255,23 @@ class FlatStep:
                     fix="set requires_grad before weft.replicate(model, ctx, flat=True)",
                 )
             )
+
+
+class _ZeroGrad:
+    """`optimizer.zero_grad` of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if not set_to_none:
+            type(optimizer).zero_grad(optimizer, set_to_none=False)
+            return
+        for entry in optimizer.param_groups:
+            for parameter in entry["params"]:
+                parameter.grad = None
 
 
 def _check_no_closure(arguments: Sequence[object]) -> None:

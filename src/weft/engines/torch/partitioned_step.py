@@ -25,6 +25,7 @@ from weft.errors import ContractError, listed, message
 __all__ = ["PartitionedStep"]
 
 _BUCKET_BYTES = 25 * 2**20
+_LARGE_BYTES = 2**17
 
 
 class _Rows:
@@ -40,6 +41,13 @@ class _Rows:
         self._start, self._count = start, min(start + self.per_rank, total) - start
         self.values = nn.Parameter(self.mine(parameter.data), parameter.requires_grad)  # the same memory
         self.state: dict[str, Any] = {}
+        self._shown: dict[str, tuple[Any, Any]] = {}
+
+    def is_large(self) -> bool:
+        """Whether all ranks hold as many rows, enough of them to be sent without packing."""
+        p = self.parameter
+        even = p.shape[0] == self.per_rank * self._mesh.size()
+        return even and p.is_contiguous() and p.numel() * p.element_size() >= _LARGE_BYTES
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor of the parameter's shape, in the same memory."""
@@ -51,8 +59,14 @@ class _Rows:
         gradient = self.parameter.grad
         self.values.grad = None if gradient is None else self.mine(gradient)
 
-    def shown(self, value: Any) -> Any:
-        """State as others see it: cut tensors as DTensors in the same memory."""
+    def shown(self) -> dict[str, Any]:
+        """The state as others see it; optimizers update it in place, so a DTensor is made once."""
+        for key, value in self.state.items():
+            if key not in self._shown or self._shown[key][0] is not value:
+                self._shown[key] = (value, self._as_dtensor(value))
+        return {key: self._shown[key][1] for key in self.state}
+
+    def _as_dtensor(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == self.values.shape:
             whole = self.parameter
             return DTensor.from_local(
@@ -116,7 +130,7 @@ class PartitionedStep:
             state = optimizer.state.get(rows.parameter)
             if state:
                 rows.state = {key: rows.hidden(value) for key, value in state.items()}
-                optimizer.state[rows.parameter] = {key: rows.shown(value) for key, value in rows.state.items()}
+                optimizer.state[rows.parameter] = rows.shown()
             else:
                 rows.state = {}
 
@@ -154,7 +168,7 @@ class PartitionedStep:
             if state:
                 rows.state = state
             if rows.state:
-                optimizer.state[rows.parameter] = {key: rows.shown(value) for key, value in rows.state.items()}
+                optimizer.state[rows.parameter] = rows.shown()
             if rows.values.grad is not None:
                 stepped.append(rows)
                 rows.values.grad = None
@@ -179,6 +193,9 @@ class PartitionedStep:
         bucket: list[_Rows] = []
         filled = 0
         for rows in stepped:
+            if rows.is_large():
+                _all_gather(rows.parameter.data.view(-1), rows.values.data.view(-1), self._group)
+                continue
             if bucket and (filled > _BUCKET_BYTES or bucket[0].parameter.dtype != rows.parameter.dtype):
                 self._gather_bucket(bucket)
                 bucket, filled = [], 0
@@ -196,9 +213,14 @@ class PartitionedStep:
         for rows, part in zip(bucket, sent.split(widths), strict=True):
             part[: rows.values.numel()] = rows.values.reshape(-1)
         everyone = first.new_empty(size * sent.numel())
-        # torch 2.13 gave this a new name and deprecated the old one.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(everyone, sent, group=self._group)
+        _all_gather(everyone, sent, self._group)
         for rows, parts in zip(bucket, everyone.view(size, -1).split(widths, dim=1), strict=True):
             whole = rows.parameter.data
             whole.copy_(parts.reshape(-1)[: whole.numel()].view(whole.shape))
+
+
+def _all_gather(everyone: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gather into `everyone`, of which `mine` may be this rank's part."""
+    # torch 2.13 gave this a new name and deprecated the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everyone, mine, group=group)

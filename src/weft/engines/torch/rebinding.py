@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["like", "optimizers_of", "rebind"]
+__all__ = ["CutState", "like", "optimizers_of", "rebind"]
 
 
 def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -47,6 +47,24 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
                 key: like(value, new[old]) if isinstance(value, torch.Tensor) and value.dim() else value
                 for key, value in state.items()
             }
+
+
+class CutState:
+    """The hook that cuts whole state, when an optimizer over shards is given it, as its parameters are cut."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handle = optimizer.register_load_state_dict_post_hook(_cut_state)
+
+    def undo(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+
+def _cut_state(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
+                state[key] = like(value, parameter)
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -150,8 +150,10 @@ def check_steps_on_whole(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 message(
                     f"fully_shard: {type(optimizer).__name__} looks at whole tensors, and would step on shards",
                     found=f"{type(optimizer).__name__} over sharded parameters, without gather_step",
-                    expected="fully_shard, then the optimizer, then gather_step",
-                    fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
+                    expected="fully_shard, then the optimizer, then gather_step; or replicate",
+                    fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding"
+                    if isinstance(optimizer, torch.optim.LBFGS)
+                    else "optimizer, ctx = weft.gather_step(optimizer, ctx)",
                 )
             )
 
