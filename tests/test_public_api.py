@@ -32,7 +32,10 @@ ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
     "NameChanged", "NotSynchronized", "OrderError", "PeerError", "StaleContext", "UnusedParameters", "WeftError",
 ]  # fmt: skip
-TYPES = ["Applied", "Averages", "DistContext", "LossScaling", "Precision", "Topology", "Window", "Windows"]
+TYPES = [
+    "Applied", "Averages", "Checkpoint", "DistContext", "LossScaling", "Precision", "Restored", "Topology", "Window",
+    "Windows",
+]  # fmt: skip
 PROTOCOLS = ["GradSync", "ReducesIn", "Undoable"]
 MODULES = ["errors", "testing"]
 TESTING = ["fake", "run_ranks", "assert_equivalent", "largest_difference"]
@@ -91,6 +94,7 @@ POSITIONAL_OPTIONS = {
     "together": ["what"],  # a name for people, as in pytest.raises
 }
 NO_OBJECT = ["barrier", "explain", "main_first", "together"]  # about the context itself
+WITH_PLACE = {"save": ["state", "directory", "step"], "restore": ["state", "directory"]}  # what, where, when
 CTX_BY_NAME = ["print_once"]  # takes any number of values, as print does
 
 
@@ -130,7 +134,8 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     if name in CTX_BY_NAME:
         assert ctx.kind is ctx.KEYWORD_ONLY
         return
-    assert positional.index("ctx") == (0 if name in NO_OBJECT else 1)
+    before = len(WITH_PLACE.get(name, ["object"]))
+    assert positional.index("ctx") == (0 if name in NO_OBJECT else before)
     assert positional[positional.index("ctx") + 1 :] == POSITIONAL_OPTIONS.get(name, [])
 
 
@@ -151,7 +156,7 @@ def test_same_thing_same_word():
 # -- docstrings --------------------------------------------------------------------------------------
 
 # Nothing they do can fail, apart from what Python itself or the parts raise.
-NEVER_RAISES = ["compose", "explain", "loss_scale", "offered", "print_once"]
+NEVER_RAISES = ["compose", "explain", "latest", "loss_scale", "offered", "print_once"]
 
 
 def _section(doc, title):
@@ -402,8 +407,9 @@ def test_every_error_of_the_package_has_the_three_lines():
             if ours and kind != "PeerError" and not text.startswith("message("):
                 plain.append(f"{path.name}: {raised.group(0)}")
     # objects: the echo of an error on another rank; settings: becomes a `found` line of its caller;
-    # ranks: the output of a process that did not start.
-    assert {line.partition(":")[0] for line in plain} <= {"objects.py", "settings.py", "ranks.py"}, plain
+    # ranks: the output of a process that did not start; the others: of `CheckpointError`, with the file's name.
+    told = {"objects.py", "settings.py", "ranks.py", "loading.py", "manifest.py", "reading.py", "values.py"}
+    assert {line.partition(":")[0] for line in plain} <= told, plain
 
 
 def test_message_and_listed():

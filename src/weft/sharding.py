@@ -155,8 +155,9 @@ def exchange_parameters(
     """
     new = {name: p for name, p in module.named_parameters() if p is not old[name]}
     for name, parameter in new.items():
-        kept = {key: value for key, value in old[name].__dict__.items() if key not in parameter.__dict__}
-        parameter.__dict__.update(kept)
+        for key, value in vars(old[name]).items():
+            if key not in vars(parameter):
+                setattr(parameter, key, value)
     ctx.engine.rebind(optimizers, {old[name]: parameter for name, parameter in new.items()})
 
 

@@ -342,7 +342,8 @@ def _shard_unit(
     ignored = set(options.ignored)
     whole = {p for name, p in root.named_parameters(remove_duplicate=False) if name in ignored}
     reshard: bool | int | None = options.reshard_after_forward
-    target: Any = list(unit) if len(unit) > 1 else unit[0]
+    parts: list[nn.Module] = list(unit)
+    target: Any = parts if len(parts) > 1 else parts[0]
     fully_shard(
         target,
         mesh=mesh,
