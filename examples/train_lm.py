@@ -136,7 +136,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
                     log.add_scalar("tokens_per_s", speed, step)
 
     last = evaluate(model, held_out, ctx)
-    model, ctx = weft.plain(model, ctx)  # whole parameters on every rank, whatever the strategy was
+    model, ctx = weft.plain(model, ctx, rebind=optimizer)  # whole parameters on every rank, whatever the strategy was
     if log is not None:
         log.add_scalar("held_out_loss", last, options.steps)
         log.close()

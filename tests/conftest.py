@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  (any optimizer imports it, and it sets variables; not ours to answer for)
 
-
 torch.manual_seed(0)  # parameters of tests that are drawn are the same in all workers of pytest-xdist
 
 

@@ -95,7 +95,7 @@ class Loading:
             if isinstance(obj, torch.optim.Optimizer):
                 return self._read_optimizer(key, obj, saved)
             found = decode(saved, lambda name: self._reader.read(name, self._live.tensors.get(name)))
-            if isinstance(obj, nn.Module) and not {"extra", "transforms"} <= set(found):
+            if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
                 raise ValueError("not what a module keeps")
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
@@ -145,14 +145,28 @@ class Loading:
         self._undo.callback(prepare_random_state(random_state(self._ctx.device), self._ctx.device))
         for key, loaded in self._loaded.items():
             obj = self._state.objects[key]
-            if not isinstance(obj, nn.Module):
-                self._load(obj, loaded)
-                continue
-            for name, value in loaded["extra"].items():
+            try:
+                self._load_object(obj, loaded)
+            except Exception as error:
+                raise CheckpointError(
+                    message(
+                        f"restore: {key} does not take its state from {self._folder}",
+                        found=f"{type(error).__name__}: {error}",
+                        expected=f"load_state_dict of {type(obj).__name__} to take what state_dict gave",
+                        fix="build the object as it was, or leave it out of the state",
+                    )
+                ) from error
+
+    def _load_object(self, obj: Any, loaded: Any) -> None:
+        if not isinstance(obj, nn.Module):
+            self._load(obj, loaded)
+            return
+        for name, value in loaded["extra"].items():
+            if name in obj.state_dict():
                 self._set_extra(obj.get_submodule(name.rpartition(".")[0]), value)
-            for kind, offer in kept_by(obj).items():
-                if kind in loaded["transforms"]:
-                    self._load(offer, loaded["transforms"][kind])
+        for kind, offer in kept_by(obj).items():
+            if kind in loaded["transforms"]:
+                self._load(offer, loaded["transforms"][kind])
 
     def _load(self, obj: Stateful, loaded: Any) -> None:
         # What an optimizer holds is replaced and not overwritten: no copy is needed.

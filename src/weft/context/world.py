@@ -244,7 +244,10 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
             missing = [
                 r for r in range(world.size) if r != world.rank and not (expected and _has(world.store, expected[r]))
             ]
-            blamed = culprit(world, missing)
+            # All have come and it is not settled: one of them died in between.
+            blamed = culprit(world, missing or None)
+            if _has(world.store, key):
+                return
             if blamed is not None:
                 raise _peer_error(what, *blamed)
             if world.watch is not None:
