@@ -171,7 +171,7 @@ class Loading:
     def _load(self, obj: Stateful, loaded: Any) -> None:
         # What an optimizer holds is replaced and not overwritten: no copy is needed.
         held = obj.state_dict()
-        before = held if isinstance(obj, torch.optim.Optimizer) else _copied(held)
+        before: Any = held if isinstance(obj, torch.optim.Optimizer) else _copied(held)
         self._undo.callback(lambda: obj.load_state_dict(before))
         obj.load_state_dict(loaded)
 

@@ -39,6 +39,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]:
         """What has to survive: nested dicts, lists and tuples of tensors, numbers, strings, None."""
+        ...
 
     def load_state_dict(self, state: Any, /) -> object:
         """Go on from it."""
