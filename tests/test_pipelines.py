@@ -1,7 +1,7 @@
 """Random pipelines against the naive loop: equal to it, or an OrderError.
 
 `PIPELINES=5000 pytest tests/test_pipelines.py` tries that many, other ones in each run; without it
-the same 80 are tried every time. A failure prints the `Pipeline`, which can be pasted into `check`.
+the same 50 are tried every time. A failure prints the `Pipeline`, which can be pasted into `check`.
 """
 
 import os
@@ -323,7 +323,7 @@ def one_thread():
 
 
 @settings(
-    max_examples=int(_EXAMPLES or 80),
+    max_examples=int(_EXAMPLES or 50),
     derandomize=_EXAMPLES is None,
     database=None,
     deadline=None,
