@@ -78,7 +78,7 @@ def test_import_changes_nothing_and_imports_torch_alone():
 
 COST = """
 import os, time, torch
-for _ in range(7):
+for _ in range(15):
     if os.fork() == 0:
         begin = time.process_time()
         import weft

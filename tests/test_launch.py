@@ -81,7 +81,7 @@ def main():
     with weft.start() as ctx:
         found |= {"rank": ctx.rank, "size": ctx.world_size, "local": ctx.local_rank,
                   "sum": float(weft.reduce(torch.ones(()), ctx, "sum"))}
-    print(f"rank {ctx.rank} speaks")
+    sys.stdout.write(f"rank {ctx.rank} speaks\\n")  # one write, also under PYTHONUNBUFFERED
     pathlib.Path(os.environ["OUT"], f"{ctx.rank}.json").write_text(json.dumps(found))
 
 if __name__ == "__main__":

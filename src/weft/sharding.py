@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +37,7 @@ Weights = Mapping[str, torch.Tensor]
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """What the user asked for; see `fully_shard`.
 
     Attributes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from weft.engines.torch.shards import is_sharded
 __all__ = ["Block", "block_of", "local_part", "overlap", "writers"]
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A block of a tensor: where it begins and how large it is."""
 
     offsets: tuple[int, ...]

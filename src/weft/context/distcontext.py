@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["DistContext", "Restriction"]
 
 
-@dataclass(frozen=True)
-class Restriction:
+class Restriction(NamedTuple):
     """That a context speaks for one rank only, and which line said so.
 
     Attributes:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.errors import ContextError, listed, message
 
@@ -19,8 +18,7 @@ NOT_DATA_AXES = frozenset(
 )  # along these every rank sees the same batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(NamedTuple):
     """The values `start` works with, and the layer each one came from."""
 
     mesh: Mapping[str, int] | None

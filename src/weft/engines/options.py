@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +11,7 @@ from torch import nn
 __all__ = ["CastOptions", "CompileOptions", "RecomputeOptions", "ReduceOptions", "ScaleOptions", "ShardOptions"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReduceOptions:
+class ReduceOptions(NamedTuple):
     """How gradients travel.
 
     Attributes:
@@ -35,8 +33,7 @@ class ReduceOptions:
     methods: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleOptions:
+class ScaleOptions(NamedTuple):
     """How the fp16 scale S moves; all factors are powers of two, so that scaling is exact.
 
     Attributes:
@@ -52,8 +49,7 @@ class ScaleOptions:
     growth_every: int = 2000
 
 
-@dataclass(frozen=True, kw_only=True)
-class CastOptions:
+class CastOptions(NamedTuple):
     """What happens at the borders of a module.
 
     Attributes:
@@ -71,8 +67,7 @@ class CastOptions:
     methods: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardOptions:
+class ShardOptions(NamedTuple):
     """How a module is cut into shards.
 
     Attributes:
@@ -101,8 +96,7 @@ class ShardOptions:
     make_real: Callable[[nn.Module], None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeOptions:
+class RecomputeOptions(NamedTuple):
     """How blocks are computed again in backward.
 
     Attributes:
@@ -118,8 +112,7 @@ class RecomputeOptions:
     early_stop: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompileOptions:
+class CompileOptions(NamedTuple):
     """What is told to `torch.compile`, under its names.
 
     Attributes:

@@ -9,8 +9,7 @@ rank order. So the ranks' pieces, joined, are the order itself, at every world s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from weft.errors import message
 
@@ -20,8 +19,7 @@ U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """How units are shared out.
 
     Attributes:
