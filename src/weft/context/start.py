@@ -6,6 +6,7 @@ The only file of the package that reads the environment or creates the default p
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -224,6 +225,9 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
                 fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
             )
         ) from error
+    # Its functions keep the default group of the moment they are imported as a default argument, and with it
+    # the connections; optimizers import it. Before there is a group, it is None.
+    importlib.import_module("torch.distributed.nn.functional")
     # A restarted job must not read what the ranks before it wrote.
     store = dist.PrefixStore(f"weft/{place.attempt}", store)
     dist.init_process_group(
