@@ -45,13 +45,18 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
-        pipe.send_bytes(_run(job, size))
+        data, failed = _run(job, size)
+        pipe.send_bytes(data)
+        if failed and dist.is_initialized():
+            # The world ends now; ranks that wait for this one in a collective wake up at once.
+            gc.collect()
+            dist.destroy_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _run(job: dict[str, Any], size: int) -> bytes:
-    """Run one job; returns the pickled answer."""
+def _run(job: dict[str, Any], size: int) -> tuple[bytes, bool]:
+    """Run one job; returns the pickled answer, and whether the job failed."""
     with _own_output() as output:
         answer = _call(job, size)
     answer |= {"output": output[0], "reusable": _is_clean(size)}
@@ -60,8 +65,8 @@ def _run(job: dict[str, Any], size: int) -> bytes:
         pickle.loads(data)
     except Exception as error:  # noqa: BLE001  (whatever a value's pickling raises is the test's to see)
         text = f"the result cannot be sent back: {type(error).__name__}: {error}"
-        return pickle.dumps({**answer, "ok": False, "result": None, "error": None, "trace": text})
-    return data
+        return pickle.dumps({**answer, "ok": False, "result": None, "error": None, "trace": text}), True
+    return data, not answer["ok"]
 
 
 def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
