@@ -1,10 +1,10 @@
-"""Sum a small buffer over the ranks of a gloo group by exchanges between pairs.
+"""Sum or gather buffers over the ranks of a gloo group by exchanges between pairs.
 
-gloo's all-reduce sends a buffer in many pieces; for some kilobytes they cost more than the numbers.
-Here each message is whole. Recursive doubling: in round k each rank swaps its partial sum with the
-rank whose number differs in bit k, as an all-to-all in which all other pieces are empty (cheaper than
-a send and a receive, which gloo handles apart). Both add the same two numbers, so all ranks end with
-the same bits.
+gloo's own collectives send a buffer in many pieces; for some kilobytes they cost more than the numbers.
+Here each message is whole. Recursive doubling: in round k each rank swaps its partial sum, or all that
+it gathered so far, with the rank whose number differs in bit k. That is an all-to-all in which all other
+pieces are empty (cheaper than a send and a receive, which gloo handles apart). Both ranks add the same
+two numbers, so all end with the same bits.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005, section 4.4.
@@ -12,12 +12,14 @@ MPICH", 2005, section 4.4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-__all__ = ["SmallSum", "as_real"]
+__all__ = ["PairGather", "SmallSum", "as_real"]
 
-_MAX_BYTES = 2**20
+_MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
 
 
 def as_real(buffer: torch.Tensor) -> torch.Tensor:
@@ -32,9 +34,7 @@ class SmallSum:
         self._group = group
         self._rank = dist.get_rank(group)
         size = dist.get_world_size(group)
-        small = like.numel() * like.element_size() <= _MAX_BYTES
-        pairs = size & (size - 1) == 0
-        self._exchanges = small and pairs and like.device.type == "cpu" and dist.get_backend(group).endswith("gloo")
+        self._exchanges = like.numel() * like.element_size() <= _MAX_BYTES and _in_pairs(group, like)
         peers = [self._rank ^ 1 << bit for bit in range(size.bit_length() - 1)]
         self._splits = [[like.numel() if rank == peer else 0 for rank in range(size)] for peer in peers]
         self._received = torch.empty_like(like) if self._exchanges else like
@@ -47,3 +47,41 @@ class SmallSum:
         for splits in self._splits:
             self._group.alltoall_base(self._received, buffer, splits, splits).wait()
             buffer.add_(self._received)
+
+
+class PairGather:
+    """Gathers the ranks' blocks of one buffer, in place; by an all-gather where pairs cannot be formed."""
+
+    def __init__(self, group: dist.ProcessGroup, everyone: torch.Tensor) -> None:
+        self._group = group
+        self._everyone = everyone
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        blocks = everyone.view(size, -1)
+        self.mine = blocks[rank]
+        self._rounds: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
+        for bit in range(size.bit_length() - 1) if _in_pairs(group, everyone) else ():
+            width, peer = 1 << bit, rank ^ 1 << bit
+            held, wanted = (at >> bit << bit for at in (rank, peer))
+            splits = [width * blocks.shape[1] if other == peer else 0 for other in range(size)]
+            ours, theirs = (blocks[at : at + width].view(-1) for at in (held, wanted))
+            self._rounds.append((theirs, ours, splits))
+
+    @staticmethod
+    def run(gathers: Sequence[PairGather]) -> None:
+        """Fill the other ranks' blocks of all these buffers, which belong to one group."""
+        for one in gathers:
+            if not one._rounds:
+                # torch 2.13 gave this a new name and deprecated the old one.
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                gather(one._everyone, one.mine, group=one._group)
+        for exchanges in zip(*(one._rounds for one in gathers), strict=True):
+            group = gathers[0]._group
+            works = [group.alltoall_base(theirs, ours, splits, splits) for theirs, ours, splits in exchanges]
+            for work in works:
+                work.wait()
+
+
+def _in_pairs(group: dist.ProcessGroup, buffer: torch.Tensor) -> bool:
+    """Whether messages between pairs of ranks can be sent, and cost less than gloo's collectives."""
+    size = dist.get_world_size(group)
+    return size & (size - 1) == 0 and buffer.device.type == "cpu" and dist.get_backend(group).endswith("gloo")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.engines.torch.exchange import PairGather
 from weft.engines.torch.rebinding import like
 from weft.engines.torch.whole_step import check_no_closure
 from weft.errors import ContractError, listed, message
@@ -26,6 +27,7 @@ __all__ = ["PartitionedStep"]
 
 _BUCKET_BYTES = 25 * 2**20
 _LARGE_BYTES = 2**17
+_KEPT_BYTES = 2**20  # messages of small parameters, kept from step to step
 
 
 class _Rows:
@@ -41,13 +43,13 @@ class _Rows:
         self._start, self._count = start, min(start + self.per_rank, total) - start
         self.values = nn.Parameter(self.mine(parameter.data), parameter.requires_grad)  # the same memory
         self.state: dict[str, Any] = {}
+        self.nbytes = parameter.numel() * parameter.element_size()
+        # Whether all ranks hold as many rows, enough of them to be sent without packing.
+        self.is_large = total == self.per_rank * size and parameter.is_contiguous() and self.nbytes >= _LARGE_BYTES
+        self.place = parameter.data_ptr()
+        self._gradient: tuple[int, torch.Tensor] | None = None
+        self._exchange: tuple[int, PairGather] | None = None
         self._shown: dict[str, tuple[Any, Any]] = {}
-
-    def is_large(self) -> bool:
-        """Whether all ranks hold as many rows, enough of them to be sent without packing."""
-        p = self.parameter
-        even = p.shape[0] == self.per_rank * self._mesh.size()
-        return even and p.is_contiguous() and p.numel() * p.element_size() >= _LARGE_BYTES
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor of the parameter's shape, in the same memory."""
@@ -55,9 +57,28 @@ class _Rows:
 
     def follow(self) -> None:
         """Take this rank's rows as they are now: somebody may have given the parameter other memory."""
-        self.values.data = self.mine(self.parameter.data)
+        if self.place != self.parameter.data_ptr():
+            self.values.data = self.mine(self.parameter.data)
+            self.place = self.parameter.data_ptr()
         gradient = self.parameter.grad
-        self.values.grad = None if gradient is None else self.mine(gradient)
+        if gradient is None:
+            self.values.grad = None
+        elif self._gradient is not None and self._gradient[0] == gradient.data_ptr():
+            self.values.grad = self._gradient[1]
+        else:
+            self.values.grad = self.mine(gradient)
+            # A view of a bucket comes back step after step; anything else is to be freed.
+            self._gradient = (gradient.data_ptr(), self.values.grad) if gradient._is_view() else None
+
+    def exchange(self, group: dist.ProcessGroup) -> PairGather:
+        """Fills the other ranks' rows in place, where `is_large`."""
+        if self._exchange is None or self._exchange[0] != self.place:
+            self._exchange = (self.place, PairGather(group, self.parameter.data.view(-1)))
+        return self._exchange[1]
+
+    def forget_group(self) -> None:
+        """Let the process group go."""
+        self._exchange = None
 
     def shown(self) -> dict[str, Any]:
         """The state as others see it; optimizers update it in place, so a DTensor is made once."""
@@ -95,6 +116,7 @@ class PartitionedStep:
         ]
         self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
         self._plain: list[list[torch.Tensor]] | None = None
+        self._kept: tuple[list[int], _Message] | None = None
         self._take_state(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -106,6 +128,9 @@ class PartitionedStep:
     def release(self) -> None:
         """Let the process group go."""
         self._group = None
+        self._kept = None
+        for rows in self._all():
+            rows.forget_group()
 
     def undo(self) -> None:
         """Take the hooks off and make the state whole. Collectives: one all-gather per tensor of state."""
@@ -190,37 +215,62 @@ class PartitionedStep:
 
     def _gather(self, stepped: list[_Rows]) -> None:
         assert self._group is not None
-        bucket: list[_Rows] = []
-        filled = 0
-        for rows in stepped:
-            if rows.is_large():
-                _all_gather(rows.parameter.data.view(-1), rows.values.data.view(-1), self._group)
-                continue
-            if bucket and (filled > _BUCKET_BYTES or bucket[0].parameter.dtype != rows.parameter.dtype):
-                self._gather_bucket(bucket)
-                bucket, filled = [], 0
-            bucket.append(rows)
-            filled += rows.parameter.numel() * rows.parameter.element_size()
-        if bucket:
-            self._gather_bucket(bucket)
+        PairGather.run([rows.exchange(self._group) for rows in stepped if rows.is_large])
+        small = [rows for rows in stepped if not rows.is_large]
+        places = [rows.place for rows in small]
+        if self._kept is not None and self._kept[0] == places:
+            self._kept[1].gather()
+            return
+        self._kept = None
+        buckets = _cut(small)
+        for bucket in buckets:
+            sent = _Message(bucket, self._mesh, self._group)
+            sent.gather()
+            if len(buckets) == 1 and sum(rows.nbytes for rows in bucket) <= _KEPT_BYTES:
+                self._kept = (places, sent)
+
+
+def _cut(small: list[_Rows]) -> list[list[_Rows]]:
+    """Cut parameters into buckets of one dtype and a limited size, in their order."""
+    buckets: list[list[_Rows]] = []
+    filled = 0
+    for rows in small:
+        if not buckets or filled > _BUCKET_BYTES or buckets[-1][0].parameter.dtype != rows.parameter.dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(rows)
+        filled += rows.nbytes
+    return buckets
+
+
+class _Message:
+    """One all-gather for the rows of several parameters: what is sent, and where it belongs."""
+
+    def __init__(self, bucket: list[_Rows], mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+        size, rank = mesh.size(), mesh.get_local_rank()
+        wholes = [rows.parameter.data for rows in bucket]
+        widths = [
+            rows.per_rank * (whole.numel() // max(whole.shape[0], 1))
+            for rows, whole in zip(bucket, wholes, strict=True)
+        ]
+        everyone = wholes[0].new_zeros(size * sum(widths))
+        self._exchange = PairGather(group, everyone)
+        self._mine = [rows.values.data for rows in bucket]
+        self._sent_parts = [
+            part[: mine.numel()].view(mine.shape)
+            for mine, part in zip(self._mine, self._exchange.mine.split(widths), strict=True)
+        ]
+        self._theirs: list[torch.Tensor] = []
+        self._received: list[torch.Tensor] = []
+        for rows, whole, parts in zip(bucket, wholes, everyone.view(size, -1).split(widths, dim=1), strict=True):
+            for sender, theirs in enumerate(whole.split(rows.per_rank)):
+                if sender != rank:
+                    self._theirs.append(theirs)
+                    self._received.append(parts[sender, : theirs.numel()].view(theirs.shape))
 
     @torch.no_grad()
-    def _gather_bucket(self, bucket: list[_Rows]) -> None:
-        size = self._mesh.size()
-        widths = [rows.per_rank * (rows.parameter.numel() // max(rows.parameter.shape[0], 1)) for rows in bucket]
-        first = bucket[0].parameter
-        sent = first.new_zeros(sum(widths))
-        for rows, part in zip(bucket, sent.split(widths), strict=True):
-            part[: rows.values.numel()] = rows.values.reshape(-1)
-        everyone = first.new_empty(size * sent.numel())
-        _all_gather(everyone, sent, self._group)
-        for rows, parts in zip(bucket, everyone.view(size, -1).split(widths, dim=1), strict=True):
-            whole = rows.parameter.data
-            whole.copy_(parts.reshape(-1)[: whole.numel()].view(whole.shape))
-
-
-def _all_gather(everyone: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Gather into `everyone`, of which `mine` may be this rank's part."""
-    # torch 2.13 gave this a new name and deprecated the old one.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(everyone, mine, group=group)
+    def gather(self) -> None:
+        """Send this rank's rows, and write the others' into the parameters."""
+        torch._foreach_copy_(self._sent_parts, self._mine)
+        PairGather.run([self._exchange])
+        torch._foreach_copy_(self._theirs, self._received)
