@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import importlib.util
 import json
 import logging
 import multiprocessing
@@ -30,7 +29,14 @@ import torch
 import torch._dynamo  # noqa: F401  (every optimizer does; here once, before ranks are forked)
 import torch.distributed as dist
 from contestants import NEEDS, Case, Transformer, installed, make_optimizer
-from sharded_contestants import accelerate_prepared, by_hand, fabric_prepared, torch_zero1_prepared
+from sharded_contestants import (
+    DeepSpeedStep,
+    accelerate_prepared,
+    by_hand,
+    deepspeed_prepared,
+    fabric_prepared,
+    torch_zero1_prepared,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -100,6 +106,13 @@ def weft_fully_shard(model: nn.Module, ranks: int) -> tuple[nn.Module, Any]:
     return model, make_optimizer(model)
 
 
+def deepspeed(stage: int) -> Setup:
+    def setup(model: nn.Module, ranks: int) -> tuple[nn.Module, Any]:
+        return deepspeed_prepared(model, stage)
+
+    return setup
+
+
 STRATEGIES: dict[str, Setup] = {
     "torch ddp": torch_ddp,
     "replicate": weft_replicate,
@@ -112,12 +125,14 @@ STRATEGIES: dict[str, Setup] = {
     "accelerate": accelerate,
     "fabric": fabric,
     "fully_shard": weft_fully_shard,
+    **{f"deepspeed {stage}": deepspeed(stage) for stage in (1, 2, 3)},
 }
 PEERS = {  # whose peak weft's is compared with
     "replicate": ["torch ddp"],
-    "zero1": ["torch zero1"],
-    "zero3": ["torch fsdp2", "torch fsdp2 split", "accelerate", "fabric"],
-    "fully_shard": ["torch fsdp2", "torch fsdp2 split", "accelerate", "fabric"],
+    "zero1": ["torch zero1", "deepspeed 1"],
+    "zero2": ["deepspeed 2"],
+    "zero3": ["deepspeed 3", "torch fsdp2", "torch fsdp2 split", "accelerate", "fabric"],
+    "fully_shard": ["deepspeed 3", "torch fsdp2", "torch fsdp2 split", "accelerate", "fabric"],
 }
 
 
@@ -125,9 +140,9 @@ def theory(name: str, ranks: int) -> float:
     """Bytes per parameter of parameters, gradients and two moments."""
     if name in ("torch ddp", "replicate"):
         return 16
-    if name in ("torch zero1", "zero1"):
+    if name in ("torch zero1", "zero1", "deepspeed 1"):
         return 8 + 8 / ranks
-    return 4 + 12 / ranks if name == "zero2" else 16 / ranks
+    return 4 + 12 / ranks if name in ("zero2", "deepspeed 2") else 16 / ranks
 
 
 # -- one rank --------------------------------------------------------------------------------------------
@@ -140,6 +155,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:
     """Bytes of the storages this rank keeps, each counted once."""
+    if isinstance(optimizer, DeepSpeedStep):
+        kinds = optimizer.tensors()
+        return _bytes_of(kinds)
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # a wrapper's
     optimizer = getattr(optimizer, "optim", optimizer)  # the one inside of ZeroRedundancyOptimizer
@@ -149,6 +167,10 @@ def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "state": [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)],
     }
+    return _bytes_of(kinds)
+
+
+def _bytes_of(kinds: dict[str, list[torch.Tensor]]) -> dict[str, int]:
     seen: set[int] = set()
     found = dict.fromkeys(kinds, 0)
     for kind, tensors in kinds.items():
@@ -279,8 +301,6 @@ def main() -> int:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system at once
     for name in [name for name in NEEDS if not installed(name)]:
         print(f"{name} is left out: {NEEDS[name]} is not installed")
-    known = importlib.util.find_spec("deepspeed") is not None
-    print(f"DeepSpeed is left out: {'not measured here' if known else 'it is not installed'}")
     names = [name for name in options.only if installed(name)]
     held_size, peak_size = (QUICK_SIZE, QUICK_SIZE) if options.quick else (HELD_SIZE, PEAK_SIZE)
     tables = {

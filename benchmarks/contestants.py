@@ -274,7 +274,11 @@ BUILDERS: dict[str, Callable[[nn.Module, Case], Run]] = {
     "weft": weft_plain,
     "weft flat": partial(weft_plain, flat=True),
 }
-NEEDS = {"accelerate": "accelerate", "fabric": "lightning"}
+NEEDS = {
+    "accelerate": "accelerate",
+    "fabric": "lightning",
+    **{f"deepspeed {stage}": "deepspeed" for stage in (1, 2, 3)},
+}
 
 
 def installed(name: str) -> bool:

@@ -6,6 +6,7 @@ same units: every linear layer of the MLP; the blocks, the embedding and the hea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,10 +39,12 @@ import weft
 
 __all__ = [
     "OTHER_NUMBERS",
+    "DeepSpeedStep",
     "accelerate_prepared",
     "available",
     "builders_of",
     "by_hand",
+    "deepspeed_prepared",
     "fabric_prepared",
     "torch_zero1_prepared",
 ]
@@ -177,6 +180,45 @@ def torch_zero1_prepared(model: nn.Module) -> tuple[nn.Module, ZeroRedundancyOpt
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-4, fused=True
     )
     return wrapped, optimizer
+
+
+class DeepSpeedStep:
+    """The engine of DeepSpeed in the place of an optimizer."""
+
+    def __init__(self, engine: Any, model: nn.Module) -> None:
+        self._engine = engine
+        self._model = model
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def zero_grad(self) -> None:
+        self._engine.zero_grad()
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What this rank holds; gradients were freed by the step."""
+        parameters = [getattr(p, "ds_tensor", p).data for p in self._model.parameters()]
+        inner = self._engine.optimizer.optimizer
+        masters = [p.data for entry in inner.param_groups for p in entry["params"]]
+        moments = [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        return {"parameters": parameters, "gradients": [], "state": [*masters, *moments]}
+
+
+def deepspeed_prepared(model: nn.Module, stage: int) -> tuple[nn.Module, DeepSpeedStep]:
+    """The engine, which is called like the module, and its step."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled; gloo does it as well
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,  # 1.0 if it is not given
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "memory_efficient_linear": False},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
+    return engine, DeepSpeedStep(engine, model)
 
 
 def torch_zero1(model: nn.Module, case: Case) -> Run:

@@ -1,0 +1,26 @@
+"""What comes before a module is cut into shards; the cutting itself is the engine's.
+
+Shared by the transforms that shard.
+
+request.py   what the user asked for
+checks.py    modules, options and optimizers that cannot be sharded
+units.py     which parts are gathered and freed together
+meta.py      real tensors for modules on meta
+cutting.py   all of it in its order, and the engine
+"""
+
+from weft.sharding.checks import check_module, check_optimizers, layouts, optimizers_in
+from weft.sharding.cutting import exchange_parameters, shard_module, sharding_axes
+from weft.sharding.request import Request, Weights
+
+__all__ = [
+    "Request",
+    "Weights",
+    "check_module",
+    "check_optimizers",
+    "exchange_parameters",
+    "layouts",
+    "optimizers_in",
+    "shard_module",
+    "sharding_axes",
+]

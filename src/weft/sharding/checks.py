@@ -1,0 +1,216 @@
+"""Modules, options and optimizers that cannot be sharded: one clear error before anything is changed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import check_methods
+from weft.errors import AlreadyApplied, OrderError, listed, message
+from weft.sharding.meta import is_meta
+from weft.sharding.request import Request
+from weft.sharding.units import owner_units
+
+__all__ = [
+    "check_module",
+    "check_optimizers",
+    "check_options",
+    "check_parameters",
+    "layouts",
+    "optimizers_in",
+    "reshard_of",
+]
+
+
+def check_module(what: str, module: nn.Module, ctx: DistContext) -> None:
+    """Check that this is a module none of whose parameters is sharded or replicated.
+
+    Raises:
+        AlreadyApplied: One is.
+        TypeError: Not a module.
+        ValueError: A parameter has no shape yet.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            message(
+                f"{what}: this is not a module",
+                found=type(module).__name__,
+                expected="a torch.nn.Module",
+                fix=f"model, ctx = weft.{what}(model, ctx)",
+            )
+        )
+    taken = [name for name, p in module.named_parameters() if ctx.engine.is_reduced(p) or ctx.engine.is_sharded(p)]
+    if taken:
+        raise AlreadyApplied(
+            message(
+                f"{what}: parameters of {type(module).__name__} are sharded or replicated already",
+                found=listed(taken),
+                expected="each parameter in one sharded or replicated module: the outermost",
+                fix=f"call weft.{what} once, on the whole model",
+            )
+        )
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ValueError(
+            message(
+                f"{what}: parameters of {type(module).__name__} have no shape yet",
+                found=listed(lazy),
+                expected="a module that has been called once (lazy modules get their shapes then)",
+                fix=f"model(example_batch)  # before {what}",
+            )
+        )
+
+
+def check_options(what: str, module: nn.Module, ctx: DistContext, request: Request) -> None:
+    """Check the options that concern the module or the device.
+
+    Raises:
+        ValueError: One is unknown, or cannot be used here.
+    """
+    for name, value, allowed in (
+        ("unused", request.unused, ("error", "zero")),
+        ("buffers", request.buffers, ("broadcast", "local")),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                message(
+                    f"{what}: {name} = {value!r} is unknown",
+                    found=repr(value),
+                    expected=" or ".join(map(repr, allowed)),
+                    fix=f"weft.{what}(..., {name}={allowed[0]!r})",
+                )
+            )
+    if request.offload and ctx.device.type == "cpu":
+        raise ValueError(
+            message(
+                f"{what}: offload=True has no effect on a CPU",
+                found=f"device {ctx.device}",
+                expected="an accelerator, whose memory the shards are to leave",
+                fix=f"weft.{what}(..., offload=False)",
+            )
+        )
+    if request.weights is not None and not is_meta(module):
+        raise ValueError(
+            message(
+                f"{what}: weights are for a module on meta",
+                found=f"{type(module).__name__} with real parameters",
+                expected="with torch.device('meta'): model = ...",
+                fix="model.load_state_dict(weights)",
+            )
+        )
+    check_methods(what, module, request.methods)
+
+
+def reshard_of(what: str, ctx: DistContext, axes: tuple[str, ...], reshard: bool | int) -> bool | int:
+    """`reshard_after_forward` as True, False, or a number of ranks that is neither one nor all."""
+    if isinstance(reshard, bool):
+        return reshard
+    size = ctx.axis_size(axes[-1])
+    if not isinstance(reshard, int) or reshard < 1 or (size > 1 and size % reshard):
+        raise ValueError(
+            message(
+                f"{what}: reshard_after_forward = {reshard!r} cannot be used",
+                found=f"{reshard!r}, with {size} rank(s) along {axes[-1]!r}",
+                expected="True, False, or a number of ranks that divides those of the axis",
+                fix=f"weft.{what}(..., reshard_after_forward=True)",
+            )
+        )
+    return reshard if 1 < reshard < size else reshard != 1
+
+
+def check_parameters(
+    what: str, module: nn.Module, groups: tuple[tuple[nn.Module, ...], ...], ignored: Sequence[str]
+) -> None:
+    """Raise if a parameter would not be the same once it is cut, or cannot be reduced with its unit."""
+    named = {name: p for name, p in module.named_parameters() if name not in set(ignored)}
+    hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise ValueError(
+            message(
+                f"{what}: hooks on parameters of {type(module).__name__} would be lost",
+                found=listed(hooked),
+                expected="no hooks: the parameters are exchanged for shards, on which torch calls none",
+                fix=f"weft.{what}(..., ignored=...) for the modules that own them, or remove the hooks",
+            )
+        )
+    unit_of = {id(part): number for number, group in enumerate(groups, 1) for part in group}
+    owner = owner_units(module, [part for group in groups for part in group])
+    kinds: dict[int, dict[torch.dtype, str]] = {}
+    for prefix, part in module.named_modules():
+        for name, p in part.named_parameters(prefix, recurse=False):
+            if p.requires_grad and name in named:
+                kinds.setdefault(unit_of.get(owner[id(part)], 0), {}).setdefault(p.dtype, name)
+    mixed = [
+        ", ".join(f"{name} {dtype}" for dtype, name in found.items()) for found in kinds.values() if len(found) > 1
+    ]
+    if mixed:
+        raise ValueError(
+            message(
+                f"{what}: parameters of one unit have different dtypes",
+                found=listed(mixed),
+                expected="one dtype for the trained parameters of a unit, which travel together",
+                fix=f'weft.with_precision(model, ctx, "bf16") before {what}, or other units',
+            )
+        )
+
+
+def layouts(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[object]:
+    """What the ranks have to agree on about optimizers: kinds, and parameters per group, by name."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [
+        [type(one).__name__, *([names.get(id(p), "another") for p in entry["params"]] for entry in one.param_groups)]
+        for one in optimizers
+    ]
+
+
+def optimizers_in(
+    what: str, rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """`rebind` as a tuple.
+
+    Raises:
+        TypeError: Something in it is not an optimizer.
+    """
+    optimizers = (rebind,) if isinstance(rebind, torch.optim.Optimizer) else tuple(rebind)
+    wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    if wrong:
+        raise TypeError(
+            message(
+                f"{what}: rebind holds something else than optimizers",
+                found=listed(wrong),
+                expected="torch.optim.Optimizer",
+                fix=f"weft.{what}(..., rebind=[optimizer])",
+            )
+        )
+    return optimizers
+
+
+def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]) -> None:
+    """Check that no optimizer would go on with parameters the module will not have.
+
+    Raises:
+        OrderError: A living optimizer holds parameters of `module` and is not in `rebind`.
+    """
+    if _left_out(module, ctx, rebind):
+        gc.collect()  # some may have been dropped, in a cycle
+    left = _left_out(module, ctx, rebind)
+    if left:
+        raise OrderError(
+            message(
+                f"{what}: {len(left)} optimizer(s) hold parameters of {type(module).__name__}, and would keep the old",
+                found=listed(f"{type(one).__name__}, {len(one.param_groups)} group(s)" for one in left),
+                expected=f"{what}, then the optimizer; or the optimizer given along",
+                fix=f"weft.{what}(..., rebind=optimizer)",
+            )
+        )
+
+
+def _left_out(
+    module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    holding = ctx.engine.optimizers_of(list(module.parameters()))
+    return [one for one in holding if not any(one is known for known in rebind)]

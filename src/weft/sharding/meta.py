@@ -1,0 +1,146 @@
+"""Real tensors for modules on meta."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.context.world import disagree
+from weft.errors import listed, message
+from weft.sharding.request import Weights
+
+__all__ = ["Source", "is_meta"]
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether a parameter or buffer has no values yet."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+class Source:
+    """Makes the parts of a module on meta real, with weights read on the first rank or drawn.
+
+    Raises:
+        ValueError: On all ranks, if something on meta would have no value, or a weight no place.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        module: nn.Module,
+        ctx: DistContext,
+        line: DistContext,
+        weights: Weights | Callable[[], Weights] | None,
+    ) -> None:
+        self._ctx = ctx
+        self._line = line
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._done: set[int] = set()
+        self._given: dict[int, torch.Tensor] = {}
+        try:
+            if line.rank == 0:
+                self._read(what, module, weights)
+        except Exception as error:
+            disagree(ctx.world, error)
+            raise
+        ctx.agree(f"{what}: weights")
+
+    def _read(self, what: str, module: nn.Module, source: Weights | Callable[[], Weights] | None) -> None:
+        """Find the weight of each tensor, under any of its names."""
+        weights: Weights = {} if source is None else source() if callable(source) else source
+        kept = {n: t for n, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+        wrong = [
+            f"{name} of shape {tuple(weight.shape)}, not {tuple(kept[name].shape)}"
+            if name in kept
+            else f"{name}, of which the module has none"
+            for name, weight in weights.items()
+            if name not in kept or weight.shape != kept[name].shape
+        ]
+        self._given = {id(tensor): weights[name] for name, tensor in kept.items() if name in weights}
+        drawn = {id(t) for part in module.modules() if _draws(part) for _, t in _own_tensors(part)}
+        if source is not None:
+            # What is saved and was not given is missing; it shall not be drawn in silence.
+            drawn -= {id(tensor) for tensor in kept.values()}
+        lost = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in module.named_modules()
+            for name, tensor in _own_tensors(part)
+            if tensor.is_meta and id(tensor) not in self._given and id(tensor) not in drawn
+        ]
+        if lost or wrong:
+            raise ValueError(
+                message(
+                    f"{what}: weights do not fit the {type(module).__name__} on meta",
+                    found="; ".join(
+                        [
+                            *([f"wrong: {listed(wrong)}"] if wrong else []),
+                            *([f"no value: {listed(lost)}"] if lost else []),
+                        ]
+                    ),
+                    expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
+                    "reset_parameters() in its module",
+                    fix=f"weft.{what}(..., weights=lambda: safetensors.torch.load_file(path))",
+                )
+            )
+
+    def make_real(self, unit: nn.Module) -> None:
+        """Give every tensor of a unit that is on meta its place and value, the same on all ranks."""
+        for part in unit.modules():
+            if id(part) in self._done:
+                continue
+            self._done.add(id(part))
+            fresh = [t for _, t in _own_tensors(part) if t.is_meta and id(t) not in self._real]
+            for kind in _kinds(part):
+                for name, tensor in kind.items():
+                    if tensor is not None:
+                        kind[name] = self._real_one(tensor)
+            if any(id(tensor) not in self._given for tensor in fresh) and _draws(part):
+                self._draw(part)
+            for _, tensor in _own_tensors(part):
+                if id(tensor) in self._given:
+                    with torch.no_grad():
+                        tensor.copy_(self._given[id(tensor)])
+                if self._line.group is not None:
+                    torch.distributed.broadcast(tensor.detach(), group=self._line.group, group_src=0)
+
+    def _real_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = self._ctx.device
+        if id(tensor) not in self._real:
+            values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+            real = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+            self._real[id(tensor)] = (tensor, real)  # the old one too, so that its id is not given away
+            self._real[id(real)] = (real, real)
+            if id(tensor) in self._given:
+                self._given[id(real)] = self._given[id(tensor)]
+        return self._real[id(tensor)][1]
+
+    def _draw(self, part: nn.Module) -> None:
+        """Let the part draw its numbers: a function of the seed and its name, whatever the units are."""
+        device = self._ctx.device
+        seed = zlib.crc32(self._names[id(part)].encode()) ^ self._ctx.seed
+        others = [] if device.type == "cpu" else [device]
+        reset: Any = part.reset_parameters
+        with torch.random.fork_rng(devices=others, device_type=others[0].type if others else "cuda"):
+            torch.manual_seed(seed)
+            reset()
+
+
+def _draws(part: nn.Module) -> bool:
+    return callable(getattr(part, "reset_parameters", None))
+
+
+def _kinds(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return part._parameters, part._buffers
+
+
+def _own_tensors(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for kind in _kinds(part):
+        for name, tensor in kind.items():
+            if tensor is not None:
+                yield name, tensor

@@ -1,0 +1,134 @@
+"""Units: which parts of a module are gathered and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from weft.errors import listed, message
+from weft.selecting import Selection, select
+
+__all__ = ["ignored_in", "owner_units", "units_of"]
+
+_LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
+
+
+def units_of(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tuple[nn.Module, ...], ...]:
+    """The units, inner ones first; modules that share parameters are one unit."""
+    if chosen is None:
+        parts = _blocks(module)
+    else:
+        found = select(what, module, chosen)
+        parts = [part for part in found.values() if part is not module]
+        uncalled = [name for name, part in found.items() if not _has_forward(part)]
+        if uncalled:
+            raise ValueError(
+                message(
+                    f"{what}: units are never called",
+                    found=listed(f"{name!r} ({type(found[name]).__name__})" for name in uncalled),
+                    expected="parts that have a forward, around which they are gathered and freed",
+                    fix=f'weft.{what}(..., units="{uncalled[0]}.*")',
+                )
+            )
+    parts = [part for part in parts if any(True for _ in part.parameters())]
+    order = {id(part): place for place, part in enumerate(module.modules())}
+    while True:
+        owner = owner_units(module, parts)
+        root = id(module)
+        shared = [set(owners) for owners in _sharers(module, owner).values() if len(set(owners)) > 1]
+        # What is shared with the module's own unit, or between nested ones, goes one unit up.
+        by_id = {id(part): part for part in parts}
+        lost = {one for owners in shared if root in owners for one in owners if one != root}
+        for owners in shared:
+            units = [by_id[one] for one in owners if one != root]
+            lost |= {id(one) for one in units if any(_is_inside(one, outer) for outer in units if outer is not one)}
+        if not lost:
+            return _joined(parts, shared, order)
+        parts = [part for part in parts if id(part) not in lost]
+
+
+def _has_forward(part: nn.Module) -> bool:
+    return type(part).forward is not nn.Module.forward
+
+
+def _is_inside(part: nn.Module, outer: nn.Module) -> bool:
+    return any(one is part for one in outer.modules())
+
+
+def _joined(
+    parts: list[nn.Module], shared: list[set[int]], order: Mapping[int, int]
+) -> tuple[tuple[nn.Module, ...], ...]:
+    groups: list[set[int]] = [{id(part)} for part in parts]
+    for together in shared:
+        touched = [group for group in groups if group & together]
+        groups = [group for group in groups if not group & together]
+        groups.append(set().union(*touched))
+    by_id = {id(part): part for part in parts}
+    left = [tuple(by_id[one] for one in sorted(group, key=lambda one: order[one])) for group in groups]
+    left.sort(key=lambda group: order[id(group[0])], reverse=True)
+    # Inner units have to be cut before the ones around them.
+    done: list[tuple[nn.Module, ...]] = []
+    while left:
+        ready = [one for one in left if not any(_holds(one, other) for other in left if other is not one)]
+        done += ready or left
+        left = [one for one in left if ready and one not in ready]
+    return tuple(done)
+
+
+def _holds(group: tuple[nn.Module, ...], other: tuple[nn.Module, ...]) -> bool:
+    return any(_is_inside(part, outer) for outer in group for part in other)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks in lists of the module, and the large layers that are in no block."""
+    blocks: list[nn.Module] = []
+
+    def visit(part: nn.Module) -> None:
+        children = list(part.children())
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            chosen = [child for child in children if any(True for _ in child.children()) and _has_forward(child)]
+            if len(chosen) > 1:
+                blocks.extend(chosen)
+                children = [child for child in children if not any(child is one for one in chosen)]
+        for child in children:
+            visit(child)
+        own = sum(p.numel() for p in part._parameters.values() if p is not None)
+        if part is not module and not list(part.children()) and own >= _LARGE:
+            blocks.append(part)
+
+    visit(module)
+    return blocks
+
+
+def owner_units(module: nn.Module, parts: Sequence[nn.Module]) -> dict[int, int]:
+    """The innermost unit around each module, by id."""
+    chosen = {id(part) for part in parts}
+    owner: dict[int, int] = {}
+
+    def visit(part: nn.Module, unit: int) -> None:
+        unit = id(part) if id(part) in chosen else unit
+        if id(part) not in owner:
+            owner[id(part)] = unit
+            for child in part.children():
+                visit(child, unit)
+
+    visit(module, id(module))
+    return owner
+
+
+def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]]:
+    """The units that hold each parameter, by id."""
+    holders: dict[int, list[int]] = {}
+    for part in module.modules():
+        for p in part._parameters.values():
+            if p is not None:
+                holders.setdefault(id(p), []).append(owner[id(part)])
+    return holders
+
+
+def ignored_in(what: str, module: nn.Module, chosen: Selection | None) -> tuple[str, ...]:
+    """Names of the parameters that stay whole: those asked for, and single numbers, which cannot be cut."""
+    parts = () if chosen is None else select(f"{what}: ignored", module, chosen).values()
+    whole = {id(p) for part in parts for p in part.parameters()}
+    return tuple(name for name, p in module.named_parameters() if id(p) in whole or not p.dim())
