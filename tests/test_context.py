@@ -295,6 +295,17 @@ def test_device_of_a_rank(monkeypatch, kind, count, request_, local_rank, device
 
 
 @pytest.mark.parametrize(
+    ("kind", "device", "chosen"), [("cuda", "cuda:3", [3]), ("cuda", "cpu", []), (None, "cpu", [])]
+)
+def test_start_makes_the_device_of_the_rank_the_current_one(monkeypatch, kind, device, chosen):
+    _pretend(monkeypatch, kind, 4)
+    selected = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
+    with weft.start(device=device):
+        assert selected == chosen
+
+
+@pytest.mark.parametrize(
     ("kind", "request_", "world", "text"),
     [("mps", None, 2, "world size 2 on mps"), (None, "cuda", 1, "no accelerator"), (None, "fish", 1, "'fish'")],
 )

@@ -111,6 +111,8 @@ CONTRADICTIONS = {
         {k: v for k, v in OPENMPI.items() if k != "MASTER_ADDR"}, "MASTER_ADDR unset",
     ),
     "openmpi half": ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE unset"),
+    "mpich half": ({"PMI_RANK": "1"}, "PMI_SIZE unset"),
+    "port": ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
     "nodelist": ({**SLURM, "SLURM_JOB_NODELIST": "gpu[03"}, "gpu\\[03"),
 }  # fmt: skip
 

@@ -189,8 +189,8 @@ def _read_openmpi(facts: _Facts) -> Topology:
 
 
 def _has_mpich(facts: _Facts) -> bool:
-    if not facts.has("PMI_RANK", "PMI_SIZE"):
-        return False
+    if not facts.has("PMI_RANK", "PMI_SIZE"):  # one alone: a mistake, unless SLURM knows more
+        return (facts.has("PMI_RANK") or facts.has("PMI_SIZE")) and not _has_slurm(facts)
     # Under `srun --mpi=pmi2` both speak of the same process, and SLURM knows the nodes as well.
     same = facts.text("PMI_RANK") == facts.text("SLURM_PROCID") and facts.text("PMI_SIZE") == facts.text("SLURM_NTASKS")
     return not (same and _has_slurm(facts))
@@ -327,6 +327,15 @@ def first_host(nodelist: str) -> str:
 
 def _port(facts: _Facts) -> int:
     port = facts.number("MASTER_PORT")
+    if port is not None and not 1 <= port <= 65535:
+        raise ContextError(
+            message(
+                f"topology: MASTER_PORT = {port} is no port",
+                found=f"MASTER_PORT={facts.env['MASTER_PORT']!r}",
+                expected="1 to 65535",
+                fix=f"export MASTER_PORT={_DEFAULT_PORT}",
+            )
+        )
     if port is not None:
         return port
     job = facts.text("SLURM_JOB_ID", "SLURM_JOBID")

@@ -136,7 +136,7 @@ FP32 = Row(
     break_input=partial(precise, policy="fp31"),
 )
 # Tolerances of 16-bit rows: AdamW moves each weight by about lr=0.01 a step whatever the size of the
-# gradient, so a gradient near zero that rounds to the other sign costs 0.02 per step, of 12 steps.
+# gradient, so a gradient near zero that rounds to the other sign costs 0.02 per step, of 10 steps.
 BF16 = Row(
     name="with_precision[bf16]",
     apply=partial(precise, policy="bf16"),

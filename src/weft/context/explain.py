@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from weft.context.distcontext import DistContext
 
 __all__ = ["explain"]
@@ -33,6 +35,8 @@ def explain(ctx: DistContext) -> str:
         "debug": ctx.debug,
         "device": ctx.device,
         "mesh": dict(ctx.axes),
+        "data_axes": ", ".join(ctx.data_axes),
+        "backend": _backend(ctx),
     }
     for name, source in ctx.sources:
         value = values.get(name, f"{ctx.rank}, {ctx.world_size}" if name == "rank, world_size" else "")
@@ -41,3 +45,7 @@ def explain(ctx: DistContext) -> str:
     for index, record in enumerate(ctx.applied, start=1):
         lines.append(f"  {index}. {record}")
     return "\n".join(lines)
+
+
+def _backend(ctx: DistContext) -> str:
+    return "none, one rank" if ctx.group is None else dist.get_backend(ctx.group)

@@ -42,12 +42,13 @@ def start(
 
     Reads the facts of torchrun, `weft launch`, SLURM, MPI or Ray Train from the environment once,
     creates the process group, and returns the context every transform takes. Without a launcher it
-    is a world of one rank and no group is made. Every argument that is not given may be set by an
-    environment variable `WEFT_<NAME>`; `weft.explain(ctx)` tells which layer won.
+    is a world of one rank and no group is made. Every argument but `engine` that is not given may be
+    set by an environment variable `WEFT_<NAME>`; `weft.explain(ctx)` tells which layer won.
 
     If the program initialised torch.distributed already, that group is adopted (see `adopt`).
 
-    Changes: creates torch's default process group; on an accelerator, selects this rank's device.
+    Changes: creates torch's default process group; makes the device of this rank, if it is an accelerator,
+    the current one.
     Collectives: the rendezvous; one group per mesh axis if there are several.
 
     Args:
@@ -92,6 +93,7 @@ def start(
     axes = mesh_axes(settings.mesh, settings.data_axes, place.world_size)
     chosen = engine or TorchEngine()
     where = chosen.device(settings.device, place.local_rank, place.world_size)
+    chosen.select(where)
     world = World(ranks=range(place.world_size), rank=place.rank, timeout_s=settings.timeout_s)
     if place.world_size > 1:
         _connect(world, place, chosen, where, settings)

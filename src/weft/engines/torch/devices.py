@@ -6,7 +6,7 @@ import torch
 
 from weft.errors import ContextError, message
 
-__all__ = ["choose_device", "default_backend"]
+__all__ = ["choose_device", "default_backend", "select_device"]
 
 
 def choose_device(request: str | None, local_rank: int, world_size: int) -> torch.device:
@@ -65,6 +65,13 @@ def _parse(request: str) -> torch.device:
                 fix='weft.start(device="cpu")',
             )
         ) from error
+
+
+def select_device(device: torch.device) -> None:
+    """Make it the current one of its type, on which torch puts what is asked for by type alone."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if present is not None and present.type == device.type and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 def default_backend(device: torch.device) -> str:

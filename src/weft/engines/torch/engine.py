@@ -16,7 +16,7 @@ from weft.engines.torch.averages import WeightAverages, drop_gathered
 from weft.engines.torch.batch_norm import Synchronized, synchronize_batch_norms
 from weft.engines.torch.checkpointing import Recomputed, already_recomputed, saved_ops
 from weft.engines.torch.compiling import Compiled, already_compiled, check_backend
-from weft.engines.torch.devices import choose_device, default_backend
+from weft.engines.torch.devices import choose_device, default_backend, select_device
 from weft.engines.torch.flat_step import FlatStep, check_elementwise, flat_buffer_of, is_elementwise
 from weft.engines.torch.gradient_norm import Gradients, with_nonfinite_gradient
 from weft.engines.torch.loss_scale import LossScale
@@ -54,6 +54,10 @@ class TorchEngine:
     def device(self, request: str | None, local_rank: int, world_size: int) -> torch.device:
         """The device of a rank; see `choose_device`."""
         return choose_device(request, local_rank, world_size)
+
+    def select(self, device: torch.device) -> None:
+        """Make `device` the current one; see `select_device`."""
+        select_device(device)
 
     def backend(self, device: torch.device) -> str:
         """The process-group backend for tensors on `device`."""
