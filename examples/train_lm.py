@@ -2,9 +2,11 @@
 
     python examples/train_lm.py                     # one process
     weft launch -n 2 examples/train_lm.py           # two ranks: the same loss curve
+    weft launch -n 2 examples/train_lm.py --resume  # goes on where a run ended, on any number of ranks
 
 The model is plain torch and knows nothing of weft; so is the loop, from `for step, window` on.
-Results go to `--out`: `model.safetensors` and a TensorBoard log.
+Results go to `--out`: `model.safetensors`, checkpoints and a TensorBoard log. Told to end by SIGTERM, the run
+saves and exits with code 75; with `--max-restarts 3` a run of which a rank was killed goes on by itself.
 """
 
 import argparse
@@ -108,13 +110,17 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
         model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=STAGES[options.strategy])
     model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=options.accumulate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    objects = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": windows}
+    state, ctx = weft.checkpointable(objects, ctx)
 
-    log = SummaryWriter(options.out) if ctx.is_main else None
+    done, checkpoints = resume(state, options, ctx), options.out / "checkpoints"
+    preempted = weft.on_preemption(ctx)
+    log = SummaryWriter(options.out, purge_step=done + 1) if ctx.is_main else None
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     first = evaluate(model, held_out, ctx)
     with Progress(*columns, disable=not ctx.is_main) as progress:
-        bar, tokens, since = progress.add_task("", total=options.steps), 0, time.perf_counter()
-        for step, window in enumerate(itertools.islice(endless(windows), options.steps), start=1):
+        bar, tokens, since = progress.add_task("", total=options.steps, completed=done), 0, time.perf_counter()
+        for step, window in enumerate(itertools.islice(endless(windows), options.steps - done), start=done + 1):
             loss = torch.zeros((), device=ctx.device)
             for (text,) in window:
                 part = cross_entropy(model(text[:, :-1].long()).flatten(0, 1), text[:, 1:].long().flatten())
@@ -132,17 +138,43 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
                 speed, tokens, since = tokens / (time.perf_counter() - since), 0, time.perf_counter()
                 if log is not None:
                     progress.console.print(f"step {step:4d}  loss {loss:.4f}  {speed:,.0f} tokens/s", highlight=False)
-                    log.add_scalar("loss", loss, step)
-                    log.add_scalar("tokens_per_s", speed, step)
+                    write(log, step, loss=loss, tokens_per_s=speed)
+            if preempted(step) or step % options.save_every == 0 or step == options.steps:
+                weft.save(state, checkpoints, step, ctx, keep=2)
+            if preempted(step):
+                weft.print_once(f"{preempted.reason}: saved after step {step}, --resume goes on there", ctx=ctx)
+                raise SystemExit(preempted.exit_code)
 
     last = evaluate(model, held_out, ctx)
     model, ctx = weft.plain(model, ctx, rebind=optimizer)  # whole parameters on every rank, whatever the strategy was
     if log is not None:
-        log.add_scalar("held_out_loss", last, options.steps)
+        write(log, options.steps, held_out_loss=last)
         log.close()
         save_file(model.state_dict(), options.out / "model.safetensors")
+        if options.export is not None and (newest := weft.latest(checkpoints)):
+            weft.export(newest, options.export)
         print(f"\n{model.write('def ', 300, options.seed)}\n")
         print(f"held-out loss {first:.4f} -> {last:.4f} nats per byte; results in {options.out}")
+
+
+def resume(state: weft.Checkpoint, options: argparse.Namespace, ctx: weft.DistContext) -> int:
+    """Go on from the newest checkpoint if asked to, or started again by the launcher; the steps that are done."""
+    checkpoints = options.out / "checkpoints"
+    if options.resume or ctx.attempt > 0:
+        restored = weft.restore(state, checkpoints, ctx)
+        return restored.step if restored else 0
+    with weft.main_first(ctx):
+        if ctx.is_main and checkpoints.exists():  # of an earlier run: they stay, under another name
+            names = (checkpoints.with_name(f"checkpoints.{n}") for n in itertools.count(1))
+            checkpoints.rename(next(name for name in names if not name.exists()))
+    return 0
+
+
+def write(log: SummaryWriter, step: int, **numbers: Tensor | float) -> None:
+    """Write some numbers into the log; they are in the file when it returns, so that no checkpoint is ahead of it."""
+    for name, number in numbers.items():
+        log.add_scalar(name, number, step)
+    log.flush()
 
 
 def evaluate(model: nn.Module, loader: Iterable[list[Tensor]], ctx: weft.DistContext) -> float:
@@ -177,6 +209,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="bytes the model sees")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=50, help="steps between two lines")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
+    parser.add_argument("--export", type=Path, help="folder for the weights in the Hugging Face layout")
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="folder for the results")
     return parser.parse_args()
 

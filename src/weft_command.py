@@ -55,7 +55,7 @@ def _ranks(arguments: list[str]) -> int:
             value = value if equals else next(rest, "")
         elif argument[:2] == "-n":
             value = argument[2:]
-        elif name in ("--nnodes", "--node-rank", "--rdzv"):
+        elif name in ("--nnodes", "--node-rank", "--rdzv", "--max-restarts"):
             value = value if equals else next(rest, "")
             continue
         else:

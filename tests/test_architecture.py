@@ -19,9 +19,9 @@ FILES = sorted([*SOURCE.rglob("*.py"), ROOT / "src" / "weft_command.py"])
 TREES = {path.relative_to(ROOT / "src").as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
-def _python(code, *, env=None, limit_s=60):
+def _python(code, *arguments, env=None, limit_s=60):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=limit_s, check=False, env=env
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=limit_s, check=False, env=env
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -77,7 +77,11 @@ def test_import_changes_nothing_and_imports_torch_alone():
 
 
 COST = """
-import os, time, torch
+import os, sys, time
+begin = time.process_time()
+import torch
+print(time.process_time() - begin, flush=True)
+sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False  # with bytecode, as installed; the first run writes it
 for _ in range(15):
     if os.fork() == 0:
         begin = time.process_time()
@@ -90,10 +94,9 @@ for _ in range(15):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the cost is measured in forks of one import of torch")
 def test_import_costs_less_than_50_ms_after_torch(tmp_path):
-    # With bytecode, as installed; the first of the runs writes it.
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    costs = [float(line) for line in _python(COST, env={**env, "PYTHONPYCACHEPREFIX": str(tmp_path)}).split()]
-    assert min(costs) < 0.05, costs
+    torch_cost, *costs = map(float, _python(COST, str(tmp_path)).split())
+    # On a machine on which torch itself takes longer than it does on a quiet one, as much longer.
+    assert min(costs) < 0.05 * max(1.0, torch_cost / 1.5), (torch_cost, costs)
 
 
 TRAINING = """

@@ -295,6 +295,24 @@ def test_random_states_go_on_on_each_rank(tmp_path):
     assert len(set(four)) == 4 and four == run_ranks(restores, 4, tmp_path)
 
 
+def _gathered(ctx, folder):
+    """A checkpoint between forward and backward, while the shards are gathered."""
+    model, ctx = weft.fully_shard(_net(), ctx, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.tensor([1, 2, 3])).square().mean()
+    state, ctx = weft.checkpointable({"optimizer": optimizer, "model": model}, ctx)
+    weft.save(state, folder, 1, ctx)
+    loss.backward()
+    optimizer.step()
+
+
+def test_gathered_shards_are_saved_as_what_they_are(tmp_path):
+    run_ranks(_gathered, 2, tmp_path)
+    model = Net()
+    weft.restore(_local({"model": model})[0], tmp_path, weft.local(), strict=False)
+    assert torch.equal(model.head.weight, _net().head.weight)
+
+
 # -- strategies and numbers of ranks -----------------------------------------------------------------
 
 CASES = [("replicate", 1), ("replicate", 2), ("flat", 2), ("fully_shard", 2), ("fully_shard", 4), ("zero1", 2),
@@ -494,9 +512,9 @@ def test_two_savers_are_not_let_in(tmp_path):
             return {}
 
     # The lock is held by another file handle of this process, as it would be by another job.
-    from weft.checkpoint.saving import _lock
+    from weft.checkpoint.writing import lock
 
-    handle = _lock(tmp_path)
+    handle = lock(tmp_path)
     state, ctx = _local({"box": Saves(True)})
     state.objects["box"].state_dict()
     os.close(handle)

@@ -1,5 +1,6 @@
 """The examples run on one rank and on two with the same losses, and differ from the plain loop in marked lines."""
 
+import argparse
 import contextlib
 import difflib
 import io
@@ -183,13 +184,26 @@ def test_the_language_model_leaves_weights_and_a_log(trained):
         assert steps["loss"] == steps["tokens_per_s"] == list(range(1, 13)) and steps["held_out_loss"] == [12]
 
 
+def test_a_new_run_of_the_language_model_leaves_the_checkpoints_of_the_last_one_alone(tmp_path):
+    resume = runpy.run_path(str(EXAMPLES / "train_lm.py"))["resume"]
+    for number in (1, 2):
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / f"run-{number}").touch()
+        assert resume(None, argparse.Namespace(out=tmp_path, resume=False), weft.local()) == 0
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")) == [
+        "checkpoints.1/run-1",
+        "checkpoints.2/run-2",
+    ]
+
+
 def test_the_loop_of_the_language_model_is_short():
     lines = (EXAMPLES / "train_lm.py").read_text(encoding="utf-8").splitlines()
     start = lines.index(next(line for line in lines if line.startswith("def main(")))
     end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("def "))
     assert end - start <= 80
     loop = "\n".join(lines[start:end]).partition("for step, window in")[2]
-    assert set(re.findall(r"weft\.\w+", loop.partition("last = evaluate")[0])) == {"weft.reduce"}, "plain torch"
+    used = set(re.findall(r"weft\.\w+", loop.partition("last = evaluate")[0]))
+    assert used == {"weft.reduce", "weft.save", "weft.print_once"}, "plain torch"
 
 
 def test_the_text_model_is_plain_torch():

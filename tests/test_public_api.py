@@ -24,17 +24,18 @@ TRANSFORMS = [
 ]  # fmt: skip
 FUNCTIONS = [
     *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "checkpointable", "clip_grads", "compose",
-    "creation_dtype", "explain", "gather", "gather_objects", "latest", "local", "loss_scale", "main_first", "offered",
-    "on_rank", "pad_across", "plain", "print_once", "reduce", "restore", "save", "skipped", "start", "to_device",
-    "together", "topology", "transform", "verify",
+    "creation_dtype", "explain", "export", "gather", "gather_objects", "latest", "load_weights", "local",
+    "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "plain", "print_once",
+    "reduce", "restore", "save", "save_async", "skipped", "start", "to_device", "together", "topology", "transform",
+    "verify",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
     "NameChanged", "NotSynchronized", "OrderError", "PeerError", "StaleContext", "UnusedParameters", "WeftError",
 ]  # fmt: skip
 TYPES = [
-    "Applied", "Averages", "Checkpoint", "DistContext", "LossScaling", "Precision", "Restored", "Topology", "Window",
-    "Windows",
+    "Applied", "Averages", "Checkpoint", "DistContext", "LoadedWeights", "LossScaling", "Precision", "Preemption",
+    "Restored", "RunningSave", "Topology", "Window", "Windows",
 ]  # fmt: skip
 PROTOCOLS = ["GradSync", "ReducesIn", "Undoable"]
 MODULES = ["errors", "testing"]
@@ -93,8 +94,11 @@ POSITIONAL_OPTIONS = {
     "on_rank": ["rank"],  # reads as "on rank 0"
     "together": ["what"],  # a name for people, as in pytest.raises
 }
-NO_OBJECT = ["barrier", "explain", "main_first", "together"]  # about the context itself
-WITH_PLACE = {"save": ["state", "directory", "step"], "restore": ["state", "directory"]}  # what, where, when
+NO_OBJECT = ["barrier", "explain", "main_first", "on_preemption", "together"]  # about the context itself
+WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_async")} | {
+    "restore": ["state", "directory"],  # what, where, when
+    "load_weights": ["module", "path"],
+}
 CTX_BY_NAME = ["print_once"]  # takes any number of values, as print does
 
 
@@ -127,7 +131,7 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     names = [p.name for p in parameters]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "ctx" not in names:
-        assert len(positional) <= 2 and (len(positional) < 2 or name == "offered")
+        assert len(positional) <= 2 and (len(positional) < 2 or name in ("export", "offered"))
         return
     ctx = parameters[names.index("ctx")]
     assert ctx.default is ctx.empty
@@ -408,7 +412,8 @@ def test_every_error_of_the_package_has_the_three_lines():
                 plain.append(f"{path.name}: {raised.group(0)}")
     # objects: the echo of an error on another rank; settings: becomes a `found` line of its caller;
     # ranks: the output of a process that did not start; the others: of `CheckpointError`, with the file's name.
-    told = {"objects.py", "settings.py", "ranks.py", "loading.py", "manifest.py", "reading.py", "values.py"}
+    told = {"objects.py", "settings.py", "ranks.py", "loading.py", "manifest.py", "reading.py", "sources.py"}
+    told |= {"values.py"}
     assert {line.partition(":")[0] for line in plain} <= told, plain
 
 

@@ -15,9 +15,10 @@ Layers, each importing only those below it:
     launchers, nested, errors
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from weft import errors as errors
-from weft import testing as testing
-from weft.checkpoint import Checkpoint, Restored, checkpointable, latest, restore, save, verify
 from weft.collectives import (
     any_rank,
     barrier,
@@ -31,7 +32,7 @@ from weft.collectives import (
     reduce,
     together,
 )
-from weft.context import Applied, DistContext, adopt, explain, local, start
+from weft.context import Applied, DistContext, Preemption, adopt, explain, local, on_preemption, start
 from weft.contract import GradSync, ReducesIn, Undoable, compose, offered, transform
 from weft.errors import (
     AlreadyApplied,
@@ -72,7 +73,47 @@ from weft.transforms.with_precision import (
 )
 from weft.transforms.zero_partition import zero_partition
 
+if TYPE_CHECKING:
+    from weft import checkpoint as checkpoint
+    from weft import testing as testing
+    from weft.checkpoint import (
+        Checkpoint,
+        LoadedWeights,
+        Restored,
+        RunningSave,
+        checkpointable,
+        export,
+        latest,
+        load_weights,
+        restore,
+        save,
+        save_async,
+        verify,
+    )
+
 __version__ = "0.1.0"
+
+# Rooms that are imported when first asked for: half of the package, of which many programs need nothing.
+_LATER = {
+    "checkpoint": (
+        "Checkpoint", "LoadedWeights", "Restored", "RunningSave", "checkpointable", "export", "latest",
+        "load_weights", "restore", "save", "save_async", "verify",
+    ),
+    "testing": (),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _LATER.items():
+        if name == room or name in names:
+            module = importlib.import_module(f"weft.{room}")
+            return module if name == room else getattr(module, name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AlreadyApplied",
@@ -85,6 +126,7 @@ __all__ = [
     "ContractError",
     "DistContext",
     "GradSync",
+    "LoadedWeights",
     "LossScaling",
     "MissingExtra",
     "NameChanged",
@@ -92,8 +134,10 @@ __all__ = [
     "OrderError",
     "PeerError",
     "Precision",
+    "Preemption",
     "ReducesIn",
     "Restored",
+    "RunningSave",
     "StaleContext",
     "Topology",
     "Undoable",
@@ -115,16 +159,19 @@ __all__ = [
     "creation_dtype",
     "errors",
     "explain",
+    "export",
     "fully_shard",
     "fuse_step",
     "gather",
     "gather_objects",
     "gather_step",
     "latest",
+    "load_weights",
     "local",
     "loss_scale",
     "main_first",
     "offered",
+    "on_preemption",
     "on_rank",
     "pad_across",
     "plain",
@@ -134,6 +181,7 @@ __all__ = [
     "replicate",
     "restore",
     "save",
+    "save_async",
     "shard_data",
     "skipped",
     "start",

@@ -36,6 +36,7 @@ from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, l
 __all__ = [
     "GradSync",
     "ReducesIn",
+    "Stateful",
     "Undoable",
     "agree_on_parameters",
     "check_known",
@@ -77,6 +78,18 @@ class ReducesIn(Protocol):
     """
 
     reduce_dtype: torch.dtype | None
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with `state_dict` and `load_state_dict`: schedulers, loaders, averages, your own."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What has to survive: nested dicts, lists and tuples of tensors, numbers, strings, None."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Go on from it."""
 
 
 @runtime_checkable

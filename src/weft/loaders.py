@@ -7,13 +7,25 @@ survive; the original is left alone.
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.utils.data import DataLoader
 
-__all__ = ["Extension", "extended_copy"]
+__all__ = ["Extension", "Seekable", "extended_copy"]
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """A loader whose position is a number of samples, so that batches can be left unread and read later."""
+
+    def weft_position(self, back: int) -> dict[str, Any]:
+        """Its `state_dict` as it was so many batches ago, in the running iteration."""
+        ...
+
+    def weft_hold_back(self, count: int) -> None:
+        """Leave the last batches of the iteration that was just begun for the next one, which begins with them."""
 
 
 class Extension(DataLoader[T]):

@@ -15,10 +15,11 @@ from torch import nn
 
 from weft.errors import listed, message
 
-__all__ = ["Choice", "Selection", "select", "select_apart"]
+__all__ = ["Choice", "Names", "Selection", "fits_pattern", "select", "select_apart"]
 
 Choice: TypeAlias = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | nn.Module
 Selection: TypeAlias = Choice | Iterable[Choice]
+Names: TypeAlias = str | Iterable[str] | Callable[[str], bool]  # of tensors: patterns, or a question
 
 
 def select(what: str, module: nn.Module, chosen: Selection) -> dict[str, nn.Module]:
@@ -141,6 +142,16 @@ def _matches(what: str, module: nn.Module, choice: Any) -> list[nn.Module]:
             fix=f'"{next((name for name, _ in inner), "blocks.*")}"',
         )
     )
+
+
+def fits_pattern(name: str, pattern: str) -> bool:
+    """Whether a qualified name fits a pattern, as patterns are in `select`.
+
+    Example:
+        >>> fits_pattern("blocks.0.weight", "blocks.*"), fits_pattern("blocks.0.weight", "**.weight")
+        (False, True)
+    """
+    return _fits(name.split("."), pattern.split("."))
 
 
 def _fits(parts: list[str], pattern: list[str]) -> bool:

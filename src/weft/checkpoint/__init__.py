@@ -8,9 +8,21 @@ manifest.py   the one JSON file that says what a checkpoint consists of
 files.py      safetensors files with hashes, brought to the disk for certain
 commit.py     all or nothing: hidden folder, one rename; `latest`, `verify`
 saving.py     `save`
+saving_async.py `save_async`: the same beside the program
+staging.py    the memory that it copies the state into
+writing.py    what a rank brings, and how the main rank makes a whole of it
 reading.py    tensors out of the files, cut up as they are needed
 loading.py    from the files into the objects, all or nothing
 restoring.py  `restore`
+exporting.py  `export`: the Hugging Face layout
+shards.py     which tensors in which of its files
+publishing.py a folder that appears when it is complete
+weights.py    `load_weights`: from files into any module
+sources.py    what files, indices, folders and checkpoints hold
+targets.py    what a module holds, and memory for modules on meta
+placement.py  who reads what, and what is put where
+sending.py    from the rank that has read to the others
+converting.py values in other dtypes
 ranks.py      work that fails on one rank fails on all
 
 [Note: format] A checkpoint is a folder `step-<number>` with one safetensors file per rank and
@@ -21,8 +33,24 @@ between saving and restoring.
 """
 
 from weft.checkpoint.commit import latest, verify
+from weft.checkpoint.exporting import export
 from weft.checkpoint.restoring import Restored, restore
 from weft.checkpoint.saving import save
+from weft.checkpoint.saving_async import RunningSave, save_async
 from weft.checkpoint.state import Checkpoint, checkpointable
+from weft.checkpoint.weights import LoadedWeights, load_weights
 
-__all__ = ["Checkpoint", "Restored", "checkpointable", "latest", "restore", "save", "verify"]
+__all__ = [
+    "Checkpoint",
+    "LoadedWeights",
+    "Restored",
+    "RunningSave",
+    "checkpointable",
+    "export",
+    "latest",
+    "load_weights",
+    "restore",
+    "save",
+    "save_async",
+    "verify",
+]

@@ -6,13 +6,14 @@ there and complete. One is removed the same way: renamed first, so that no half 
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import shutil
 from pathlib import Path
 
 from weft.checkpoint.files import check_file, sync_folder
-from weft.checkpoint.manifest import Manifest, read_manifest
+from weft.checkpoint.manifest import NAME, Manifest, read_manifest
 from weft.errors import CheckpointError, message
 
 __all__ = ["begin", "clean", "finish", "folders", "latest", "prune", "target", "verify"]
@@ -146,9 +147,24 @@ def _check(folder: Path, *, content: bool) -> Manifest:
 
 def prune(directory: Path, keep: int, saved: Path) -> None:
     """Remove all but the newest `keep` complete checkpoints, and never the one just saved."""
-    kept = [path for path in folders(directory) if _is_complete(path)]
+    kept = [path for path in folders(directory) if path == saved or _has_its_files(path)]
     for path in kept[:-keep]:
         if path != saved:
             gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removing")
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _has_its_files(folder: Path) -> bool:
+    """As `_is_complete`, but a manifest that is as it was is not read at every save."""
+    try:
+        stamp = (folder / NAME).lstat()
+        sizes = _sizes(folder, stamp.st_ino, stamp.st_mtime_ns, stamp.st_size)
+        return all((folder / name).lstat().st_size == size for name, size in sizes)
+    except (CheckpointError, OSError):
+        return False
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(folder: Path, *stamp: int) -> tuple[tuple[str, int], ...]:
+    return tuple((name, entry.bytes) for name, entry in read_manifest(folder).files.items())

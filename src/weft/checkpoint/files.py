@@ -14,18 +14,39 @@ import torch
 from weft.checkpoint.manifest import DTYPES, FileEntry, Manifest
 from weft.errors import CheckpointError, MissingExtra, message
 
-__all__ = ["check_file", "open_tensors", "require_safetensors", "sync_folder", "write_tensors", "write_text"]
+__all__ = [
+    "check_file",
+    "file_head",
+    "open_tensors",
+    "require_safetensors",
+    "sync_folder",
+    "write_parts",
+    "write_tensors",
+    "write_text",
+]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
 
     Not by `safetensors.torch.save_file`: that copies all tensors first, and tells of a full disk by an
-    error of its own. The format is eight bytes of length, a header in JSON, and the bytes themselves.
+    error of its own.
+    """
+    head, order = file_head(tensors)
+    parts = (_bytes(tensors[name]) for name in order)
+    return write_parts(path, (part for each in ([head], parts) for part in each))
+
+
+def file_head(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
+    """How a safetensors file of these tensors begins, and the order in which their bytes follow.
+
+    It is eight bytes of length and a header in JSON.
     """
     # Wide dtypes first, so that each tensor is aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -34,8 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    parts = (_bytes(tensors[name]) for name in order)
-    return _write(path, (part for head in ([len(text).to_bytes(8, "little"), text], parts) for part in head))
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
@@ -46,10 +66,14 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 def write_text(path: Path, text: str) -> FileEntry:
     """Write a text file and wait until it is on the disk."""
-    return _write(path, [text.encode()])
+    return write_parts(path, [text.encode()])
 
 
-def _write(path: Path, parts: Iterable[Any]) -> FileEntry:
+def write_parts(path: Path, parts: Iterable[Any]) -> FileEntry:
+    """Write bytes, part by part, and wait until they are on the disk.
+
+    Writing, hashing and waiting let other threads run; a thread that does it holds up nobody.
+    """
     digest = hashlib.sha256()
     with path.open("xb") as file:
         for part in parts:

@@ -43,7 +43,7 @@ class Loading:
         self._ctx = ctx
         self._reader = Reader(folder, manifest)
         self._undo = contextlib.ExitStack()  # calls all, also if one raises
-        self._live = collect(state)
+        self._live = collect(state, to_save=False)
         self._loaded: dict[str, Any] = {}
         self.missing, self.unexpected = self._compare()
         self._check(strict=strict)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from weft.context import DistContext
-from weft.context.world import absent, disagree, exchange
+from weft.context.world import absent, agree, disagree, exchange
 from weft.errors import PeerError
 
-__all__ = ["from_main", "on_all"]
+__all__ = ["from_main", "gathered_on_main", "on_all"]
 
 R = TypeVar("R")
 
 
-def on_all(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
+def on_all(what: str, ctx: DistContext, work: Callable[[], R], facts: Mapping[str, object] | None = None) -> R:
     """Do work on every rank; if it fails on one, the peers, which are at the next meeting, learn of it.
 
     Raises:
         PeerError: It failed on another rank.
+        ContextError: The ranks came with different `facts`.
     """
     result = _tried(what, ctx, work)
-    ctx.agree(what)
+    agree(ctx.world, what, facts)
     return result
+
+
+def gathered_on_main(what: str, ctx: DistContext, work: Callable[[], Any]) -> list[Any]:
+    """Do work on every rank; the main rank gets the results, which have to be JSON, and the others none.
+
+    Raises:
+        PeerError: It failed on another rank.
+    """
+    return exchange(ctx.world, what, _tried(what, ctx, work), to=0)
 
 
 def from_main(what: str, ctx: DistContext, work: Callable[[], R]) -> R:

@@ -1,28 +1,120 @@
-"""Reading tensors of a checkpoint, cut up as they are needed."""
+"""Reading tensors of safetensors files, cut up as they are needed, straight into memory that is there.
+
+Not by the package safetensors: it maps files, so that all that was read counts as memory of the process, and
+gives blocks as copies. The format is eight bytes of length, a header in JSON, and the bytes themselves;
+the header is read with suspicion, as it may come from anywhere.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import math
+import os
+import stat
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from weft.checkpoint.files import open_tensors
-from weft.checkpoint.manifest import DTYPES, Manifest, Piece
+from weft.checkpoint.manifest import DTYPES, Manifest, Piece, TensorEntry
 from weft.checkpoint.pieces import Block, block_of, local_part, overlap
 from weft.engines.torch.shards import is_sharded
 from weft.errors import CheckpointError, message
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "Slot", "TensorFiles", "in_order", "inside", "memory_of", "open_tensors"]
+
+_MAX_HEADER = 100_000_000  # as safetensors has it
+_NEAR = 4096  # bytes between two runs that are read along: a page comes whole from the disk anyway
+_MAX_BUFFERS = 512  # per call of the system, which takes 1024
+_CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
+Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
+
+
+class TensorFiles:
+    """Safetensors files that are opened when they are needed, and closed with `close` or when they are dropped.
+
+    Args:
+        what: Who reads, for the texts of errors.
+        places: Path of each file by the name it has in pieces.
+    """
+
+    def __init__(self, what: str, places: Mapping[str, Path]) -> None:
+        self._what = what
+        self._places = places
+        self._opened: dict[str, tuple[int, dict[str, Slot]]] = {}
+        self._handles = contextlib.ExitStack()
+        self.close = weakref.finalize(self, self._handles.close)
+
+    def slots(self, file: str) -> dict[str, Slot]:
+        """What a file holds, by name.
+
+        Raises:
+            CheckpointError: It is no safetensors file, or not a whole one, or cannot be read.
+        """
+        try:
+            return self._open(file)[1]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                message(
+                    f"{self._what}: {self._places[file]} cannot be read",
+                    found=f"{type(error).__name__}: {error}",
+                    expected="a whole safetensors file",
+                    fix="get the file anew, or compare it with its source",
+                )
+            ) from error
+
+    def read(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> None:
+        """Read a block of a tensor into `out`: on the CPU, contiguous, of the stored dtype.
+
+        Raises:
+            CheckpointError: A file cannot be read, or does not hold what the entry says.
+        """
+        memory, width = memory_of(out), DTYPES[entry.dtype][1]
+        for piece in entry.pieces if block.size else ():
+            source = Block(piece.offsets, piece.shape)
+            common = overlap(block, source)
+            if common is None:
+                continue
+            try:
+                handle, start = self._piece(name, entry.dtype, piece)
+                _read_runs(handle, start, memory, width, _runs(common, source, block))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    message(
+                        f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
+                        found=f"{type(error).__name__}: {error}",
+                        expected=f"{entry.dtype} of shape {piece.shape}",
+                        fix="an older checkpoint, or a whole copy of the file",
+                    )
+                ) from error
+
+    def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
+        if file not in self._opened:
+            self._opened[file] = open_tensors(self._places[file])
+            self._handles.callback(os.close, self._opened[file][0])
+        return self._opened[file]
+
+    def _piece(self, name: str, dtype: str, piece: Piece) -> tuple[int, int]:
+        """The file a piece lies in, and where."""
+        handle, slots = self._open(piece.file)
+        if name not in slots:
+            raise ValueError(f"{len(slots)} other tensors")
+        found, shape, start = slots[name]
+        if (found, shape) != (dtype, piece.shape):
+            raise ValueError(f"{found} of shape {shape}")
+        return handle, start
 
 
 class Reader:
-    """Reads from files that were verified before."""
+    """Reads from files of a checkpoint that were verified before."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
         self._manifest = manifest
-        self._files: dict[str, Any] = {}
+        self._files = TensorFiles("restore", {name: folder / name for name in manifest.files})
 
     def read(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
         """Read a tensor, cut up as `like`, or whole if that is None.
@@ -44,44 +136,8 @@ class Reader:
             )
         block = Block((0,) * len(entry.shape), entry.shape) if like is None else block_of(like)[0]
         values = torch.empty(block.shape, dtype=getattr(torch, entry.dtype))
-        for piece in entry.pieces if block.size else ():
-            common = overlap(block, Block(piece.offsets, piece.shape))
-            if common is not None:
-                place = _inside(common, block.offsets)
-                values[place] = self._slice(name, entry.dtype, piece, common)
+        self._files.read(name, entry, block, values)
         return values if like is None else _cut_like(values, like)
-
-    def _slice(self, name: str, dtype: str, piece: Piece, block: Block) -> torch.Tensor:
-        """The part of a piece that lies in `block`."""
-        try:
-            if piece.file not in self._files:
-                self._files[piece.file] = open_tensors(self._folder / piece.file)
-            handle = self._files[piece.file].get_slice(name)
-            found = (handle.get_dtype(), tuple(handle.get_shape()))
-            if found != (DTYPES[dtype][0], piece.shape):
-                raise ValueError(f"{found[0]} of shape {found[1]}")
-            part: torch.Tensor = (
-                handle[_inside(block, piece.offsets)] if block.shape else self._files[piece.file].get_tensor(name)
-            )
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                message(
-                    f"restore: {name} cannot be read from {self._folder / piece.file}",
-                    found=f"{type(error).__name__}: {error}",
-                    expected=f"{dtype} of shape {piece.shape}, as the manifest says",
-                    fix="restore an older checkpoint",
-                )
-            ) from error
-        return part
-
-
-def _inside(block: Block, start: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where a block lies in one that begins at `start`."""
-    return tuple(
-        slice(at - zero, at - zero + size) for at, zero, size in zip(block.offsets, start, block.shape, strict=True)
-    )
 
 
 def _cut_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -95,3 +151,157 @@ def _cut_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         moved, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
     )
+
+
+# -- blocks ------------------------------------------------------------------------------------------
+
+
+def in_order(shape: tuple[int, ...], most: int) -> Iterator[Block]:
+    """Cut a tensor into blocks of at most `most` elements, each contiguous, in the order of its memory.
+
+    Yields:
+        The blocks.
+
+    Example:
+        >>> [block.shape for block in in_order((3, 4), 8)], [block.offsets for block in in_order((2, 3), 2)]
+        ([(2, 4), (1, 4)], [(0, 0), (0, 2), (1, 0), (1, 2)])
+    """
+    if not shape:
+        yield Block((), ())
+        return
+    dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= most or dim == len(shape) - 1)
+    rest = shape[dim + 1 :]
+    step = max(most // max(math.prod(rest), 1), 1)
+    for lead in itertools.product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim] if 0 not in rest else 0, step):
+            size = min(step, shape[dim] - start)
+            yield Block((*lead, start, *(0,) * len(rest)), (*(1,) * dim, size, *rest))
+
+
+def inside(block: Block, start: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where a block lies in one that begins at `start`."""
+    return tuple(
+        slice(at - zero, at - zero + size) for at, zero, size in zip(block.offsets, start, block.shape, strict=True)
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to be read and written."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+
+
+def _runs(common: Block, source: Block, target: Block) -> Iterator[tuple[int, int, int]]:
+    """Stretches of `common` that are contiguous in both blocks around it: where in each, and elements."""
+    dim = max(len(common.shape) - 1, 0)
+    while dim > 0 and common.shape[dim] == source.shape[dim] == target.shape[dim]:
+        dim -= 1
+    length = math.prod(common.shape[dim:])
+    for lead in itertools.product(*map(range, common.shape[:dim])):
+        at = tuple(zero + more for zero, more in itertools.zip_longest(common.offsets, lead, fillvalue=0))
+        yield _distance(at, source), _distance(at, target), length
+
+
+def _distance(at: tuple[int, ...], block: Block) -> int:
+    """How many elements of a block lie before a place in it."""
+    distance = 0
+    for place, zero, size in zip(at, block.offsets, block.shape, strict=True):
+        distance = distance * size + place - zero
+    return distance
+
+
+def _read_runs(handle: int, start: int, memory: memoryview, width: int, runs: Iterator[tuple[int, int, int]]) -> None:
+    """Read stretches of elements of `width` bytes; those near each other in one call."""
+    between = memoryview(bytearray(_NEAR))
+    buffers: list[memoryview] = []
+    begin = end = 0
+    for source, target, length in runs:
+        at = start + source * width
+        if buffers and not (0 <= at - end <= _NEAR and len(buffers) < _MAX_BUFFERS):
+            _fill(handle, buffers, begin)
+            buffers = []
+        if not buffers:
+            begin = end = at
+        elif at > end:
+            buffers.append(between[: at - end])
+        buffers.append(memory[target * width : (target + length) * width])
+        end = at + length * width
+    _fill(handle, buffers, begin)
+
+
+def _fill(handle: int, buffers: list[memoryview], at: int) -> None:
+    """Read into buffers, one after the other, until all are full."""
+    first = 0
+    while first < len(buffers):
+        count = os.preadv(handle, buffers[first:], at)
+        if count == 0:
+            raise ValueError("the file ends too early")
+        at += count
+        while first < len(buffers) and count >= len(buffers[first]):
+            count -= len(buffers[first])
+            first += 1
+        if count:
+            buffers[first] = buffers[first][count:]
+
+
+# -- headers -----------------------------------------------------------------------------------------
+
+
+def open_tensors(path: Path) -> tuple[int, dict[str, Slot]]:
+    """Open a safetensors file and read what it holds; symbolic links are refused.
+
+    Raises:
+        ValueError: It is no safetensors file, or not a whole one.
+        OSError: It cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return handle, _slots(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _slots(handle: int) -> dict[str, Slot]:
+    state = os.fstat(handle)
+    if not stat.S_ISREG(state.st_mode):
+        raise ValueError("no plain file")
+    head = os.pread(handle, 8, 0)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or not 2 <= length <= min(_MAX_HEADER, state.st_size - 8):
+        pickled = head[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+        raise ValueError("a file of torch.save" if pickled else f"{state.st_size} bytes, too few for its header")
+    text = bytearray(length)
+    _fill(handle, [memoryview(text)], 8)
+    try:
+        data = json.loads(bytes(text), object_pairs_hook=_once)
+        slots = {name: _slot(entry, 8 + length) for name, entry in data.items() if name != "__metadata__"}
+    except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"a header that cannot be understood ({type(error).__name__}: {error})") from error
+    end = 8 + length
+    for start, size in sorted((start, math.prod(shape) * DTYPES[dtype][1]) for dtype, shape, start in slots.values()):
+        if start != end:
+            raise ValueError(f"a tensor at byte {start} where the one before ends at {end}")
+        end += size
+    if end != state.st_size:
+        raise ValueError(f"{state.st_size} bytes, where its header tells of {end}")
+    return slots
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name that comes twice in the header")
+    return found
+
+
+def _slot(entry: Any, start: int) -> Slot:
+    sizes, (begin, end) = entry["shape"], entry["data_offsets"]
+    if any(type(size) is not int or not 0 <= size < 2**62 for size in (*sizes, begin, end)):
+        raise ValueError(f"sizes {sizes!r:.60}, offsets {begin!r:.20} to {end!r:.20}")
+    if entry["dtype"] not in _CODES:
+        raise ValueError(f"dtype {entry['dtype']!r:.20}, which weft does not know")
+    dtype = _CODES[entry["dtype"]]
+    if end - begin != math.prod(sizes) * DTYPES[dtype][1]:
+        raise ValueError(f"{end - begin} bytes for {dtype} of shape {sizes!s:.60}")
+    return dtype, tuple(sizes), start + begin

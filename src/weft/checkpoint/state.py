@@ -18,10 +18,12 @@ from torch import nn
 from weft.checkpoint.values import check_tensor, encode
 from weft.context import Applied, DistContext
 from weft.context.watching import watch
-from weft.contract import offered
+from weft.contract import Stateful, offered
+from weft.engines.torch.shards import resting_parameters
 from weft.errors import listed, message
 
 __all__ = [
+    "Checked",
     "Checkpoint",
     "Content",
     "Stateful",
@@ -34,15 +36,11 @@ __all__ = [
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """Anything with `state_dict` and `load_state_dict`: schedulers, loaders, averages, your own."""
+class Checked(Protocol):
+    """Anything that cannot be saved at every moment, such as a loader in the middle of a window."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """What has to survive: nested dicts, lists and tuples of tensors, numbers, strings, None."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> object:
-        """Go on from it."""
+    def check_savable(self) -> None:
+        """Raise if a run could not go on from the state of this moment."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +141,19 @@ class Content:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def collect(state: Checkpoint) -> Content:
+def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
     """Read the state of all objects; nothing is changed, nothing copied.
+
+    Args:
+        state: Of which objects.
+        to_save: Whether it is to be saved; not every moment is right for that. It may be replaced at any time.
 
     Raises:
         TypeError: A leaf is neither a tensor nor a plain value; the text names it.
     """
+    for obj in state.objects.values() if to_save else ():
+        if isinstance(obj, Checked):
+            obj.check_savable()
     content = Content()
     seen: dict[int, str] = {}
     names = parameter_names(state)
@@ -168,14 +173,15 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
         id(p): f"{key}/{name}"
         for key, obj in reversed(list(state.objects.items()))
         if isinstance(obj, nn.Module)
-        for name, p in obj.named_parameters()
+        for (name, _), p in zip(obj.named_parameters(), resting_parameters(obj), strict=True)
     }
 
 
 def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[int, str]) -> None:
     values: dict[str, Any] = {}
+    found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in found.items():
         full = f"{key}/{name}"
         if id(value) in seen:
             content.same_as[full] = seen[id(value)]

@@ -1,6 +1,7 @@
 """The `weft` command, one file per subcommand.
 
 launch.py   start a script on several processes
+export.py   write the weights of a checkpoint for others
 preload.py  what ranks find imported when they are forked
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weft.cli import launch
+from weft.cli import export, launch
 
 __all__ = ["main", "parser"]
 
@@ -19,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="weft", description="Distributed PyTorch training by composing functions.")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     launch.add_parser(commands)
+    export.add_parser(commands)
     return top
 
 

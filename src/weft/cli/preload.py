@@ -1,15 +1,23 @@
 """Imported once by the process that ranks are forked from, so that no rank has to.
 
 `torch._dynamo` is imported by every optimizer when it is made; here it is shared too.
+
+The process ignores the signals that tell a job to end: sent to a whole process group they would end it
+first, and with it the ranks, in the middle of what they do to end in good order. It ends with the launcher.
 """
 
 import gc
+import signal
 
 import torch._dynamo
 
 import weft
 
 __all__ = ["torch", "weft"]
+
+for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
+    if hasattr(signal, name):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 gc.collect()
 gc.freeze()  # collections in a rank need not look at all this again

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context.world import (
+    PREEMPTED,
     World,
     agree,
     announce,
     culprit,
+    exception_text,
     is_communication_error,
     late,
     part,
@@ -103,13 +105,26 @@ def _line_group(world: World, axis: str) -> dist.ProcessGroup:
 
 
 def close(world: World) -> None:
-    """Leave in good order: wait for the peers, then destroy what was made here. Idempotent."""
+    """Leave in good order: wait for work in the background and for the peers. Idempotent.
+
+    Raises:
+        BaseException: Of work in the background that failed, if nobody has seen it yet.
+    """
     if world.closed:
         return
+    failure = _background_failure(world, world.timeout_s)
     world.closed = True
-    part(world)
+    part(world, failure)
     wait_for_parting(world, min(world.timeout_s, _CLOSE_LIMIT_S))
     _release(world)
+    if failure is not None:
+        raise failure
+
+
+def _background_failure(world: World, limit_s: float) -> BaseException | None:
+    """Wait until nothing goes on in the background any more; its error, if nobody has seen it yet."""
+    background, world.background = world.background, None
+    return None if background is None else background.finish(limit_s)
 
 
 def close_after(world: World, error: BaseException | None) -> None:
@@ -118,13 +133,13 @@ def close_after(world: World, error: BaseException | None) -> None:
     Raises:
         PeerError: `error` is only the echo of a peer that failed; names that peer.
     """
-    clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-    if error is None or clean_exit or world.closed or world.store is None:
+    clean_exit = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
+    if error is None or clean_exit or world.closed:
         close(world)
         return
     world.closed = True
     cause: BaseException = error
-    if is_communication_error(error):
+    if world.store is not None and is_communication_error(error):
         blamed = _wait_for_culprit(world, error)
         if blamed is not None:
             rank, text = blamed
@@ -132,6 +147,9 @@ def close_after(world: World, error: BaseException | None) -> None:
     part(world, cause)
     # Once nobody here holds the group, its connections close and the peers wake up at once.
     _release(world)
+    failure = _background_failure(world, min(world.timeout_s, _CLOSE_LIMIT_S))
+    if failure is not None:
+        cause.add_note(f"weft: work in the background failed too: {exception_text(failure)}")
     if world.serves_store:
         wait_for_parting(world, _BLAME_LIMIT_S)
     if cause is not error:

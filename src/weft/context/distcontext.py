@@ -60,6 +60,7 @@ class DistContext:
         local_world_size: Number of processes of the job on this node.
         node_rank: Of this node.
         num_nodes: Number of nodes of the job.
+        attempt: How often the launcher has started the job again, after a failure.
         device: Where this rank computes.
         axes: Names and sizes of the mesh axes, outermost first; sizes multiply to `world_size`.
         data_axes: The axes over which batches differ; along the others every rank sees the same.
@@ -81,6 +82,7 @@ class DistContext:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
+    attempt: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (torch.device is immutable)
     axes: tuple[tuple[str, int], ...] = (("data", 1),)
     data_axes: tuple[str, ...] = ("data",)

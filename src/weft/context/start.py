@@ -361,6 +361,7 @@ def _context(
         local_world_size=place.local_world_size,
         node_rank=place.node_rank,
         num_nodes=place.num_nodes,
+        attempt=place.attempt,
         device=device,
         axes=axes,
         data_axes=data_axes,

@@ -30,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.errors import ContextError, PeerError, listed, message
 
 __all__ = [
+    "PREEMPTED",
+    "Background",
     "Holder",
     "Watcher",
     "World",
@@ -47,6 +49,8 @@ __all__ = [
     "wait_for_key",
     "wait_for_parting",
 ]
+
+PREEMPTED = 75  # exit code of a job that was told to end and can go on later; EX_TEMPFAIL of sysexits.h
 
 _SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
 _PAUSE_S = 0.02  # longest pause between two looks at the store
@@ -68,6 +72,13 @@ class Watcher(Holder, Protocol):
         """Raise `PeerError` if one of `missing` does."""
 
 
+class Background(Protocol):
+    """Work that goes on beside the program, such as a save; whoever leaves waits for it."""
+
+    def finish(self, limit_s: float) -> BaseException | None:
+        """Wait for it at most so long, then stop it; the error that nobody has seen yet."""
+
+
 class World:
     """Group, store and counters of one set of ranks in this process.
 
@@ -86,6 +97,7 @@ class World:
         meshes: torch's meshes over the groups above.
         meetings: How many meetings there were.
         watch: Tells late ranks from those that went another way; None until somebody needs it.
+        background: On a root, what goes on beside the program.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
     """
 
@@ -116,6 +128,7 @@ class World:
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.meetings = 0
         self.watch: Watcher | None = None
+        self.background: Background | None = None
         self._lines = 0
 
     @property
@@ -190,8 +203,11 @@ def _line(entry: Mapping[str, object]) -> str:
     return f" at {entry['at']}" if "at" in entry else ""
 
 
-def exchange(world: World, what: str, mine: Any) -> list[Any]:
-    """Bring a JSON value and get every rank's, in rank order; see `agree` for what it raises."""
+def exchange(world: World, what: str, mine: Any, *, to: int | None = None) -> list[Any]:
+    """Bring a JSON value and get every rank's, in rank order; see `agree` for what it raises.
+
+    With `to`, that rank alone gets them, and the others an empty list.
+    """
     store = world.store
     if store is None or world.size == 1:
         return [json.loads(json.dumps(mine))]
@@ -204,7 +220,8 @@ def exchange(world: World, what: str, mine: Any) -> list[Any]:
         wait_for_key(world, f"{key}/done", what, [f"{key}/{rank}" for rank in range(world.size)])
         if store.get(f"{key}/done") != b"ok":
             _raise_failed_meeting(world, what, key)
-        entries = [json.loads(store.get(f"{key}/{rank}"))["ok"] for rank in range(world.size)]
+        wanted = range(world.size) if to in (None, world.rank) else ()
+        entries = [json.loads(store.get(f"{key}/{rank}"))["ok"] for rank in wanted]
         # Everybody has come to this meeting, so nobody can still be reading the one before.
         if number > 1:
             store.delete_key(f"meet/{number - 1}/{world.rank}")

@@ -14,7 +14,7 @@ from weft.context.world import disagree
 from weft.errors import listed, message
 from weft.sharding.request import Weights
 
-__all__ = ["Source", "is_meta"]
+__all__ = ["Source", "draw_values", "draws", "is_meta", "own_tensors"]
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -63,14 +63,14 @@ class Source:
             if name not in kept or weight.shape != kept[name].shape
         ]
         self._given = {id(tensor): weights[name] for name, tensor in kept.items() if name in weights}
-        drawn = {id(t) for part in module.modules() if _draws(part) for _, t in _own_tensors(part)}
+        drawn = {id(t) for part in module.modules() if draws(part) for _, t in own_tensors(part)}
         if source is not None:
             # What is saved and was not given is missing; it shall not be drawn in silence.
             drawn -= {id(tensor) for tensor in kept.values()}
         lost = [
             f"{prefix}.{name}" if prefix else name
             for prefix, part in module.named_modules()
-            for name, tensor in _own_tensors(part)
+            for name, tensor in own_tensors(part)
             if tensor.is_meta and id(tensor) not in self._given and id(tensor) not in drawn
         ]
         if lost or wrong:
@@ -95,14 +95,14 @@ class Source:
             if id(part) in self._done:
                 continue
             self._done.add(id(part))
-            fresh = [t for _, t in _own_tensors(part) if t.is_meta and id(t) not in self._real]
+            fresh = [t for _, t in own_tensors(part) if t.is_meta and id(t) not in self._real]
             for kind in _kinds(part):
                 for name, tensor in kind.items():
                     if tensor is not None:
                         kind[name] = self._real_one(tensor)
-            if any(id(tensor) not in self._given for tensor in fresh) and _draws(part):
-                self._draw(part)
-            for _, tensor in _own_tensors(part):
+            if any(id(tensor) not in self._given for tensor in fresh) and draws(part):
+                draw_values(part, self._names[id(part)], self._ctx)
+            for _, tensor in own_tensors(part):
                 if id(tensor) in self._given:
                     with torch.no_grad():
                         tensor.copy_(self._given[id(tensor)])
@@ -120,18 +120,20 @@ class Source:
                 self._given[id(real)] = self._given[id(tensor)]
         return self._real[id(tensor)][1]
 
-    def _draw(self, part: nn.Module) -> None:
-        """Let the part draw its numbers: a function of the seed and its name, whatever the units are."""
-        device = self._ctx.device
-        seed = zlib.crc32(self._names[id(part)].encode()) ^ self._ctx.seed
-        others = [] if device.type == "cpu" else [device]
-        reset: Any = part.reset_parameters
-        with torch.random.fork_rng(devices=others, device_type=others[0].type if others else "cuda"):
-            torch.manual_seed(seed)
-            reset()
+
+def draw_values(part: nn.Module, name: str, ctx: DistContext) -> None:
+    """Let a part draw its numbers: a function of the seed and its name, whatever was drawn before."""
+    device = ctx.device
+    seed = zlib.crc32(name.encode()) ^ ctx.seed
+    others = [] if device.type == "cpu" else [device]
+    reset: Any = part.reset_parameters
+    with torch.random.fork_rng(devices=others, device_type=others[0].type if others else "cuda"):
+        torch.manual_seed(seed)
+        reset()
 
 
-def _draws(part: nn.Module) -> bool:
+def draws(part: nn.Module) -> bool:
+    """Whether a part can draw its numbers."""
     return callable(getattr(part, "reset_parameters", None))
 
 
@@ -139,7 +141,8 @@ def _kinds(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return part._parameters, part._buffers
 
 
-def _own_tensors(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def own_tensors(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a part itself, not of its children."""
     for kind in _kinds(part):
         for name, tensor in kind.items():
             if tensor is not None:

@@ -2,6 +2,12 @@
 
 A window is a value: it has a length, can be asked for the number of tokens in it over all ranks,
 and knows which of its micro-batches is the last. Nothing outside of it changes.
+
+[Note: position in windows] A position lies between two windows. Gradients of a window in progress are in no
+checkpoint, and neither is what its forward passes changed (random states, statistics), so `save` refuses
+such a moment, and `state_dict` gives the beginning of the window. What is carried over into the next epoch
+stays unread in a sharded loader: it is a part of the position, read when its turn comes, by a run that
+goes on as by one that was never interrupted. Other loaders cannot read it again, so it is kept in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
+from typing import Any, Generic, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -17,9 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from weft.collectives import reduce
 from weft.context import DistContext
-from weft.contract import GradSync, offered, transform
+from weft.contract import GradSync, Stateful, offered, transform
 from weft.errors import ContractError, message
-from weft.loaders import Extension, extended_copy
+from weft.loaders import Extension, Seekable, extended_copy
 
 __all__ = ["Window", "Windows", "accumulate_grads"]
 
@@ -41,9 +47,10 @@ class Window(Generic[B]):
         self._source = source
         self._length = length
         self._cutting = cutting
-        self._number = cutting.windows
+        self._number = cutting.handed_out
         self._read: list[B] = []  # read ahead for `denominator`
         self._given = 0
+        self._running = False
 
     def __len__(self) -> int:
         """Number of micro-batches, also of a short last window."""
@@ -68,6 +75,7 @@ class Window(Generic[B]):
 
     def _micro_batches(self) -> Iterator[B]:
         cutting = self._cutting
+        self._running = True
         try:
             while self._given < self._length:
                 batch = self._next()
@@ -75,7 +83,18 @@ class Window(Generic[B]):
                 cutting.synchronize(self._number, enabled=last or cutting.reduce == "every")
                 yield batch
         finally:
+            self._running = False
             cutting.synchronize(self._number, enabled=True)
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the inner loop over all micro-batches has ended."""
+        return self._given == self._length and not self._running
+
+    @property
+    def taken(self) -> int:
+        """Micro-batches that were taken from the loader so far."""
+        return max(self._given, len(self._read))
 
     def denominator(self, count: Count | Callable[[B], Count]) -> float:
         """Add a count up over the window and all ranks, for exact means over ragged data.
@@ -124,6 +143,7 @@ class Window(Generic[B]):
         else:
             batch = self._take()
         self._given += 1
+        self._cutting.current = self
         return batch
 
     def _read_all(self) -> list[B]:
@@ -148,7 +168,7 @@ class Window(Generic[B]):
 
     def _finish(self) -> None:
         """Read past what the user left over, so that the next window begins where it should."""
-        for _ in range(self._length - max(self._given, len(self._read))):
+        for _ in range(self._length - self.taken):
             self._take()
         self._given = self._length
 
@@ -159,7 +179,9 @@ class _Cutting(Generic[B]):
 
     Attributes:
         steps: As given by the user; the same for the next four.
-        windows: Number of windows so far, over all epochs.
+        windows: Number of windows so far, over all epochs and runs.
+        handed_out: The same, of this process.
+        current: The window that was handed out last, in the running or last pass.
         carried: Micro-batches left over by the last epoch, for the first window of the next.
         began: `windows` and the number of carried micro-batches when the running epoch began.
     """
@@ -171,6 +193,8 @@ class _Cutting(Generic[B]):
     mean_over: int
     ctx: DistContext
     windows: int = 0
+    handed_out: int = 0
+    current: Window[B] | None = None
     carried: list[B] = field(default_factory=list)
     began: tuple[int, int] | None = None
 
@@ -183,33 +207,60 @@ class _Cutting(Generic[B]):
     def count(self, batches: int) -> int:
         """Windows of an epoch of so many batches: the running one, or else the next."""
         first, carried = self.began or (self.windows, len(self.carried))
-        left, number = batches + carried, 0
-        if not callable(self.steps):
-            number, left = divmod(left, self.steps)
-        else:
-            while left >= (size := self.size_of(first + number)):
-                left, number = left - size, number + 1
+        number, left = self.fit(first, batches + carried)
         return number + (1 if left and self.remainder == "step" else 0)
+
+    def fit(self, first: int, batches: int) -> tuple[int, int]:
+        """Full windows in so many batches, from window number `first` on, and the batches left over."""
+        if not callable(self.steps):
+            return divmod(batches, self.steps)
+        number, left = 0, batches
+        while left >= (size := self.size_of(first + number)):
+            left, number = left - size, number + 1
+        return number, left
+
+    def go_to(self, windows: int) -> None:
+        """Let the next pass begin with this window, and with nothing carried over."""
+        self.windows, self.carried, self.current, self.began = windows, [], None, None
+
+    def state_between_windows(self, batches: Callable[[], Any]) -> dict[str, Any]:
+        """A state made of that of the loader, which knows nothing of windows.
+
+        Raises:
+            ContractError: A window has begun, or micro-batches are carried over: they cannot be read again.
+        """  # noqa: DOC501  (also an error made by a function)
+        if self.current is not None and not self.current.used_up:
+            raise _unfinished(self.current)
+        if self.carried:
+            raise ContractError(
+                message(
+                    "accumulate_grads: micro-batches that are carried over cannot be saved",
+                    found=f"{len(self.carried)} of the last epoch, in memory, of a loader that cannot read them again",
+                    expected='a loader of weft.shard_data, or remainder="step"',
+                    fix="loader, ctx = weft.shard_data(loader, ctx)  # before accumulate_grads",
+                )
+            )
+        return {"loader": batches(), "windows": self.windows}
 
     def synchronize(self, window: int, *, enabled: bool) -> None:
         """Let backward passes communicate or not, unless a later window has taken over.
 
         What a user keeps of an earlier window may be collected at any time, on one rank only.
         """
-        if window == self.windows:
+        if window == self.handed_out:
             for sync in self.syncs:
                 sync.set(enabled)
 
     def cut(self, batches: Iterator[B], length: int | None) -> Iterator[Window[B]]:
         """Yield the windows of one pass over `batches`."""
-        carried, self.carried = self.carried, []
+        carried, self.carried, self.current = self.carried, [], None
         self.began = began = (self.windows, len(carried))
         left = None if length is None else length + len(carried)
         source = itertools.chain(carried, batches)
-        number = self.windows
+        windows, number = self.windows, self.handed_out
         try:
             while True:
-                size = self.size_of(self.windows)
+                size = self.size_of(windows)
                 if left is None:  # no length: look ahead to know whether this window is a full one
                     ahead = list(itertools.islice(source, size))
                     have, stream = len(ahead), iter(ahead)
@@ -217,8 +268,9 @@ class _Cutting(Generic[B]):
                     have, stream = min(size, left), source
                     left -= have
                 if have == size or (have and self.remainder == "step"):
-                    self.windows = number = self.windows + 1
-                    window = Window(stream, have, self)
+                    self.windows = windows = windows + 1
+                    self.handed_out = number = self.handed_out + 1
+                    self.current = window = Window(stream, have, self)
                     yield window
                     window._finish()
                     self.synchronize(number, enabled=True)
@@ -268,10 +320,104 @@ class _WindowLoader(Extension[Any]):
 
     def __iter__(self) -> Iterator[Window[Any]]:  # type: ignore[override]
         batches = iter(super().__iter__())  # before `len`: a new epoch may have another length
-        return self.weft_cutting.cut(batches, _length(self, super().__len__))
+        length = _length(self, super().__len__)
+        return self.weft_cutting.cut(batches, self._to_read(length))
+
+    def _to_read(self, length: int | None) -> int | None:
+        return length
 
     def __len__(self) -> int:
         return self.weft_cutting.count(super().__len__())
+
+
+class _SeekableWindowLoader(_WindowLoader):
+    """Over a loader that can leave batches unread; see [Note: position in windows]."""
+
+    def _to_read(self, length: int | None) -> int | None:
+        cutting, loader = self.weft_cutting, _seekable(super())
+        if length is None or cutting.remainder != "carry":
+            return length
+        rest = cutting.fit(cutting.windows, length)[1]
+        loader.weft_hold_back(rest)
+        return length - rest
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position between two windows, free of the number of ranks; in a window: where it begins."""
+        cutting, loader = self.weft_cutting, _seekable(super())
+        window = cutting.current
+        if window is None or window.used_up:
+            return loader.weft_position(0) | {"windows": cutting.windows}
+        return loader.weft_position(window.taken) | {"windows": cutting.windows - 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position, also one saved with other `steps` or before there were windows."""
+        windows, base = _windows_in(state), cast("Any", super())
+        base.load_state_dict(state)
+        self.weft_cutting.go_to(windows)
+
+    def check_savable(self) -> None:
+        """Raise in the middle of a window."""
+        window = self.weft_cutting.current
+        if window is not None and not window.used_up and window.taken:
+            raise _unfinished(window)
+
+
+class _StatefulWindowLoader(_WindowLoader):
+    """Over a loader with a state of its own kind, which is asked between two windows only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loader below, and the number of windows."""
+        base = cast("Any", super())
+        return self.weft_cutting.state_between_windows(base.state_dict)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from it."""
+        windows, base = _windows_in(state), cast("Any", super())
+        base.load_state_dict(state["loader"])
+        self.weft_cutting.go_to(windows)
+
+
+class _StatefulWindows(Windows[B]):
+    """The same over an iterable that is no `DataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the iterable below, and the number of windows."""
+        return self.weft_cutting.state_between_windows(cast("Stateful", self.batches).state_dict)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from it."""
+        windows = _windows_in(state)
+        cast("Stateful", self.batches).load_state_dict(state["loader"])
+        self.weft_cutting.go_to(windows)
+
+
+def _seekable(loader: object) -> Seekable:
+    return cast("Seekable", loader)
+
+
+def _windows_in(state: Mapping[str, Any]) -> int:
+    windows = state.get("windows", 0)
+    if isinstance(windows, bool) or not isinstance(windows, int) or windows < 0:
+        raise ValueError(
+            message(
+                "load_state_dict: this is not a position in windows",
+                found=f"windows = {windows!r}",
+                expected="a whole number >= 0",
+                fix="loader.load_state_dict(saved_loader.state_dict())",
+            )
+        )
+    return windows
+
+
+def _unfinished(window: Window[Any]) -> ContractError:
+    return ContractError(
+        message(
+            "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",
+            found=f"{window.taken} of {len(window)} micro-batches were read, and the inner loop has not ended",
+            expected="a save between two windows, after optimizer.step()",
+            fix="leave `for batch in window` first; after a break: for _ in window: pass  # leaves the rest out",
+        )
+    )
 
 
 @overload
@@ -430,8 +576,14 @@ def _facts(windows: Any, cutting: _Cutting[Any]) -> dict[str, object]:
 
 def _windowed(loader: Any, cutting: _Cutting[Any]) -> Any:
     if not isinstance(loader, DataLoader):
-        return Windows(loader, cutting)
-    return extended_copy(loader, _WindowLoader, weft_cutting=cutting)
+        kind = _StatefulWindows if _is(loader, Stateful) else Windows
+        return kind(loader, cutting)
+    addition = _StatefulWindowLoader if _is(loader, Stateful) else _WindowLoader
+    return extended_copy(loader, _SeekableWindowLoader if _is(loader, Seekable) else addition, weft_cutting=cutting)
+
+
+def _is(loader: object, protocol: Any) -> bool:
+    return isinstance(loader, protocol)
 
 
 def _check_steps(steps: object, what: str) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from weft.context import DistContext
 from weft.contract import transform
 from weft.errors import message
-from weft.transforms.shard_data.loader import Cursor, RankBatches, ShardedLoader, is_stock, length_of, sharded_copy
+from weft.transforms.shard_data.loader import RankBatches, ShardedLoader, is_stock, length_of, sharded_copy
 from weft.transforms.shard_data.plan import Plan, Uneven
 
 __all__ = ["ShardedLoader", "shard_data"]
@@ -112,7 +112,7 @@ def shard_data(
         {"mode": mode, "uneven": uneven, "sampler": type(units).__name__, "drop_last": plan.drop_last}
         | ({} if already_sharded else {"length": total, "seed": chosen, "batch size per rank": plan.per_rank}),
     )
-    batches = RankBatches(units, total, plan, chosen, Cursor(), whole)
+    batches = RankBatches(units, total, plan, chosen, whole=whole)
     return sharded_copy(loader, batches, ctx), ctx
 
 

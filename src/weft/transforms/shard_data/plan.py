@@ -3,20 +3,29 @@
 Words: a *unit* is what is shared out, a sample or (for a custom batch sampler) a whole batch. The
 *order* is the list of units of an epoch, the same on all ranks. Step t uses the stretch
 `order[start + t*G : start + (t+1)*G]`, G units for all ranks together, cut into equal pieces in
-rank order. So the ranks' pieces, joined, are the order itself, at every world size.
+rank order. So the ranks' pieces, joined, are the order itself, at every world size. A *stretch* is a part
+of the order of one epoch; a run that goes on somewhere has one or more of them to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from weft.errors import message
 
-__all__ = ["Plan", "Uneven"]
+__all__ = ["Plan", "Stretch", "Uneven"]
 
 U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error"]
+
+
+class Stretch(NamedTuple):
+    """Units `start` up to `stop` of the order of an epoch."""
+
+    epoch: int
+    start: int
+    stop: int
 
 
 class Plan(NamedTuple):
@@ -51,18 +60,29 @@ class Plan(NamedTuple):
             return False
         return rest >= self.size or self.uneven != "drop"
 
-    def used_after(self, step: int, units: int) -> int:
-        """Units of `units` that all ranks together have used after so many steps."""
-        return min(step * self.per_step, units)
+    def steps_in(self, stretches: Iterable[Stretch]) -> int:
+        """Steps in which some stretches are used up, one after the other."""
+        return sum(self.num_steps(stretch.stop - stretch.start) for stretch in stretches)
 
-    def pieces(self, order: Sequence[U]) -> Iterator[Sequence[U]]:
-        """Yield this rank's piece of every step; an empty one only with `uneven="empty"`."""
-        full, rest = divmod(len(order), self.per_step)
+    def split(self, stretches: Sequence[Stretch], steps: int) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
+        """Cut some stretches into what is used in so many steps, and what is left."""
+        for index, stretch in enumerate(stretches):
+            have = self.num_steps(stretch.stop - stretch.start)
+            if steps < have or steps == 0:
+                middle = stretch.start + steps * self.per_step
+                begun = (stretch._replace(stop=middle),) if steps else ()
+                return (*stretches[:index], *begun), (stretch._replace(start=middle), *stretches[index + 1 :])
+            steps -= have
+        return tuple(stretches), ()
+
+    def pieces(self, order: Sequence[U], start: int, stop: int) -> Iterator[Sequence[U]]:
+        """Yield this rank's piece of every step of a stretch; an empty one only with `uneven="empty"`."""
+        full, rest = divmod(stop - start, self.per_step)
         for step in range(full):
-            start = step * self.per_step + self.rank * self.per_rank
-            yield order[start : start + self.per_rank]
+            first = start + step * self.per_step + self.rank * self.per_rank
+            yield order[first : first + self.per_rank]
         if self._rest_counts(rest):
-            yield self._last_piece(order, full * self.per_step, rest)
+            yield self._last_piece(order, stop - rest, rest)
 
     def _last_piece(self, order: Sequence[U], start: int, rest: int) -> Sequence[U]:
         if self.uneven == "pad":
@@ -75,10 +95,15 @@ class Plan(NamedTuple):
         first = start + self.rank * share + min(self.rank, extra)
         return order[first : first + share + (1 if self.rank < extra else 0)]
 
-    def ends_empty(self, units: int) -> bool:
-        """Whether this rank gets nothing in the last step of so many units."""
-        rest = units % self.per_step
-        return self.uneven == "empty" and self._rest_counts(rest) and rest <= self.rank
+    def empty_steps(self, stretches: Iterable[Stretch]) -> frozenset[int]:
+        """Numbers of the steps in which this rank gets nothing."""
+        found, count = set(), 0
+        for stretch in stretches:
+            rest = (stretch.stop - stretch.start) % self.per_step
+            count += self.steps_in([stretch])
+            if self.uneven == "empty" and self._rest_counts(rest) and rest <= self.rank:
+                found.add(count - 1)
+        return frozenset(found)
 
     def check(self, units: int, what: str) -> None:
         """Raise if the last step cannot be shared out as `uneven` asks.

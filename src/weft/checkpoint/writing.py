@@ -1,0 +1,296 @@
+"""A checkpoint on its way: what each rank brings, and how the main rank makes a whole of it.
+
+`save` does this at once, `save_async` beside the program; [Note: in the background] in saving_async.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from weft.checkpoint import commit
+from weft.checkpoint.files import sync_folder, write_text
+from weft.checkpoint.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
+from weft.checkpoint.pieces import Block, block_of, local_part, writers
+from weft.checkpoint.randomness import random_state
+from weft.checkpoint.ranks import from_main, gathered_on_main
+from weft.checkpoint.state import Checkpoint, Content, collect
+from weft.context import DistContext
+from weft.engines.torch.shards import is_sharded
+from weft.errors import CheckpointError, listed, message
+
+__all__ = ["Draft", "Outline", "complete", "outline", "start_draft"]
+
+
+# -- what a rank brings ------------------------------------------------------------------------------
+
+
+class TensorFacts(NamedTuple):
+    """A tensor without its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_sharded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What this rank brings to a checkpoint, without bytes of tensors; nothing in it changes any more.
+
+    Attributes:
+        tensors: All tensors of the state, by name.
+        same_as: Tensors that are the very same as another: its name.
+        values: Plain values by object.
+        blocks: Which block of which tensor this rank writes.
+        of_rank: Plain values of this rank alone.
+    """
+
+    tensors: Mapping[str, TensorFacts]
+    same_as: Mapping[str, str]
+    values: Mapping[str, Any]
+    blocks: Mapping[str, Block]
+    of_rank: Mapping[str, Any]
+
+
+def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor]]:
+    """Read the state; also gives the live tensors whose blocks this rank writes.
+
+    Raises:
+        TypeError: Something in the state cannot be saved; the text names it.
+    """
+    content = collect(state)
+    mine, blocks = _share(content, ctx)
+    facts = {
+        name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded(tensor))
+        for name, tensor in content.tensors.items()
+    }
+    of_rank = {"rng": random_state(ctx.device)} if state.rng else {}
+    return Outline(tensors=facts, same_as=content.same_as, values=content.values, blocks=blocks, of_rank=of_rank), mine
+
+
+def _share(content: Content, ctx: DistContext) -> tuple[dict[str, torch.Tensor], dict[str, Block]]:
+    """The blocks that this rank writes: those it alone holds, and its share of those that all hold."""
+    whole = {name: tensor for name, tensor in content.tensors.items() if not is_sharded(tensor)}
+    chosen = writers(whole, ctx.world_size)
+    mine: dict[str, torch.Tensor] = {}
+    blocks: dict[str, Block] = {}
+    for name, tensor in content.tensors.items():
+        if chosen.get(name, ctx.rank) != ctx.rank:
+            continue
+        block, writes = block_of(tensor)
+        if block.size and writes:
+            mine[name], blocks[name] = local_part(tensor), block
+    return mine, blocks
+
+
+def _digests(brought: Outline) -> dict[str, str]:
+    """The plain values of each object, and what tensors it has, as hashes to be compared."""
+    texts = {key: [json.dumps(value)] for key, value in brought.values.items()}  # a NaN equals itself there
+    for name, facts in brought.tensors.items():
+        texts[name.partition("/")[0]].append(f"{name} {facts.dtype} {facts.shape} {facts.is_sharded};")
+    for name, origin in brought.same_as.items():
+        texts[name.partition("/")[0]].append(f"{name} = {origin};")
+    return {key: hashlib.sha256("".join(text).encode()).hexdigest() for key, text in texts.items()}
+
+
+# -- the hidden folder -------------------------------------------------------------------------------
+
+
+class Draft:
+    """The hidden folder of one save and, on the main rank, the lock of the directory.
+
+    Whatever ends the body of `with`: the lock is given back, and after an error the folder is removed.
+
+    Attributes:
+        hidden: Where the files are written.
+        final: Where they appear.
+    """
+
+    def __init__(self, hidden: Path, final: Path, lock: int | None) -> None:
+        self.hidden = hidden
+        self.final = final
+        self._lock = lock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is None:
+            return
+        if error is not None:
+            shutil.rmtree(self.hidden, ignore_errors=True)
+        _held().discard(self._lock)
+        os.close(self._lock)
+
+
+def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draft:
+    """Lock the directory and make the hidden folder, on the main rank.
+
+    Raises:
+        CheckpointError: Another job saves there, or the step is saved already.
+        PeerError: It failed on the main rank.
+    """
+    held: list[int] = []
+
+    def start() -> str:
+        held.append(lock(directory))
+        _held().add(held[0])
+        return str(commit.begin(directory, step))
+
+    try:
+        hidden = Path(from_main(what, ctx, start))
+    except BaseException:
+        for handle in held:
+            _held().discard(handle)
+            os.close(handle)
+        raise
+    return Draft(hidden, commit.target(directory, step), held[0] if held else None)
+
+
+def lock(directory: Path) -> int:
+    """Take the lock of a directory: one job saves at a time. It is given back by closing the file.
+
+    Raises:
+        CheckpointError: Somebody else holds it.
+    """
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        sync_folder(folder.parent)  # or a power cut takes the new directory away, and all that is in it
+    handle = os.open(directory / ".saving", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise CheckpointError(
+            message(
+                f"save: somebody else is saving into {directory}",
+                found="the lock of the directory is held",
+                expected="one job per directory, one save at a time",
+                fix="give each run a directory of its own",
+            )
+        ) from error
+    return handle
+
+
+@functools.cache
+def _held() -> set[int]:
+    """The locks that this process holds. A process forked from it lets go of them.
+
+    The workers of a loader may be forked during a save, and outlive a killed trainer by seconds: the
+    trainer that takes its place would find the directory locked.
+    """
+    held: set[int] = set()
+
+    def let_go() -> None:
+        while held:
+            os.close(held.pop())
+
+    os.register_at_fork(after_in_child=let_go)
+    return held
+
+
+# -- writing and committing --------------------------------------------------------------------------
+
+
+def complete(
+    what: str,
+    draft: Draft,
+    step: int,
+    brought: Outline,
+    write: Callable[[Path], FileEntry],
+    ctx: DistContext,
+    *,
+    keep: int | None,
+) -> None:
+    """Write this rank's file and, when all ranks have, commit; then remove what is too old.
+
+    Raises:
+        CheckpointError: The state differs between the ranks.
+        PeerError: Another rank failed; nothing was committed.
+        OSError: Writing failed.
+    """
+    name = f"rank-{ctx.rank:05d}-of-{ctx.world_size:05d}.safetensors"
+
+    def written() -> dict[str, Any]:
+        entry = write(draft.hidden / name)
+        return {
+            "file": name,
+            "entry": vars(entry),
+            "blocks": brought.blocks,
+            "digests": _digests(brought),
+            "rank": brought.of_rank,
+        }
+
+    def committed() -> None:
+        _check_alike(parts)
+        write_text(draft.hidden / NAME, _manifest(step, brought, parts).text())
+        commit.finish(draft.hidden, draft.final)
+        if keep is not None:
+            commit.prune(draft.final.parent, keep, draft.final)
+
+    parts = gathered_on_main(what, ctx, written)
+    from_main(what, ctx, committed)
+
+
+def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
+    different = [
+        f"{key} on rank {rank}"
+        for rank, part in enumerate(parts)
+        for key, digest in part["digests"].items()
+        if digest != parts[0]["digests"].get(key)
+    ]
+    if different:
+        raise CheckpointError(
+            message(
+                "save: the state differs between the ranks",
+                found=listed(different),
+                expected="the same plain values, and the same tensors, cut up alike, on all ranks",
+                fix="gather it first: weft.gather_objects(value, ctx)",
+            )
+        )
+
+
+def _manifest(step: int, brought: Outline, parts: Sequence[Mapping[str, Any]]) -> Manifest:
+    pieces: dict[str, list[Piece]] = {name: [] for name in brought.tensors}
+    for part in parts:
+        for name, (offsets, shape) in part["blocks"].items():
+            pieces[name].append(Piece(file=part["file"], offsets=tuple(offsets), shape=tuple(shape)))
+    tensors = {
+        name: TensorEntry(dtype=facts.dtype, shape=facts.shape, pieces=tuple(pieces[name]))
+        for name, facts in brought.tensors.items()
+    }
+    for name, origin in brought.same_as.items():
+        tensors[name] = TensorEntry(dtype=tensors[origin].dtype, shape=tensors[origin].shape, same_as=origin)
+    manifest = Manifest(
+        step=step,
+        world_size=len(parts),
+        tensors=tensors,
+        values=dict(brought.values),
+        ranks=[part["rank"] for part in parts],
+        files={part["file"]: FileEntry(**part["entry"]) for part in parts},
+    )
+    wrong = check(manifest)
+    if wrong:
+        raise CheckpointError(
+            message(
+                "save: the ranks do not hold each tensor exactly once",
+                found=listed(wrong),
+                expected="tensors that are whole on all ranks, or cut up without gaps",
+                fix="report it with the output of weft.explain(ctx)",
+            )
+        )
+    return manifest

@@ -1,0 +1,262 @@
+"""The end of a job that is told to end: all ranks stop after the same step, and say so by their exit code.
+
+A signal comes to some ranks, at any moment of a step, and ranks may be a step apart. Nobody may stop at a
+step that another one is past already, so the ranks agree through the store, and only when there was a signal.
+
+[Note: the last step] Keys, below a prefix of its own:
+    asked        what signal came to which rank
+    at/<rank>    the last step this rank was told to go on after; null if it asks no more
+    count        how many ranks have written that; the last of them writes
+    last         the largest of the steps plus one, the step to stop after; null: nobody stops
+A thread of each rank looks for `asked` now and then, and answers while the main thread is in the middle of
+a step, perhaps waiting for a rank that waits for this answer. From then on the rank is not told to go on
+before `last` is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, ClassVar, Self
+
+from weft.context.distcontext import DistContext
+from weft.context.world import PREEMPTED, World, wait_for_key
+from weft.errors import ContractError, listed, message
+
+__all__ = ["Preemption", "on_preemption"]
+
+_PERIOD_S = 0.5
+_SAME_S = 1.0  # a scheduler and a launcher may send the same signal both, one right after the other
+
+
+def on_preemption(ctx: DistContext, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> Preemption:
+    """Watch for the signal that tells a job to end, so that it can save first and go on another time.
+
+        preempted = weft.on_preemption(ctx)
+        for step, batch in enumerate(loader, start=first):
+            ...
+            if preempted(step):
+                weft.save(state, directory, step, ctx)
+                raise SystemExit(preempted.exit_code)
+
+    If the signal comes to any rank, `preempted(step)` is true on all ranks after the same step, at most one
+    after the step that the fastest rank is in; until then asking costs less than a microsecond and sends
+    nothing. A signal that comes again more than a second later does what it did before: it ends the process.
+
+    Changes: installs a handler for the signals, until the context is closed, or `release` is called, or
+    the block of `with weft.on_preemption(ctx) as preempted:` ends. With several ranks it starts a thread.
+    Collectives: none; a meeting through the store here, and a few messages after a signal.
+
+    Args:
+        ctx: Whose ranks stop together.
+        signals: Which ones; e.g. `signal.SIGUSR1` too, if the scheduler was asked to send it in time.
+
+    Returns:
+        What is asked after each step, on every rank, with the number of the step.
+
+    Raises:
+        ValueError: Not on the main thread, or something that is no signal.
+        ContractError: One of the signals is watched already.
+        ContextError: The ranks watch different signals.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> with weft.local() as ctx:
+        ...     preempted = weft.on_preemption(ctx)
+        ...     before = preempted(1)
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     before, preempted(2), preempted.reason
+        (False, True, 'SIGTERM on rank 0')
+    """
+    chosen = _checked(signals)
+    world = ctx.require_collective("on_preemption")
+    ctx.agree("on_preemption", {"signals": [each.name for each in chosen]})
+    preemption = Preemption(world, chosen)
+    world.root.holders.add(preemption)
+    return preemption
+
+
+def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
+    wrong = None
+    chosen: list[signal.Signals] = []
+    try:
+        chosen = [signal.Signals(each) for each in signals]
+    except (TypeError, ValueError) as error:
+        wrong = (str(error), "signals of the module signal")
+    if threading.current_thread() is not threading.main_thread():
+        wrong = (f"the thread {threading.current_thread().name!r}", "the main thread: signals come to no other")
+    elif wrong is None and not chosen:
+        wrong = ("no signals", "at least one")
+    if wrong is not None:
+        fix = "weft.on_preemption(ctx, signals=(signal.SIGTERM, signal.SIGUSR1))"
+        raise ValueError(message("on_preemption: cannot watch", found=wrong[0], expected=wrong[1], fix=fix))
+    watched = [each.name for each in chosen if isinstance(getattr(signal.getsignal(each), "__self__", 0), Preemption)]
+    if watched:
+        raise ContractError(
+            message(
+                "on_preemption: a signal is watched already",
+                found=listed(watched),
+                expected="one watch for each signal in a process",
+                fix="preempted.release()  # or: with weft.on_preemption(ctx) as preempted:",
+            )
+        )
+    return chosen
+
+
+class Preemption:
+    """Tells after each step whether to stop there; what `on_preemption` returns.
+
+    Attributes:
+        exit_code: For `SystemExit`: 75, by which a scheduler knows that the job is to be started again.
+        reason: The signal and the rank it came to, once it is known that all ranks stop; before, empty.
+    """
+
+    exit_code: ClassVar[int] = PREEMPTED
+
+    def __init__(self, world: World, signals: Sequence[signal.Signals]) -> None:
+        self.reason = ""
+        self._world = world
+        self._key = f"preemption/{world.meetings}"
+        self._told_by = ""
+        self._told_at = 0.0
+        self._step = -1
+        self._asked = False
+        self._last: float | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._process = os.getpid()
+        self._before: dict[signal.Signals, Any] = {each: signal.getsignal(each) for each in signals}
+        for each in signals:
+            signal.signal(each, self._told)
+        self._thread: threading.Thread | None = None
+        if world.store is not None and world.size > 1:
+            self._thread = threading.Thread(target=self._listen, name="weft preemption", daemon=True)
+            self._thread.start()
+
+    def __call__(self, step: int) -> bool:
+        """Whether all ranks stop after this step; the same answer on every rank.
+
+        Args:
+            step: Its number, on every rank the same. May be asked several times, and steps left out.
+
+        Raises:
+            ValueError: A step before the last one.
+            PeerError: Another rank failed while the ranks agreed.
+        """
+        if self._told_by and not self._asked:
+            self._answer()
+        with self._lock:
+            if step < self._step:
+                raise ValueError(
+                    message(
+                        f"on_preemption: asked after step {step}, and before that after step {self._step}",
+                        found=f"{step} < {self._step}",
+                        expected="numbers of steps that go on over epochs",
+                        fix="step += 1; if preempted(step): ...",
+                    )
+                )
+            if not self._asked:
+                self._step = step
+                return False
+        if self._last is None:
+            self._last = self._agreed()
+        return step >= self._last
+
+    # -- the signal ------------------------------------------------------------------------------
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked later, such as a worker of a loader
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        now = time.monotonic()
+        if not self._told_by:
+            self._told_by = f"{signal.Signals(number).name} on rank {self._world.rank}"
+            self._told_at = now
+        elif now - self._told_at > _SAME_S:
+            self._restore()
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._told:
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    # -- the agreement ---------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it everybody to agree with
+            while not self._end.wait(_PERIOD_S):
+                if self._told_by or self._has("asked"):
+                    self._answer()
+                    return
+
+    def _answer(self, *, leaving: bool = False) -> None:
+        """Write down the last step this rank was told to go on after; once."""
+        with self._lock:
+            if self._asked:
+                return
+            self._asked = True
+            mine = None if leaving or self._world.root.closed else self._step
+        world, store = self._world, self._world.store
+        if store is None or world.size == 1:
+            return
+        if self._told_by:
+            store.compare_set(f"{self._key}/asked", "", self._told_by)
+        store.set(f"{self._key}/at/{world.rank}", json.dumps(mine))
+        if store.add(f"{self._key}/count", 1) == world.size:
+            steps = [json.loads(store.get(f"{self._key}/at/{rank}")) for rank in range(world.size)]
+            last = None if None in steps else max(steps) + 1
+            store.set(f"{self._key}/last", json.dumps(last))
+
+    def _agreed(self) -> float:
+        """The step to stop after; infinite if there is a rank that will not come to it."""
+        world, store = self._world, self._world.store
+        if store is None or world.size == 1:
+            self.reason = self._told_by
+            return self._step + 1
+        expected = [f"{self._key}/at/{rank}" for rank in range(world.size)]
+        wait_for_key(world, f"{self._key}/last", "on_preemption", expected)
+        last = json.loads(store.get(f"{self._key}/last"))
+        if last is None:
+            return math.inf
+        self.reason = store.get(f"{self._key}/asked").decode()
+        return float(last)
+
+    def _has(self, name: str) -> bool:
+        store = self._world.store
+        return store is not None and bool(store.check([f"{self._key}/{name}"]))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Watch no more: give the signals back to what handled them before. Idempotent.
+
+        The other ranks will not wait for this one, and will not stop either.
+        """
+        if self._end.is_set():
+            return
+        self._end.set()
+        with contextlib.suppress(RuntimeError):  # a lost store has no peers to tell
+            self._answer(leaving=True)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2 * _PERIOD_S)
+        if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
+            self._restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
