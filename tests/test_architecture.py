@@ -82,7 +82,7 @@ begin = time.process_time()
 import torch
 print(time.process_time() - begin, flush=True)
 sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False  # with bytecode, as installed; the first run writes it
-for _ in range(15):
+for _ in range(9):
     if os.fork() == 0:
         begin = time.process_time()
         import weft

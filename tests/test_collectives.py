@@ -1,6 +1,7 @@
 """Collectives over nested values: values, structures, uneven shapes, and what is refused."""
 
 import dataclasses
+import os
 import pathlib
 from typing import Any, NamedTuple
 
@@ -330,6 +331,18 @@ def test_together_fails_on_all_ranks(inside):
     assert found[1] == ("own", 1, "no such shard: 7")
     for kind, rank, text in (found[0], found[2]):
         assert (kind, rank) == ("peer", 1) and "FileNotFoundError: no such shard: 7" in text
+
+
+def test_a_world_with_an_abandoned_collective_is_not_used_again():
+    first = run_ranks(_process, 3)
+    run_ranks(_together, 3, False)
+    assert run_ranks(_process, 3) == first
+    run_ranks(_together, 3, True)
+    assert not set(run_ranks(_process, 3)) & set(first)
+
+
+def _process(ctx):
+    return os.getpid()
 
 
 def _together_again(ctx):

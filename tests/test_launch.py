@@ -136,11 +136,10 @@ def test_a_module_and_the_users_thread_count(tmp_path):
 def test_a_script_without_guard_runs_once_per_rank(tmp_path):
     text = 'import os\nopen(f"{os.environ[\'RANK\']}-{os.getpid()}", "w")\n'
     _write(tmp_path, "bare.py", text)
-    for _ in range(2):  # and ends with 0 every time
-        done = _launch("-n", 2, "bare.py", folder=tmp_path)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = _launch("-n", 2, "bare.py", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     ran = [path.name[0] for path in tmp_path.iterdir() if path.name != "bare.py"]
-    assert sorted(ran) == ["0"] * 2 + ["1"] * 2
+    assert sorted(ran) == ["0", "1"]
 
 
 # -- how it ends -------------------------------------------------------------------------------------
@@ -151,12 +150,10 @@ import weft
 how = sys.argv[1]
 with weft.start(timeout_s=60) as ctx:
     if ctx.rank == 1:
-        if how in ("raise", "module"):
+        if how == "module":
             raise ValueError("the data of rank 1 is bad")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "3":
-            sys.exit(3)
         if how == "text":
             sys.exit("rank 1 gives up")
         if how == "os":
@@ -172,9 +169,7 @@ with weft.start(timeout_s=60) as ctx:
     ("how", "code", "text"),
     [
         ("0", 0, r"^$"),
-        ("raise", 1, r'Traceback.*File ".*ends.py", line 8.*ValueError: the data.*\nweft launch: rank 1 failed: Value'),
         ("kill", 137, r"weft launch: rank 1 .*(signal 9|its process is gone)"),
-        ("3", 3, r"weft launch: rank 1 .*exit code 3"),
         ("text", 1, r"rank 1 gives up\n(?s:.*)weft launch: rank 1 .*exit code 1"),
         ("os", 9, r"weft launch: rank 1 .*(exit code 9|its process is gone)"),
         ("module", 1, r'^Traceback[^\n]*\n  File "[^"]*ends.py", line 8.*\nweft launch: rank 1 failed: ValueError'),
@@ -228,9 +223,7 @@ def _until(condition, limit_s):
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
-@pytest.mark.parametrize(
-    ("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)]
-)
+@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
     _write(tmp_path, "sleeps.py", SLEEPS)
     process = subprocess.Popen(

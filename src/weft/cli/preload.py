@@ -8,6 +8,7 @@ first, and with it the ranks, in the middle of what they do to end in good order
 
 import gc
 import signal
+import sys
 
 import torch._dynamo
 
@@ -15,9 +16,11 @@ import weft
 
 __all__ = ["torch", "weft"]
 
-for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
-    if hasattr(signal, name):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+# Only there: multiprocessing starts that process as `python -c`. Who imports this elsewhere keeps what it has.
+if sys.argv[0] == "-c" and "multiprocessing.forkserver" in sys.modules:
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
-gc.collect()
-gc.freeze()  # collections in a rank need not look at all this again
+    gc.collect()
+    gc.freeze()  # collections in a rank need not look at all this again

@@ -114,6 +114,7 @@ def finish(work: dist.Work | None, world: World) -> None:
                 raise
         blamed = absent(world) or culprit(world.root)
         if blamed is not None:
+            world.root.abandoned = True  # gloo still waits, and in the end closes its connections
             raise PeerError(f"rank {blamed[0]} failed: {blamed[1]}", rank=blamed[0], text=blamed[1])
 
 

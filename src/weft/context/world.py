@@ -98,6 +98,7 @@ class World:
         meetings: How many meetings there were.
         watch: Tells late ranks from those that went another way; None until somebody needs it.
         background: On a root, what goes on beside the program.
+        abandoned: On a root, whether a collective was left that not all ranks came to.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
     """
 
@@ -129,6 +130,7 @@ class World:
         self.meetings = 0
         self.watch: Watcher | None = None
         self.background: Background | None = None
+        self.abandoned = False
         self._lines = 0
 
     @property

@@ -59,7 +59,7 @@ def _run(job: dict[str, Any], size: int) -> tuple[bytes, bool]:
     """Run one job; returns the pickled answer, and whether the job failed."""
     with _own_output() as output:
         answer = _call(job, size)
-    answer |= {"output": output[0], "reusable": _is_clean(size)}
+    answer |= {"output": output[0], "reusable": _is_clean(size) and not answer.get("abandoned")}
     try:
         data = pickle.dumps(answer)
         pickle.loads(data)
@@ -80,7 +80,7 @@ def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
         fn, args, kwargs = pickle.loads(job["call"])
         with _context(job["options"], size) as ctx:
             result = _stay(fn)(ctx, *args, **kwargs)
-        return {"ok": True, "result": result}
+        return {"ok": True, "result": result, "abandoned": ctx.world.root.abandoned}
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt are failures here too)
         trace = traceback.format_exc()
         try:
