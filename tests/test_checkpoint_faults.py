@@ -112,7 +112,7 @@ def _saves_until_killed(ctx, folder, victims, delay):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_at_random_moments_of_a_save_lose_nothing(tmp_path, ranks):
     chance = random.Random(7)
-    for trial in range(10):
+    for trial in range(8):
         victims = [list(range(ranks)), [0], [ranks - 1]][trial % 3]
         with pytest.raises(RanksFailed) as caught:
             run_ranks(_saves_until_killed, ranks, tmp_path, victims, 0.02 + chance.random() * 0.1)

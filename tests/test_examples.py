@@ -90,13 +90,6 @@ def test_a_small_example_is_small(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 80
 
 
-def test_an_example_runs_as_a_script_under_the_launcher():
-    (done,) = _scripts(["-m", "weft", "launch", "-n", "2", str(EXAMPLES / "replicate.py")])
-    (inside,) = run_ranks(_run, 1, str(EXAMPLES / "replicate.py"))
-    assert len(_losses(done)) == 8
-    assert _losses(done) == pytest.approx(_losses(inside), abs=2e-4)
-
-
 def test_the_tests_of_the_users_step_pass():
     module = runpy.run_path(str(EXAMPLES / "test_my_step.py"))
     tests = [value for name, value in module.items() if name.startswith("test_")]

@@ -110,8 +110,11 @@ def finish(work: dist.Work | None, world: World) -> None:
             work.wait(_SLICE)
             return
         except RuntimeError as error:
-            if "Operation timed out!" not in str(error) or work.is_completed():
+            if "Operation timed out!" not in str(error):
                 raise
+        if work.is_completed():  # right after the slice was over
+            work.wait()
+            return
         blamed = absent(world) or culprit(world.root)
         if blamed is not None:
             world.root.abandoned = True  # gloo still waits, and in the end closes its connections
