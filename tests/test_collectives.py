@@ -1,6 +1,8 @@
 """Collectives over nested values: values, structures, uneven shapes, and what is refused."""
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.collectives import entry
 from weft.testing import run_ranks
 
 
@@ -331,6 +334,35 @@ def test_together_fails_on_all_ranks(inside):
     assert found[1] == ("own", 1, "no such shard: 7")
     for kind, rank, text in (found[0], found[2]):
         assert (kind, rank) == ("peer", 1) and "FileNotFoundError: no such shard: 7" in text
+
+
+class Slow:
+    """A collective that is not done in some slices of the wait, and maybe right after the last of them."""
+
+    def __init__(self, slices, done_after):
+        self.slices, self.done_after = slices, done_after
+
+    def wait(self, limit=None):
+        if limit is not None and self.slices > 0:
+            self.slices -= 1
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return self.slices == 0 and self.done_after
+
+
+@pytest.mark.parametrize(("slices", "blamed_at", "raises"), [
+    (1, (), False), (3, (1,), False), (3, (1, 3), False), (4, (2, 3), True),
+])  # fmt: skip
+def test_a_peer_is_blamed_only_while_the_collective_is_not_done(monkeypatch, slices, blamed_at, raises):
+    looks = itertools.count(1)
+    monkeypatch.setattr(entry.dist, "get_backend", lambda _: "gloo")
+    monkeypatch.setattr(entry, "absent", lambda _: None)
+    monkeypatch.setattr(entry, "culprit", lambda _: (1, "left") if next(looks) in blamed_at else None)
+    world = weft.local().world
+    with pytest.raises(weft.PeerError, match="rank 1 failed: left") if raises else contextlib.nullcontext():
+        entry.finish(Slow(slices, done_after=slices == 1), world)
+    assert world.abandoned == raises
 
 
 def test_a_world_with_an_abandoned_collective_is_not_used_again():

@@ -93,21 +93,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Rooms that are imported when first asked for: half of the package, of which many programs need nothing.
-_LATER = {
-    "checkpoint": (
-        "Checkpoint", "LoadedWeights", "Restored", "RunningSave", "checkpointable", "export", "latest",
-        "load_weights", "restore", "save", "save_async", "verify",
-    ),
-    "testing": (),
-}  # fmt: skip
-
 
 def __getattr__(name: str) -> Any:
-    for room, names in _LATER.items():
-        if name == room or name in names:
-            module = importlib.import_module(f"weft.{room}")
-            return module if name == room else getattr(module, name)
+    """Import two rooms when they are first asked for: half of the package, of which many programs need nothing."""
+    if name in ("checkpoint", "testing"):
+        return importlib.import_module(f"weft.{name}")
+    if name in __all__:  # and not here: see the names above
+        return getattr(importlib.import_module("weft.checkpoint"), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 

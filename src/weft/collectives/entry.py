@@ -93,7 +93,8 @@ def all_gather_flat(everything: torch.Tensor, mine: torch.Tensor, world: World) 
 def finish(work: dist.Work | None, world: World) -> None:
     """Wait for a collective, and look after the peers meanwhile.
 
-    A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that.
+    A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that. One that
+    did its part and left looks the same for a moment: it takes two looks to blame a peer.
     On other backends this only orders the current stream after the collective, as `work.wait()`.
 
     Raises:
@@ -105,6 +106,7 @@ def finish(work: dist.Work | None, world: World) -> None:
     if dist.get_backend(world.group) != "gloo":
         work.wait()
         return
+    suspect = None
     while True:
         try:
             work.wait(_SLICE)
@@ -116,9 +118,10 @@ def finish(work: dist.Work | None, world: World) -> None:
             work.wait()
             return
         blamed = absent(world) or culprit(world.root)
-        if blamed is not None:
+        if blamed is not None and blamed == suspect:
             world.root.abandoned = True  # gloo still waits, and in the end closes its connections
             raise PeerError(f"rank {blamed[0]} failed: {blamed[1]}", rank=blamed[0], text=blamed[1])
+        suspect = blamed
 
 
 @contextlib.contextmanager
