@@ -4,9 +4,15 @@ import os
 import random
 import threading
 
+import hypothesis
 import pytest
 import torch
 import torch._dynamo  # noqa: F401  (any optimizer imports it, and it sets variables; not ours to answer for)
+
+# The same cases on every run; `--hypothesis-profile explore` looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True, database=None)
+hypothesis.settings.register_profile("explore")
+hypothesis.settings.load_profile("same")
 
 torch.manual_seed(0)  # parameters of tests that are drawn are the same in all workers of pytest-xdist
 

@@ -285,7 +285,7 @@ def test_a_planted_pickle_is_never_opened(tmp_path):
     weft.verify(path)  # its bytes are as the manifest says
     _refused(path, r"(model|optimizer|box)/\S* cannot be read from \S*rank-00000")
     assert not (tmp_path / "exploded").exists()
-    source = "\n".join(p.read_text() for p in Path(weft.checkpoint.__file__).parent.glob("*.py"))
+    source = "\n".join(p.read_text() for p in Path(weft.checkpoint.__file__).parent.rglob("*.py"))
     assert "import pickle" not in source and "torch.load" not in source
 
 
@@ -338,7 +338,28 @@ def hostile(tmp_path_factory):
     return path, _data(path)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
+@pytest.mark.parametrize(
+    ("generator", "place", "value"),
+    [
+        ("numpy", 0, "PCG64"), ("numpy", 1, ""), ("numpy", 1, "00" * 4), ("numpy", 1, "xyz"), ("numpy", 2, 625),
+        ("numpy", 2, -1), ("numpy", 2, True), ("numpy", 3, 2), ("numpy", 4, "x"), ("numpy", None, []), ("python", 0, 1),
+        ("python", 1, ""), ("python", 1, "00"), ("python", 2, "x"), ("python", None, {}), ("torch", None, ""),
+        ("torch", None, "00"), ("torch", None, 3),
+    ],
+)  # fmt: skip
+def test_a_wrong_random_state_is_refused_and_nothing_is_changed(hostile, generator, place, value):
+    path, good = hostile
+    mutant = json.loads(json.dumps(good))
+    states = mutant["ranks"][0]["rng"]
+    if place is None:
+        states[generator] = value
+    else:
+        states[generator][place] = value
+    _plant(path, mutant)
+    _refused(path, r"random states in the checkpoint cannot be used")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutated_manifests_raise_checkpoint_errors_only(hostile, data):
     path, good = hostile
@@ -372,7 +393,7 @@ def test_mutated_manifests_raise_checkpoint_errors_only(hostile, data):
     assert sorted(p.name for p in path.parent.iterdir()) == [".saving", "step-00000001"]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.booleans())
 def test_random_bytes_as_a_manifest_raise_checkpoint_errors_only(hostile, text, sealed):
     path, _ = hostile

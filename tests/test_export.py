@@ -19,7 +19,7 @@ import weft.cli
 from weft.checkpoint.manifest import Piece, TensorEntry
 from weft.checkpoint.pieces import Block
 from weft.checkpoint.reading import TensorFiles, in_order
-from weft.checkpoint.shards import num_bytes
+from weft.checkpoint.weights.shards import num_bytes
 from weft.errors import CheckpointError
 from weft.testing import run_ranks
 

@@ -413,7 +413,7 @@ def test_every_error_of_the_package_has_the_three_lines():
     # objects: the echo of an error on another rank; settings: becomes a `found` line of its caller;
     # ranks: the output of a process that did not start; the others: of `CheckpointError`, with the file's name.
     told = {"objects.py", "settings.py", "ranks.py", "loading.py", "manifest.py", "reading.py", "sources.py"}
-    told |= {"values.py"}
+    told |= {"randomness.py", "values.py"}
     assert {line.partition(":")[0] for line in plain} <= told, plain
 
 

@@ -14,15 +14,7 @@ writing.py    what a rank brings, and how the main rank makes a whole of it
 reading.py    tensors out of the files, cut up as they are needed
 loading.py    from the files into the objects, all or nothing
 restoring.py  `restore`
-exporting.py  `export`: the Hugging Face layout
-shards.py     which tensors in which of its files
-publishing.py a folder that appears when it is complete
-weights.py    `load_weights`: from files into any module
-sources.py    what files, indices, folders and checkpoints hold
-targets.py    what a module holds, and memory for modules on meta
-placement.py  who reads what, and what is put where
-sending.py    from the rank that has read to the others
-converting.py values in other dtypes
+weights/      `export` and `load_weights`: weights in the layout of Hugging Face, without the rest
 ranks.py      work that fails on one rank fails on all
 
 [Note: format] A checkpoint is a folder `step-<number>` with one safetensors file per rank and
@@ -33,12 +25,11 @@ between saving and restoring.
 """
 
 from weft.checkpoint.commit import latest, verify
-from weft.checkpoint.exporting import export
 from weft.checkpoint.restoring import Restored, restore
 from weft.checkpoint.saving import save
 from weft.checkpoint.saving_async import RunningSave, save_async
 from weft.checkpoint.state import Checkpoint, checkpointable
-from weft.checkpoint.weights import LoadedWeights, load_weights
+from weft.checkpoint.weights import LoadedWeights, export, load_weights
 
 __all__ = [
     "Checkpoint",

@@ -15,6 +15,9 @@ from weft.errors import CheckpointError, message
 __all__ = ["drawn_state", "prepare_random_state", "random_state"]
 
 
+_KEYS = 624  # words of a Mersenne twister
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """The random states of this rank, as JSON."""
     version, numbers, gauss = random.getstate()
@@ -41,6 +44,24 @@ def _state(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
+# `random` and numpy take values on trust that harm later draws (numpy reads beyond its keys), so they are checked here.
+
+
+def _python_state(version: int, numbers: str, gauss: float | None) -> tuple[int, tuple[int, ...], float | None]:
+    if not (gauss is None or type(gauss) in (int, float)):
+        raise ValueError(f"{gauss!r} as the next normal number of python")
+    return version, tuple(_numbers(numbers).tolist()), gauss
+
+
+def _numpy_state(kind: str, keys: str, place: int, has_gauss: int, cached: float) -> tuple[str, Any, int, int, float]:
+    words = _numbers(keys)
+    if kind != "MT19937" or words.shape != (_KEYS,):
+        raise ValueError(f"{kind!r} with {words.size} keys as the state of numpy, where MT19937 has {_KEYS}")
+    if type(place) is not int or not 0 <= place <= _KEYS or has_gauss not in (0, 1) or type(cached) not in (int, float):
+        raise ValueError(f"{[place, has_gauss, cached]!r} behind the keys of numpy")
+    return kind, words, place, int(has_gauss), float(cached)
+
+
 def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
     """Check random states without setting them; call the result to go on from them.
 
@@ -48,10 +69,7 @@ def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Call
         CheckpointError: One of them is not what it should be.
     """
     try:
-        version, numbers, gauss = found["python"]
-        kind, keys, place, has_gauss, cached = found["numpy"]
-        python = (version, tuple(_numbers(numbers).tolist()), gauss)
-        numpy = (kind, _numbers(keys), place, has_gauss, cached)
+        python, numpy = _python_state(*found["python"]), _numpy_state(*found["numpy"])
         cpu = _state(found["torch"])
         other = _state(found[device.type]) if device.type in found else None
         random.Random().setstate(python)  # noqa: S311  (states, no secrets)
@@ -59,7 +77,7 @@ def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Call
         torch.Generator().set_state(cpu)
         if other is not None:
             torch.Generator(device).set_state(other)
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             message(
                 "restore: the random states in the checkpoint cannot be used",

@@ -9,7 +9,7 @@ import torch
 
 from weft.checkpoint.pieces import Block
 from weft.checkpoint.reading import TensorFiles, in_order, inside
-from weft.checkpoint.sources import Stored
+from weft.checkpoint.weights.sources import Stored
 from weft.errors import message
 
 __all__ = ["blocks", "fill", "floating_dtype"]

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.checkpoint.converting import blocks
 from weft.checkpoint.files import check_file, file_head, write_parts, write_text
 from weft.checkpoint.pieces import Block
 from weft.checkpoint.reading import memory_of
-from weft.checkpoint.sources import Source, Stored
+from weft.checkpoint.weights.converting import blocks
+from weft.checkpoint.weights.sources import Source, Stored
 from weft.errors import CheckpointError, listed, message
 from weft.selecting import Names, fits_pattern
 

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from weft.checkpoint.ranks import on_all
+from weft.checkpoint.weights.converting import floating_dtype
+from weft.checkpoint.weights.placement import Placement, renamed
+from weft.checkpoint.weights.sources import from_path
 from weft.context import DistContext
 
 __all__ = ["LoadedWeights", "load_weights"]
@@ -84,11 +87,6 @@ def load_weights(
         >>> torch.equal(other.weight, model.weight)
         True
     """
-    # Not before it is used: importing weft stays cheap.
-    from weft.checkpoint.converting import floating_dtype  # noqa: PLC0415
-    from weft.checkpoint.placement import Placement, renamed  # noqa: PLC0415
-    from weft.checkpoint.sources import from_path  # noqa: PLC0415
-
     ctx.require_collective("load_weights")
     ctx.agree("load_weights", {"strict": strict, "dtype": str(dtype), "object": object})
 

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import torch
 
+from weft.checkpoint.weights.converting import floating_dtype
+from weft.checkpoint.weights.publishing import published
+from weft.checkpoint.weights.shards import Plan, num_bytes
+from weft.checkpoint.weights.sources import from_checkpoint
 from weft.selecting import Names
 
 __all__ = ["export"]
@@ -65,12 +69,6 @@ def export(
         >>> [file.name for file in files]
         ['model.safetensors']
     """
-    # Not before it is used: importing weft stays cheap.
-    from weft.checkpoint.converting import floating_dtype  # noqa: PLC0415
-    from weft.checkpoint.publishing import published  # noqa: PLC0415
-    from weft.checkpoint.shards import Plan, num_bytes  # noqa: PLC0415
-    from weft.checkpoint.sources import from_checkpoint  # noqa: PLC0415
-
     limit, wanted = num_bytes(max_shard_size), floating_dtype("export", dtype)
     source = from_checkpoint("export", Path(path), object)
     plan = Plan(source, name, limit=limit, dtype=wanted, filter=filter, rename=rename)

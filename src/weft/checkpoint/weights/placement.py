@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.converting import blocks, fill
 from weft.checkpoint.files import check_file
 from weft.checkpoint.pieces import Block, block_of, local_part, writers
 from weft.checkpoint.reading import inside, memory_of
-from weft.checkpoint.sending import Route, send
-from weft.checkpoint.sources import Source, Stored
-from weft.checkpoint.targets import Memory, Target, targets
+from weft.checkpoint.weights.converting import blocks, fill
+from weft.checkpoint.weights.sending import Route, send
+from weft.checkpoint.weights.sources import Source, Stored
+from weft.checkpoint.weights.targets import Memory, Target, targets
 from weft.context import DistContext
 from weft.engines.torch.shards import is_sharded
 from weft.errors import CheckpointError, ContextError, listed, message
