@@ -64,7 +64,7 @@ print(json.dumps({"changed": [n for n in before if before[n] != after[n]], "new"
 OPTIONAL = {
     "accelerate", "apex", "bitsandbytes", "cloudpickle", "deepspeed", "hypothesis", "lightning", "mlflow", "peft",
     "pytest", "ray", "rich", "safetensors", "tensorboard", "torch_xla", "torchao", "torchvision", "tqdm",
-    "transformers", "wandb", "yaml",
+    "transformers", "wandb", "xxhash", "yaml",
 }  # fmt: skip
 
 

@@ -162,18 +162,18 @@ def _link(path):
 
 MANIFEST = "manifest.json"
 DAMAGE = {
-    "flipped byte": (lambda path: _flip(_file(path), -1), r"SHA-256 differs(.|\n)*holds .*(model|optimizer|box)/"),
-    "flipped header": (lambda path: _flip(_file(path), 20), "SHA-256 differs"),
+    "flipped byte": (lambda path: _flip(_file(path), -1), r"XXH3-128 differs(.|\n)*holds .*(model|optimizer|box)/"),
+    "flipped header": (lambda path: _flip(_file(path), 20), "XXH3-128 differs"),
     "truncated": (lambda path: os.truncate(_file(path), 100), r"rank-00000\S* is damaged\n  found: +100 bytes; it"),
     "missing": (lambda path: _file(path).unlink(), r"no such file; it holds \S*/"),
-    "swapped": (_swap, "SHA-256 differs"),
+    "swapped": (_swap, "XXH3-128 differs"),
     "a link": (_link, "a symbolic link"),
     "a folder": (lambda path: [_file(path).unlink(), (path / "rank-00000-of-00001.safetensors").mkdir()], "such file"),
     "flipped manifest": (lambda path: _flip(path / MANIFEST, 300), "manifest.json: its SHA-256 differs"),
     "truncated manifest": (lambda path: os.truncate(path / MANIFEST, 300), "its SHA-256 differs"),
     "empty manifest": (lambda path: os.truncate(path / MANIFEST, 0), "its SHA-256 differs"),
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "no plain file manifest.json"),
-    "foreign manifest": (lambda path: shutil.copy(path.with_name("step-00000001") / MANIFEST, path), "SHA-256|bytes"),
+    "foreign manifest": (lambda path: shutil.copy(path.with_name("step-00000001") / MANIFEST, path), "XXH3-128|bytes"),
 }  # fmt: skip
 
 
@@ -287,6 +287,28 @@ def test_a_planted_pickle_is_never_opened(tmp_path):
     assert not (tmp_path / "exploded").exists()
     source = "\n".join(p.read_text() for p in Path(weft.checkpoint.__file__).parent.rglob("*.py"))
     assert "import pickle" not in source and "torch.load" not in source
+
+
+def test_without_xxhash_files_are_hashed_by_sha256_and_others_say_what_to_install(tmp_path, monkeypatch):
+    fast = _saved(tmp_path / "fast", [1])
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    slow = _saved(tmp_path / "slow", [1])
+    (entry,) = _data(slow)["files"].values()
+    assert entry == {"bytes": entry["bytes"], "sha256": hashlib.sha256(_file(slow).read_bytes()).hexdigest()}
+    assert _restored(tmp_path / "slow").step == 1
+    with pytest.raises(
+        weft.MissingExtra, match=r"xxhash, which is not installed(.|\n)*pip install 'weft\[checkpoint\]'"
+    ):
+        weft.verify(fast)
+    state = _build(weft.local(), -1)
+    with pytest.raises(weft.MissingExtra, match="xxhash, which is not installed"):
+        weft.restore(state, tmp_path / "fast", weft.local())
+    assert _steps_in(state) == {-1}
+    monkeypatch.undo()
+    assert next(iter(_data(fast)["files"].values())).keys() == {"bytes", "xxh3_128"}
+    assert _restored(tmp_path / "slow").step == 1
+    _flip(_file(slow), -1)
+    _refused(tmp_path / "slow", "SHA-256 differs")
 
 
 def test_a_manifest_that_claims_more_than_its_files_hold_takes_no_memory(tmp_path):

@@ -3,8 +3,11 @@
 state.py      what has to survive, as tensors and plain values, by name
 values.py     plain values as JSON, and back
 randomness.py random states
+generators.py random generators of the user's own
 pieces.py     which part of a tensor a rank holds, and which rank writes it
 manifest.py   the one JSON file that says what a checkpoint consists of
+hashes.py     which hash a file has
+memory.py     fresh memory
 files.py      safetensors files with hashes, brought to the disk for certain
 commit.py     all or nothing: hidden folder, one rename; `latest`, `verify`
 saving.py     `save`
@@ -19,9 +22,9 @@ ranks.py      work that fails on one rank fails on all
 
 [Note: format] A checkpoint is a folder `step-<number>` with one safetensors file per rank and
 `manifest.json`: for each tensor its dtype, shape and pieces (file, offsets, shape); plain values as
-JSON; and bytes and SHA-256 of each file; its first line holds the SHA-256 of the rest of it. Nothing is
-pickled. A tensor may be cut up in any way, so the number of ranks and the strategy may differ
-between saving and restoring.
+JSON; bytes and hash of each file, with the name of the hash. Its own first line holds the SHA-256 of
+the rest of it. Nothing is pickled. A tensor may be cut up in any way, so the number of ranks and the
+strategy may differ between saving and restoring.
 """
 
 from weft.checkpoint.commit import latest, verify

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -11,19 +10,20 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.hashes import HASHES, best_hash, new_hash
 from weft.checkpoint.manifest import DTYPES, FileEntry, Manifest
-from weft.errors import CheckpointError, MissingExtra, message
+from weft.errors import CheckpointError, message
 
 __all__ = [
     "check_file",
     "file_head",
-    "open_tensors",
-    "require_safetensors",
     "sync_folder",
     "write_parts",
     "write_tensors",
     "write_text",
 ]
+
+_READ_BYTES = 2**20  # fits into the caches of a core
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
@@ -74,14 +74,15 @@ def write_parts(path: Path, parts: Iterable[Any]) -> FileEntry:
 
     Writing, hashing and waiting let other threads run; a thread that does it holds up nobody.
     """
-    digest = hashlib.sha256()
+    kind = best_hash()
+    digest = new_hash(kind)
     with path.open("xb") as file:
         for part in parts:
             file.write(part)
             digest.update(part)
         file.flush()
         os.fsync(file.fileno())
-        return FileEntry(bytes=file.tell(), sha256=digest.hexdigest())
+        return FileEntry(bytes=file.tell(), hash=kind, digest=digest.hexdigest())
 
 
 def sync_folder(folder: Path) -> None:
@@ -98,18 +99,18 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
 
     Raises:
         CheckpointError: It is missing, is no plain file, or differs; names a tensor it holds.
+        MissingExtra: Its hash is one of the package xxhash, which is not installed.
     """
     path, entry = folder / name, manifest.files[name]
+    kind = HASHES[entry.hash][0]
     found = None
     try:
         if path.is_symlink() or not path.is_file():
             found = "a symbolic link" if path.is_symlink() else "no such file"
         elif path.stat().st_size != entry.bytes:
             found = f"{path.stat().st_size} bytes"
-        elif content:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                    found = "other bytes than were written (SHA-256 differs)"
+        elif content and _digest(path, entry.hash) != entry.digest:
+            found = f"other bytes than were written ({kind} differs)"
     except OSError as error:
         found = f"{type(error).__name__}: {error}"
     if found is not None:
@@ -118,32 +119,16 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
             message(
                 f"{path} is damaged",
                 found=f"{found}; it holds {', '.join(held[:3]) or 'no tensors'}{', ...' if len(held) > 3 else ''}",
-                expected=f"the file that was saved: {entry.bytes} bytes, SHA-256 {entry.sha256[:12]}...",
+                expected=f"the file that was saved: {entry.bytes} bytes, {kind} {entry.digest[:12]}...",
                 fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is whole",
             )
         )
 
 
-def open_tensors(path: Path) -> Any:
-    """A safetensors file, to read slices from."""
-    return require_safetensors().safe_open(path, framework="pt")
-
-
-def require_safetensors() -> Any:
-    """The package safetensors.
-
-    Raises:
-        MissingExtra: It is not installed.
-    """
-    try:
-        import safetensors  # noqa: PLC0415  (an extra)
-    except ImportError as error:
-        raise MissingExtra(
-            message(
-                "restore: checkpoints are read with safetensors, which is not installed",
-                found=str(error),
-                expected="the package safetensors",
-                fix="pip install 'weft[checkpoint]'",
-            )
-        ) from error
-    return safetensors
+def _digest(path: Path, kind: str) -> str:
+    digest, buffer = new_hash(kind), bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.checkpoint.generators import (
+    Generator,
+    generator_kind,
+    generator_state,
+    is_generator,
+    prepare_generator,
+    restored_from,
+)
 from weft.checkpoint.manifest import Manifest
 from weft.checkpoint.pieces import local_part
 from weft.checkpoint.randomness import drawn_state, prepare_random_state, random_state
+from weft.checkpoint.ranks import num_threads
 from weft.checkpoint.reading import Reader
 from weft.checkpoint.state import Checkpoint, Stateful, collect, kept_by, parameter_names
 from weft.checkpoint.values import decode, encode
@@ -31,30 +41,31 @@ class Loading:
     """Everything read and checked, on this rank, ready to be put in place.
 
     Attributes:
-        manifest: Of the checkpoint.
+        folder: Of the checkpoint.
+        manifest: Its manifest.
         missing: Names that the state has and the checkpoint has not.
         unexpected: Names that only the checkpoint has.
     """
 
     def __init__(self, state: Checkpoint, folder: Path, manifest: Manifest, ctx: DistContext, *, strict: bool) -> None:
         self._state = state
-        self._folder = folder
+        self.folder = folder
         self.manifest = manifest
         self._ctx = ctx
-        self._reader = Reader(folder, manifest)
         self._undo = contextlib.ExitStack()  # calls all, also if one raises
         self._live = collect(state, to_save=False)
         self._loaded: dict[str, Any] = {}
         self.missing, self.unexpected = self._compare()
         self._check(strict=strict)
-        self._tensors = {
-            name: self._reader.read(name, tensor)
-            for name, tensor in self._live.tensors.items()
-            if name in manifest.tensors and _is_weight(state, name)
-        }
-        for key in state.objects:
-            if key in manifest.values:
-                self._loaded[key] = self._read_object(key)
+        with Reader(folder, manifest, num_threads=num_threads(ctx) + 1) as reader:  # they wait for the disk, too
+            self._tensors = {
+                name: reader.read(name, tensor)
+                for name, tensor in self._live.tensors.items()
+                if name in manifest.tensors and _is_weight(state, name)
+            }
+            for key in state.objects:
+                if key in manifest.values:
+                    self._loaded[key] = self._read_object(key, reader)
         self._set_random = self._random() if state.rng else None
 
     # -- does it fit -----------------------------------------------------------------------------
@@ -79,7 +90,7 @@ class Loading:
             found += [f"only in the checkpoint: {listed(self.unexpected)}"] if self.unexpected else []
             raise CheckpointError(
                 message(
-                    f"restore: {self._folder} does not fit the state",
+                    f"restore: {self.folder} does not fit the state",
                     found="; ".join(found),
                     expected="the objects, names and shapes that were saved",
                     fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
@@ -88,19 +99,21 @@ class Loading:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _read_object(self, key: str) -> Any:
+    def _read_object(self, key: str, reader: Reader) -> Any:
         """The state of one object, in the form its `load_state_dict` takes."""
         obj, saved = self._state.objects[key], self.manifest.values[key]
         try:
             if isinstance(obj, torch.optim.Optimizer):
-                return self._read_optimizer(key, obj, saved)
-            found = decode(saved, lambda name: self._reader.read(name, self._live.tensors.get(name)))
+                return self._read_optimizer(key, obj, saved, reader)
+            if is_generator(obj):
+                return self._read_generator(key, obj, saved)
+            found = decode(saved, lambda name: reader.read(name, self._live.tensors.get(name)))
             if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
                 raise ValueError("not what a module keeps")
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 message(
-                    f"restore: the values of {key} in {self._folder} cannot be used",
+                    f"restore: the values of {key} in {self.folder} cannot be used",
                     found=f"{type(error).__name__}: {error}",
                     expected=f"what weft.save wrote for a {type(obj).__name__}",
                     fix="restore an older checkpoint, or leave the object out of the state",
@@ -108,7 +121,7 @@ class Loading:
             ) from error
         return found
 
-    def _read_optimizer(self, key: str, optimizer: torch.optim.Optimizer, saved: Any) -> Any:
+    def _read_optimizer(self, key: str, optimizer: torch.optim.Optimizer, saved: Any, reader: Reader) -> Any:
         names = parameter_names(self._state)
         groups = [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]
         _check_groups(key, [entry["params"] for entry in saved["groups"]], groups)
@@ -120,17 +133,26 @@ class Loading:
 
             def read(name: str) -> torch.Tensor:
                 shape = self.manifest.tensors[name].shape
-                return self._reader.read(name, parameter if shape and shape == tuple(parameter.shape) else None)
+                return reader.read(name, parameter if shape and shape == tuple(parameter.shape) else None)
 
             return read
 
         state = {order[name]: decode(entry, like(parameters[name])) for name, entry in saved["state"].items()}
         start, described = 0, []
         for group, entry in zip(groups, saved["groups"], strict=True):
-            options = decode(entry["options"], lambda name: self._reader.read(name, None))
+            options = decode(entry["options"], lambda name: reader.read(name, None))
             described.append({**options, "params": list(range(start, start + len(group)))})
             start += len(group)
         return {"state": state, "param_groups": described}
+
+    def _read_generator(self, key: str, generator: Generator, saved: Any) -> Callable[[], object]:
+        if saved != {"generator": generator_kind(generator)}:
+            raise ValueError(f"{saved!r:.80} for a {generator_kind(generator)}")
+        ctx, states = self._ctx, [rank["generators"][key] for rank in self.manifest.ranks]
+        if None in states:
+            raise ValueError(f"no state of rank {states.index(None)}")
+        state = restored_from(states, ctx.rank, ctx.world_size)
+        return prepare_generator(generator, state, new=(ctx.seed, self.manifest.step, ctx.rank, key))
 
     def _random(self) -> Callable[[], None]:
         ranks, ctx = self.manifest.ranks, self._ctx
@@ -150,7 +172,7 @@ class Loading:
             except Exception as error:
                 raise CheckpointError(
                     message(
-                        f"restore: {key} does not take its state from {self._folder}",
+                        f"restore: {key} does not take its state from {self.folder}",
                         found=f"{type(error).__name__}: {error}",
                         expected=f"load_state_dict of {type(obj).__name__} to take what state_dict gave",
                         fix="build the object as it was, or leave it out of the state",
@@ -158,6 +180,10 @@ class Loading:
                 ) from error
 
     def _load_object(self, obj: Any, loaded: Any) -> None:
+        if is_generator(obj):
+            self._undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
+            loaded()
+            return
         if not isinstance(obj, nn.Module):
             self._load(obj, loaded)
             return
@@ -184,14 +210,23 @@ class Loading:
         """Give all objects the state they had."""
         self._undo.close()
 
-    @torch.no_grad()
     def copy_weights(self) -> None:
         """Put the tensors of modules in place, and the random states."""
         self._undo.pop_all()
-        for name, values in self._tensors.items():
-            local_part(self._live.tensors[name]).copy_(local_part(values))
+        pairs = [(local_part(self._live.tensors[name]), local_part(values)) for name, values in self._tensors.items()]
+        if self._ctx.device.type == "cpu":
+            with ThreadPoolExecutor(num_threads(self._ctx), thread_name_prefix="weft-copy") as threads:
+                list(threads.map(_copy, pairs))
+        else:
+            for pair in pairs:
+                _copy(pair)
         if self._set_random is not None:
             self._set_random()
+
+
+@torch.no_grad()
+def _copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    pair[0].copy_(pair[1])
 
 
 def _copied(value: Any) -> Any:

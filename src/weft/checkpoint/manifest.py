@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from weft.checkpoint.hashes import HASHES
 from weft.errors import CheckpointError, listed, message
 
 __all__ = ["DTYPES", "FORMAT", "NAME", "FileEntry", "Manifest", "Piece", "TensorEntry", "check", "read_manifest"]
@@ -71,10 +72,17 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file: its size and SHA-256, as hexadecimal digits."""
+    """One file.
+
+    Attributes:
+        bytes: Its size.
+        hash: Which hash; one of `HASHES`.
+        digest: The hash, as hexadecimal digits.
+    """
 
     bytes: int
-    sha256: str
+    hash: str
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +113,7 @@ class Manifest:
         Not by `asdict` and `indent`, which take ten times as long, in Python, while a program trains.
         """
         head = {key: value for key, value in vars(self).items() if key not in ("tensors", "files")}
-        head["files"] = {name: vars(entry) for name, entry in self.files.items()}
+        head["files"] = {name: {"bytes": f.bytes, f.hash: f.digest} for name, f in self.files.items()}
         lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
         tensors = ",\n".join(f"{json.dumps(name)}: {entry.text()}" for name, entry in self.tensors.items())
         rest = f'{"".join(lines)}"tensors": {{\n{tensors}\n}}}}\n'
@@ -167,10 +175,7 @@ def _parsed(data: Any) -> Manifest:
         )
         for name, entry in _is(dict, data["tensors"]).items()
     }
-    files = {
-        name: FileEntry(bytes=_size(entry["bytes"]), sha256=_is(str, entry["sha256"]))
-        for name, entry in _is(dict, data["files"]).items()
-    }
+    files = {name: _file(_is(dict, entry)) for name, entry in _is(dict, data["files"]).items()}
     return Manifest(
         step=_size(data["step"]),
         world_size=_size(data["world_size"]),
@@ -179,6 +184,14 @@ def _parsed(data: Any) -> Manifest:
         ranks=[_is(dict, rank) for rank in _is(list, data["ranks"])],
         files=files,
     )
+
+
+def _file(entry: dict[str, Any]) -> FileEntry:
+    size = _size(entry.pop("bytes"))
+    ((kind, digest),) = entry.items()
+    if not re.fullmatch(f"[0-9a-f]{{{HASHES[kind][1]}}}", _is(str, digest)):
+        raise ValueError(f"{digest!r:.60} as a hash {kind}")
+    return FileEntry(bytes=size, hash=kind, digest=digest)
 
 
 def _is(kind: type[T], value: Any) -> T:

@@ -12,7 +12,7 @@ import torch
 
 from weft.errors import CheckpointError, message
 
-__all__ = ["drawn_state", "prepare_random_state", "random_state"]
+__all__ = ["drawn_state", "numpy_state", "prepare_random_state", "python_state", "random_state", "to_hex"]
 
 
 _KEYS = 624  # words of a Mersenne twister
@@ -23,16 +23,17 @@ def random_state(device: torch.device) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
-        "python": [version, _hex(numbers, "<u4"), gauss],
-        "numpy": [str(kind), _hex(keys, "<u4"), int(place), int(has_gauss), float(cached)],
-        "torch": _hex(torch.get_rng_state()),
+        "python": [version, to_hex(numbers, "<u4"), gauss],
+        "numpy": [str(kind), to_hex(keys, "<u4"), int(place), int(has_gauss), float(cached)],
+        "torch": to_hex(torch.get_rng_state()),
     }
     if device.type != "cpu":
-        found[device.type] = _hex(torch.get_device_module(device).get_rng_state(device).cpu())
+        found[device.type] = to_hex(torch.get_device_module(device).get_rng_state(device).cpu())
     return found
 
 
-def _hex(state: Any, dtype: str = "u1") -> str:
+def to_hex(state: Any, dtype: str = "u1") -> str:
+    """Numbers as hexadecimal digits."""
     return np.asarray(state, dtype=dtype).tobytes().hex()
 
 
@@ -47,13 +48,15 @@ def _state(text: str) -> torch.Tensor:
 # `random` and numpy take values on trust that harm later draws (numpy reads beyond its keys), so they are checked here.
 
 
-def _python_state(version: int, numbers: str, gauss: float | None) -> tuple[int, tuple[int, ...], float | None]:
+def python_state(version: int, numbers: str, gauss: float | None) -> tuple[int, tuple[int, ...], float | None]:
+    """The state that `random.setstate` takes, of what `random_state` gives."""
     if not (gauss is None or type(gauss) in (int, float)):
         raise ValueError(f"{gauss!r} as the next normal number of python")
     return version, tuple(_numbers(numbers).tolist()), gauss
 
 
-def _numpy_state(kind: str, keys: str, place: int, has_gauss: int, cached: float) -> tuple[str, Any, int, int, float]:
+def numpy_state(kind: str, keys: str, place: int, has_gauss: int, cached: float) -> tuple[str, Any, int, int, float]:
+    """The state that `numpy.random.set_state` takes, of what `random_state` gives."""
     words = _numbers(keys)
     if kind != "MT19937" or words.shape != (_KEYS,):
         raise ValueError(f"{kind!r} with {words.size} keys as the state of numpy, where MT19937 has {_KEYS}")
@@ -69,7 +72,7 @@ def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Call
         CheckpointError: One of them is not what it should be.
     """
     try:
-        python, numpy = _python_state(*found["python"]), _numpy_state(*found["numpy"])
+        python, numpy = python_state(*found["python"]), numpy_state(*found["numpy"])
         cpu = _state(found["torch"])
         other = _state(found[device.type]) if device.type in found else None
         random.Random().setstate(python)  # noqa: S311  (states, no secrets)

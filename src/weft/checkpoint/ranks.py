@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ from weft.context import DistContext
 from weft.context.world import absent, agree, disagree, exchange
 from weft.errors import PeerError
 
-__all__ = ["from_main", "gathered_on_main", "on_all"]
+__all__ = ["from_main", "gathered", "gathered_on_main", "num_threads", "on_all"]
 
 R = TypeVar("R")
 
@@ -24,6 +25,15 @@ def on_all(what: str, ctx: DistContext, work: Callable[[], R], facts: Mapping[st
     result = _tried(what, ctx, work)
     agree(ctx.world, what, facts)
     return result
+
+
+def gathered(what: str, ctx: DistContext, work: Callable[[], Any]) -> list[Any]:
+    """Do work on every rank; every rank gets the results of all, which have to be JSON.
+
+    Raises:
+        PeerError: It failed on another rank.
+    """
+    return exchange(ctx.world, what, _tried(what, ctx, work))
 
 
 def gathered_on_main(what: str, ctx: DistContext, work: Callable[[], Any]) -> list[Any]:
@@ -43,6 +53,12 @@ def from_main(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
     """
     result: Any = _tried(what, ctx, work) if ctx.is_main else None
     return result if ctx.world_size == 1 else exchange(ctx.world, what, result)[0]  # type: ignore[no-any-return]
+
+
+def num_threads(ctx: DistContext) -> int:
+    """How many threads of this rank may move bytes: its share of the cores of the node, of which a few are enough."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // ctx.local_world_size, 1), 4)
 
 
 def _tried(what: str, ctx: DistContext, work: Callable[[], R]) -> R:

@@ -13,19 +13,23 @@ import json
 import math
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import torch
 
 from weft.checkpoint.manifest import DTYPES, Manifest, Piece, TensorEntry
+from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import Block, block_of, local_part, overlap
 from weft.engines.torch.shards import is_sharded
 from weft.errors import CheckpointError, message
 
-__all__ = ["Reader", "Slot", "TensorFiles", "in_order", "inside", "memory_of", "open_tensors"]
+__all__ = ["Reader", "Slot", "TensorFiles", "in_order", "inside", "open_tensors"]
 
 _MAX_HEADER = 100_000_000  # as safetensors has it
 _NEAR = 4096  # bytes between two runs that are read along: a page comes whole from the disk anyway
@@ -37,6 +41,8 @@ Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of th
 class TensorFiles:
     """Safetensors files that are opened when they are needed, and closed with `close` or when they are dropped.
 
+    Several threads may read at once.
+
     Args:
         what: Who reads, for the texts of errors.
         places: Path of each file by the name it has in pieces.
@@ -46,6 +52,7 @@ class TensorFiles:
         self._what = what
         self._places = places
         self._opened: dict[str, tuple[int, dict[str, Slot]]] = {}
+        self._opening = threading.Lock()
         self._handles = contextlib.ExitStack()
         self.close = weakref.finalize(self, self._handles.close)
 
@@ -93,10 +100,11 @@ class TensorFiles:
                 ) from error
 
     def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
-        if file not in self._opened:
-            self._opened[file] = open_tensors(self._places[file])
-            self._handles.callback(os.close, self._opened[file][0])
-        return self._opened[file]
+        with self._opening:
+            if file not in self._opened:
+                self._opened[file] = open_tensors(self._places[file])
+                self._handles.callback(os.close, self._opened[file][0])
+            return self._opened[file]
 
     def _piece(self, name: str, dtype: str, piece: Piece) -> tuple[int, int]:
         """The file a piece lies in, and where."""
@@ -110,17 +118,50 @@ class TensorFiles:
 
 
 class Reader:
-    """Reads from files of a checkpoint that were verified before."""
+    """Reads from the files of a checkpoint, at the end of `with`: what `read` gave is filled then.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    In several threads, as fresh memory costs more time than the reading; in the order of the files, behind
+    a thread that compares them with their hashes, so that the disk is read once, from the beginning to the end.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: Its manifest.
+        num_threads: That read, >= 1.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, num_threads: int = 1) -> None:
         self._manifest = manifest
         self._files = TensorFiles("restore", {name: folder / name for name in manifest.files})
+        self._num_threads = num_threads
+        self._wanted: list[tuple[str, TensorEntry, Block, torch.Tensor]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._read_all()
+        finally:
+            self._files.close()
+
+    def _read_all(self) -> None:
+        self._wanted.sort(key=lambda wanted: _place_in_files(*wanted[:2]))
+        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="weft-read")
+        try:
+            for read in [threads.submit(self._fill, *wanted) for wanted in self._wanted]:
+                read.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
     def read(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
-        """Read a tensor, cut up as `like`, or whole if that is None.
+        """Want a tensor, cut up as `like`, or whole if that is None.
 
         Raises:
-            CheckpointError: There is no such tensor, or a file does not hold what the manifest says.
+            CheckpointError: There is no such tensor. At the end of `with`: a file does not hold what the
+                manifest says.
         """
         entry = self._manifest.tensors.get(name)
         if entry is not None and entry.same_as is not None:
@@ -135,9 +176,21 @@ class Reader:
                 )
             )
         block = Block((0,) * len(entry.shape), entry.shape) if like is None else block_of(like)[0]
-        values = torch.empty(block.shape, dtype=getattr(torch, entry.dtype))
-        self._files.read(name, entry, block, values)
+        device = local_part(like).device if like is not None and is_sharded(like) else torch.device("cpu")
+        values = torch.empty(block.shape, dtype=getattr(torch, entry.dtype), device=device)
+        self._wanted.append((name, entry, block, values))
         return values if like is None else _cut_like(values, like)
+
+    def _fill(self, name: str, entry: TensorEntry, block: Block, values: torch.Tensor) -> None:
+        on_cpu = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
+        self._files.read(name, entry, block, on_cpu)
+        if on_cpu is not values:
+            values.copy_(on_cpu)
+
+
+def _place_in_files(name: str, entry: TensorEntry) -> tuple[str, int, str]:
+    """In which order tensors lie in the files; as `file_head` has it."""
+    return entry.pieces[0].file if entry.pieces else "", -DTYPES[entry.dtype][1], name
 
 
 def _cut_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -147,9 +200,8 @@ def _cut_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second of imports in torch)
 
     cut: Any = like
-    moved = values.to(local_part(like).device)
     return DTensor.from_local(
-        moved, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        values, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
     )
 
 
@@ -185,12 +237,6 @@ def inside(block: Block, start: tuple[int, ...]) -> tuple[slice, ...]:
     )
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to be read and written."""
-    flat = tensor.detach().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
-
-
 def _runs(common: Block, source: Block, target: Block) -> Iterator[tuple[int, int, int]]:
     """Stretches of `common` that are contiguous in both blocks around it: where in each, and elements."""
     dim = max(len(common.shape) - 1, 0)
@@ -218,7 +264,7 @@ def _read_runs(handle: int, start: int, memory: memoryview, width: int, runs: It
     for source, target, length in runs:
         at = start + source * width
         if buffers and not (0 <= at - end <= _NEAR and len(buffers) < _MAX_BUFFERS):
-            _fill(handle, buffers, begin)
+            _read_into(handle, buffers, begin)
             buffers = []
         if not buffers:
             begin = end = at
@@ -226,10 +272,10 @@ def _read_runs(handle: int, start: int, memory: memoryview, width: int, runs: It
             buffers.append(between[: at - end])
         buffers.append(memory[target * width : (target + length) * width])
         end = at + length * width
-    _fill(handle, buffers, begin)
+    _read_into(handle, buffers, begin)
 
 
-def _fill(handle: int, buffers: list[memoryview], at: int) -> None:
+def _read_into(handle: int, buffers: list[memoryview], at: int) -> None:
     """Read into buffers, one after the other, until all are full."""
     first = 0
     while first < len(buffers):
@@ -272,7 +318,7 @@ def _slots(handle: int) -> dict[str, Slot]:
         pickled = head[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
         raise ValueError("a file of torch.save" if pickled else f"{state.st_size} bytes, too few for its header")
     text = bytearray(length)
-    _fill(handle, [memoryview(text)], 8)
+    _read_into(handle, [memoryview(text)], 8)
     try:
         data = json.loads(bytes(text), object_pairs_hook=_once)
         slots = {name: _slot(entry, 8 + length) for name, entry in data.items() if name != "__metadata__"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from weft.checkpoint import commit
-from weft.checkpoint.files import require_safetensors
+from weft.checkpoint.files import check_file
+from weft.checkpoint.hashes import new_hash
 from weft.checkpoint.loading import Loading
-from weft.checkpoint.manifest import NAME, read_manifest
-from weft.checkpoint.ranks import from_main, on_all
+from weft.checkpoint.manifest import NAME, Manifest, read_manifest
+from weft.checkpoint.ranks import from_main, gathered, on_all
 from weft.checkpoint.state import Checkpoint
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
@@ -49,7 +52,8 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
     each rank gets states of its own, drawn from the step.
 
     Changes: the objects of `state` in place, and the global random states if they belong to it.
-    Collectives: meetings through the store; each rank reads the blocks it holds.
+    Collectives: meetings through the store; each rank reads the blocks it holds, and checks its share of
+    the files.
 
     Args:
         state: From `checkpointable`; built as for training, sharded as it may be.
@@ -62,7 +66,7 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
 
     Raises:
         CheckpointError: There are checkpoints and none is whole, or it does not fit the state.
-        MissingExtra: The package safetensors is not installed.
+        MissingExtra: It was written with the package xxhash, which is not installed here.
         TypeError: `state` is something else.
         PeerError: Another rank failed.
 
@@ -86,11 +90,9 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
         )
     ctx.require_collective("restore")
     ctx.agree("restore", {"directory": str(directory), "objects": list(state.objects), "strict": strict})
-    chosen, skipped = from_main("restore", ctx, lambda: _choose(Path(directory)))
-    if chosen is None:
+    loading, skipped = _read(state, Path(directory), ctx, strict=strict)
+    if loading is None:
         return None
-    folder = Path(chosen)
-    loading = on_all("restore", ctx, lambda: Loading(state, folder, read_manifest(folder), ctx, strict=strict))
     try:
         on_all("restore", ctx, loading.load_objects)
     except BaseException:
@@ -100,28 +102,33 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
     ctx.agree("restore: done")
     return Restored(
         step=loading.manifest.step,
-        path=folder,
+        path=loading.folder,
         world_size=loading.manifest.world_size,
         missing=loading.missing,
         unexpected=loading.unexpected,
-        skipped=tuple((Path(path), why) for path, why in skipped),
+        skipped=tuple(skipped),
     )
 
 
-def _choose(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:
-    """The newest checkpoint that is whole, and the newer ones that are not."""
-    require_safetensors()
-    if (directory / NAME).exists():
-        commit.verify(directory)
-        return str(directory), []
-    skipped: list[tuple[str, str]] = []
-    for path in reversed(commit.folders(directory)):
-        try:
-            commit.verify(path)
-        except CheckpointError as error:
-            skipped.append((str(path), str(error)))
-            continue
-        return str(path), skipped
+def _read(
+    state: Checkpoint, directory: Path, ctx: DistContext, *, strict: bool
+) -> tuple[Loading | None, list[tuple[Path, str]]]:
+    """Read the newest checkpoint that is whole; gives also the newer ones that are not, and why."""
+    is_one, folders = from_main("restore", ctx, lambda: _candidates(directory))
+    skipped: list[tuple[Path, str]] = []
+    for folder in map(Path, folders):
+        attempts: list[_Attempt] = []
+
+        def attempted(folder: Path = folder, attempts: list[_Attempt] = attempts) -> str | None:
+            attempts.append(_attempt(state, folder, ctx, strict=strict))
+            return attempts[0].damage
+
+        damage = next(filter(None, gathered("restore", ctx, attempted)), None)
+        if damage is None:
+            return on_all("restore", ctx, attempts[0].result), skipped
+        if is_one:
+            raise CheckpointError(damage)
+        skipped.append((folder, damage))
     if skipped:
         raise CheckpointError(
             message(
@@ -132,3 +139,57 @@ def _choose(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:
             )
         )
     return None, []
+
+
+def _candidates(directory: Path) -> tuple[bool, list[str]]:
+    """Whether this is the folder of one checkpoint, and the checkpoints to be tried."""
+    if (directory / NAME).exists():
+        return True, [str(directory)]
+    return False, [str(path) for path in reversed(commit.folders(directory))]
+
+
+class _Attempt(NamedTuple):
+    """What came of reading a checkpoint on this rank: it is damaged, or does not fit, or is read."""
+
+    damage: str | None = None
+    failure: CheckpointError | None = None
+    loading: Loading | None = None
+
+    def result(self) -> Loading:
+        if self.failure is not None:
+            raise self.failure
+        assert self.loading is not None
+        return self.loading
+
+
+def _attempt(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> _Attempt:
+    """Read what this rank needs, while it compares its share of the files with their hashes.
+
+    What was read is put in place later, when all ranks have found their share to be whole.
+    """
+    try:
+        manifest = read_manifest(folder)
+        for name, entry in manifest.files.items():
+            check_file(folder, name, manifest, content=False)
+            new_hash(entry.hash)  # before anything is read: is it installed?
+    except CheckpointError as error:
+        return _Attempt(damage=str(error))
+    share = list(manifest.files)[ctx.rank :: ctx.world_size]
+    checks = ThreadPoolExecutor(1, thread_name_prefix="weft-verify")
+    try:
+        results = [checks.submit(check_file, folder, name, manifest) for name in share]
+        attempt = _loaded(state, folder, manifest, ctx, strict=strict)
+        for result in results:
+            result.result()
+    except CheckpointError as error:
+        return _Attempt(damage=str(error))
+    finally:
+        checks.shutdown(cancel_futures=True)
+    return attempt
+
+
+def _loaded(state: Checkpoint, folder: Path, manifest: Manifest, ctx: DistContext, *, strict: bool) -> _Attempt:
+    try:
+        return _Attempt(loading=Loading(state, folder, manifest, ctx, strict=strict))
+    except CheckpointError as error:
+        return _Attempt(failure=error)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from weft.checkpoint.ranks import on_all
+from weft.checkpoint.ranks import num_threads, on_all
 from weft.checkpoint.saving import come_together
 from weft.checkpoint.staging import Staged, Staging
 from weft.checkpoint.state import Checkpoint
@@ -162,7 +162,7 @@ class _Saver:
     def staged(self, state: Checkpoint, ctx: DistContext) -> tuple[Outline, Staged]:
         """Read the state and copy what this rank writes."""
         brought, mine = outline(state, ctx)
-        return brought, self._staging.copy(mine, ctx.device)
+        return brought, self._staging.copy(mine, ctx.device, num_threads=num_threads(ctx))
 
     def open_board(self, world: World) -> World:
         """The same ranks, for meetings of the next save; all ranks have ended the one before."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from weft.checkpoint.generators import generator_kind, generator_state, is_generator
 from weft.checkpoint.values import check_tensor, encode
 from weft.context import Applied, DistContext
 from weft.context.watching import watch
@@ -68,7 +69,8 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
 
     Args:
         objects: By name: modules, optimizers over parameters of these modules, and anything with
-            `state_dict` and `load_state_dict`.
+            `state_dict` and `load_state_dict`; random generators of your own (torch.Generator,
+            random.Random, numpy's), which may differ between the ranks.
         ctx: The context after all transforms.
         rng: Whether random states belong to it.
 
@@ -99,14 +101,14 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
     stateless = [
         f"{name}: {type(obj).__name__}"
         for name, obj in objects.items()
-        if not isinstance(obj, (nn.Module, torch.optim.Optimizer, Stateful))
+        if not isinstance(obj, (nn.Module, torch.optim.Optimizer, Stateful)) and not is_generator(obj)
     ]
     if stateless:
         raise TypeError(
             message(
                 "checkpointable: objects without state_dict and load_state_dict",
                 found=listed(stateless),
-                expected="modules, optimizers, or objects with both methods",
+                expected="modules, optimizers, random generators, or objects with both methods",
                 fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
             )
         )
@@ -134,11 +136,13 @@ class Content:
         tensors: By name; the live tensors, cut up as they are.
         same_as: Tensors that are the very same as another: its name.
         values: Plain values by object, alike on all ranks.
+        generators: States of the user's random generators, on this rank.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     same_as: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
 
 
 def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
@@ -162,6 +166,9 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
             _collect_module(key, obj, content, seen)
         elif isinstance(obj, torch.optim.Optimizer):
             _collect_optimizer(key, obj, names, content)
+        elif is_generator(obj):
+            content.values[key] = {"generator": generator_kind(obj)}
+            content.generators[key] = generator_state(obj)
         else:
             content.values[key] = encode(key, obj.state_dict(), content.tensors)
     return content

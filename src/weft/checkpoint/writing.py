@@ -75,7 +75,9 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded(tensor))
         for name, tensor in content.tensors.items()
     }
-    of_rank = {"rng": random_state(ctx.device)} if state.rng else {}
+    of_rank: dict[str, Any] = {"rng": random_state(ctx.device)} if state.rng else {}
+    if content.generators:
+        of_rank["generators"] = content.generators
     return Outline(tensors=facts, same_as=content.same_as, values=content.values, blocks=blocks, of_rank=of_rank), mine
 
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.checkpoint.files import check_file
+from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import Block, block_of, local_part, writers
-from weft.checkpoint.reading import inside, memory_of
+from weft.checkpoint.reading import inside
 from weft.checkpoint.weights.converting import blocks, fill
 from weft.checkpoint.weights.sending import Route, send
 from weft.checkpoint.weights.sources import Source, Stored

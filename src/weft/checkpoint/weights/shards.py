@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.checkpoint.files import check_file, file_head, write_parts, write_text
+from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import Block
-from weft.checkpoint.reading import memory_of
 from weft.checkpoint.weights.converting import blocks
 from weft.checkpoint.weights.sources import Source, Stored
 from weft.errors import CheckpointError, listed, message
