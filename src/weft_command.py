@@ -12,6 +12,12 @@ import sys
 __all__ = ["main"]
 
 
+_WITH_VALUE = frozenset(
+    {"--nnodes", "--node-rank", "--rdzv", "--max-restarts", "--threads", "--config", "--slurm", "--sbatch"}
+)
+_FLAGS = frozenset({"--dry-run", "--affinity", "--no-affinity"})
+
+
 def main() -> int:
     """Run the `weft` command."""
     if sys.argv[1:2] == ["launch"] and not {"-h", "--help"} & set(sys.argv[2:3]):
@@ -28,12 +34,24 @@ def _start_fork_server(arguments: list[str]) -> None:
     import multiprocessing  # noqa: PLC0415  (not for `weft --help`)
     from multiprocessing import forkserver  # noqa: PLC0415
 
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    wish = _wish(arguments)
+    if "forkserver" not in multiprocessing.get_all_start_methods() or {"--dry-run", "--slurm"} & wish.keys():
         return
     # Read by OpenMP when torch is imported; the ranks share the cores of this machine.
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(os.cpu_count() or 1, _ranks(arguments))))  # noqa: TID251
+    before = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
+    threads = _number(wish.get("--threads")) or threads_per_rank(_cores(), _number(wish.get("-n")) or 1)
+    if before is None or "--threads" in wish:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # noqa: TID251
     multiprocessing.set_forkserver_preload(["weft.cli.preload"])
     forkserver.ensure_running()
+    if before is None:
+        del os.environ["OMP_NUM_THREADS"]  # noqa: TID251  (`weft launch` tells what the user set)
+    else:
+        os.environ["OMP_NUM_THREADS"] = before  # noqa: TID251
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
@@ -46,19 +64,36 @@ def threads_per_rank(cores: int, ranks: int) -> int:
     return max(cores // max(ranks, 1), 1)
 
 
-def _ranks(arguments: list[str]) -> int:
-    """The number after `-n`, before the real parser is there."""
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
+
+
+def _wish(arguments: list[str]) -> dict[str, str]:
+    """The options before the script, before the real parser is there; those of a configuration file too."""
+    found: dict[str, str] = {}
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
         if name in ("-n", "--nproc"):
-            value = value if equals else next(rest, "")
+            found["-n"] = value if equals else next(rest, "")
         elif argument[:2] == "-n":
-            value = argument[2:]
-        elif name in ("--nnodes", "--node-rank", "--rdzv", "--max-restarts"):
-            value = value if equals else next(rest, "")
-            continue
+            found["-n"] = argument[2:]
+        elif name in _WITH_VALUE:
+            found[name] = value if equals else next(rest, "")
+        elif name in _FLAGS:
+            found[name] = ""
         else:
             break  # -m, or the script: what follows is not ours
-        return int(value) if value.isdecimal() else 1
-    return 1
+    return {**_of_file(found["--config"]), **found} if "--config" in found else found
+
+
+def _of_file(path: str) -> dict[str, str]:
+    import tomllib  # noqa: PLC0415  (only if there is a file)
+    from pathlib import Path  # noqa: PLC0415
+
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("launch", {})
+    except (OSError, ValueError):
+        return {}  # the real parser will say so
+    names = {"nproc": "-n", "threads": "--threads"}
+    return {names[key]: str(value) for key, value in table.items() if key in names} if isinstance(table, dict) else {}

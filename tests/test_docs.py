@@ -71,7 +71,7 @@ def test_the_runner_sees_wrong_output(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_fences_are_of_known_kinds(page):
-    known = re.compile(r"python|text|sh|\{eval-rst\}|\{toctree\}|\{literalinclude\} \S+")
+    known = re.compile(r"python|text|sh|toml|\{eval-rst\}|\{toctree\}|\{literalinclude\} \S+")
     assert [language for language, *_ in _blocks(page) if not known.fullmatch(language)] == []
 
 
@@ -167,10 +167,10 @@ def test_the_house_on_the_page_is_that_of_the_code():
 
 
 def test_settings_on_the_page_are_those_of_the_code():
-    from weft.context.settings import _TABLE
+    from weft.context.settings import SETTINGS
 
     rows = re.findall(r"^\| `(\w+)` \| `(WEFT_\w+)` \|", _text(DOCS / "context.md"), re.MULTILINE)
-    assert rows == [(name, variable) for name, (variable, *_) in _TABLE.items()]
+    assert rows == [(name, setting.variable) for name, setting in SETTINGS.items()]
 
 
 def test_policies_on_the_page_are_those_of_the_code():

@@ -14,7 +14,9 @@ import pytest
 
 import weft.cli
 from weft import ContextError
-from weft.cli.launch import config
+from weft.cli.plan import make_plan
+from weft.cli.slurm import batch_script
+from weft.context.config import read_config
 
 PROGRAM = [str(pathlib.Path(sys.executable).with_name("weft"))]
 LIMIT_S = 90
@@ -346,22 +348,104 @@ def test_options_of_the_script_stay_its_own():
     assert (options.module, options.script) == (True, ["pkg.train", "--help"])
 
 
+def _plan(file=None, cores=8, omp=None, **given):
+    return make_plan(given, file, cores=cores, omp_num_threads=omp)
+
+
 def test_the_configuration_is_torchs():
-    one = config(4)
+    one = _plan(nproc=4).torch_config()
     assert (one.min_nodes, one.max_nodes, one.nproc_per_node, one.max_restarts) == (1, 1, 4, 0)
-    assert (one.rdzv_backend, one.rdzv_endpoint) == ("c10d", "localhost:0") and one.run_id != config(4).run_id
-    two = config(4, 2, 1, "first:29500")
+    assert (one.rdzv_backend, one.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert one.run_id != _plan(nproc=4).torch_config().run_id
+    two = _plan(nproc=4, nnodes=2, node_rank=1, rdzv="first:29500").torch_config()
     assert (two.rdzv_backend, two.rdzv_endpoint, two.rdzv_configs["rank"]) == ("static", "first:29500", 1)
-    assert config(4, 2, None, "first:29500").rdzv_backend == "c10d"
-    with pytest.raises(ContextError, match=r"(?s)found:    -n -3.*fix:      weft launch"):
-        config(-3)
+    assert _plan(nnodes=2, rdzv="first:29500").torch_config().rdzv_backend == "c10d"
+    elastic = _plan(nnodes="1:3", rdzv="first:29500", max_restarts=2).torch_config()
+    assert (elastic.min_nodes, elastic.max_nodes, elastic.max_restarts, elastic.rdzv_backend) == (1, 3, 2, "c10d")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"nproc": -3}, "-n -3"), ({"nproc": 0}, "-n 0"), ({"nnodes": 0}, "--nnodes 0"),
+        ({"nnodes": "3:2"}, "--nnodes 3:2"), ({"nnodes": "x"}, "--nnodes x"), ({"nnodes": 2}, "no --rdzv"),
+        ({"nnodes": 2, "node_rank": 2, "rdzv": "a:1"}, "--node-rank 2"), ({"max_restarts": -1}, "--max-restarts -1"),
+        ({"threads": 0}, "--threads 0"), ({"nnodes": "1:2", "node_rank": 0, "rdzv": "a:1"}, "--node-rank 0"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_are_one_error(given, found):
+    with pytest.raises(ContextError, match=f"(?s)do not fit together.*found: .*{found}.*fix:      weft launch"):
+        _plan(**given)
+
+
+def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[launch]\nnproc = 3\nmax_restarts = 2\nnnodes = "1:2"\nrdzv = "first:1"\n[start]\nseed = 1\n')
+    plan = _plan(read_config(path), nproc=2)
+    assert (plan.nproc, plan.max_restarts, plan.least_nodes, plan.most_nodes) == (2, 2, 1, 2)
+    sources = dict(plan.sources)
+    assert (sources["nproc"], sources["max_restarts"]) == ("the command line", str(path))
+    assert sources["affinity"] == "default" and plan.threads == 4 and "8 cores" in sources["threads"]
+    fewer = _plan(omp="3")
+    assert (fewer.threads, dict(fewer.sources)["threads"]) == (3, "environment OMP_NUM_THREADS")
+    assert [_plan(nproc=n, cores=4).threads for n in (1, 2, 3, 4, 8)] == [4, 2, 1, 1, 1]
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(3)")
+    assert (
+        weft.cli.main(["launch", "-n", "2", "--affinity", "--threads", "5", "--dry-run", str(script), "--lr", "a b"])
+        == 0
+    )
+    text = capsys.readouterr().out
+    assert "nproc         2                             from the command line" in text and "world size: 2" in text
+    assert f"LOCAL_RANK=1 OMP_NUM_THREADS=5 python {script} --lr 'a b'  # cores " in text
+    assert weft.cli.main(["launch", "--nnodes", "1:4", "--rdzv", "h:1", "--dry-run", "-m", "json.tool"]) == 0
+    assert "world size: 1 to 4" in (text := capsys.readouterr().out) and "python -m json.tool" in text
+
+
+SBATCH = """#!/bin/bash
+#SBATCH --job-name=job
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=24
+#SBATCH --output=job-%j.log
+#SBATCH --signal=USR1@120
+#SBATCH --partition=gpu
+#SBATCH --time=4:00:00
+set -euo pipefail
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 20000))
+srun --kill-on-bad-exit=1 weft launch -n 4 --nnodes 2 --threads 6 --max-restarts 3 --rdzv "$first:$port" \
+-m pkg.train --name 'a b'
+"""
+
+
+def test_a_script_for_slurm(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "job.sbatch"
+    arguments = ["launch", "-n", "4", "--nnodes", "2", "--max-restarts", "3", "--threads", "6"]
+    arguments += ["--slurm", str(file), "--sbatch=--partition=gpu", "--sbatch=--time=4:00:00"]
+    script = ["-m", "pkg.train", "--name", "a b"]
+    assert weft.cli.main([*arguments, "--dry-run", *script]) == 0
+    assert capsys.readouterr().out == SBATCH and not file.exists()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert weft.cli.main([*arguments, *script]) == 2 and file.read_text() == SBATCH
+    assert re.search(r"job.sbatch is written(.|\n)*no command sbatch", capsys.readouterr().err)
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho submitted $1 > {tmp_path}/out\nexit 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert weft.cli.main([*arguments, *script]) == 7
+    assert (tmp_path / "out").read_text() == f"submitted {file}\n"
+    one = batch_script(_plan(nproc=2), ["train.py"], is_module=False, name="x", options=["--nodes=1", "--output=y"])
+    assert one.endswith("pipefail\nsrun --kill-on-bad-exit=1 weft launch -n 2 --nnodes 1 --threads 4 train.py\n")
+    assert one.count("--nodes=") == one.count("--output=") == 1
 
 
 def test_threads_per_rank_are_known_before_the_parser():
     import weft_command
 
     def ranks(*arguments):
-        return weft_command._ranks(list(arguments))
+        return weft_command._number(weft_command._wish(list(arguments)).get("-n")) or 1
 
     assert ranks("-n", "3", "x.py") == ranks("-n3", "x.py") == ranks("--nproc=3", "x.py") == 3
     assert ranks("--nproc", "3", "-m", "x") == ranks("--nnodes", "2", "--nproc", "3", "x") == 3

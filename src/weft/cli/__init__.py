@@ -1,6 +1,9 @@
 """The `weft` command, one file per subcommand.
 
 launch.py   start a script on several processes
+plan.py     what it will do; slurm.py: the same for a cluster
+config.py   write a configuration file
+explain.py  which layer sets what
 export.py   write the weights of a checkpoint for others
 preload.py  what ranks find imported when they are forked
 """
@@ -10,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weft.cli import export, launch
+from weft.cli import config, explain, export, launch
 
 __all__ = ["main", "parser"]
 
@@ -20,6 +23,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="weft", description="Distributed PyTorch training by composing functions.")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     launch.add_parser(commands)
+    config.add_parser(commands)
+    explain.add_parser(commands)
     export.add_parser(commands)
     return top
 

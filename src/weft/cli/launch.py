@@ -13,25 +13,31 @@ import json
 import logging
 import os
 import runpy
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
+from weft.cli.plan import Plan, cores_of, make_plan
+from weft.cli.slurm import batch_script
+from weft.context.config import LAUNCH, read_config
+from weft.context.settings import CONFIG_VARIABLE
 from weft.context.world import PREEMPTED
 from weft.errors import ContextError, PeerError, message
 from weft.launchers import Topology, topology
 
-__all__ = ["add_parser", "config", "first_failure", "run_target"]
+__all__ = ["add_parser", "first_failure", "run_target"]
 
 _PREEMPTED = "weft launch: the job was told to end and has ended; it may be started again to go on"
 
@@ -41,16 +47,32 @@ def add_parser(commands: Any) -> None:
     sub = commands.add_parser(
         "launch",
         help="run a script on several processes",
-        usage="weft launch [-n N] [--nnodes N] [--node-rank R] [--rdzv HOST:PORT] [--max-restarts N] [-m] script ...",
+        usage="weft launch [options] [-m] script ...",
         allow_abbrev=False,
-        description="Run a script, or a module with -m, on N processes per node. What follows the script is its own.",
+        description="Run a script, or a module with -m, on N processes per node. What follows the script is its own. "
+        "Options that are not given are taken from the table [launch] of --config FILE, if it is given.",
     )
-    sub.add_argument("-n", "--nproc", type=int, default=1, help="processes on this node (default 1)")
-    sub.add_argument("--nnodes", type=int, default=1, help="nodes of the job (default 1)")
-    sub.add_argument("--node-rank", type=int, default=None, help="rank of this node; default: as they come")
-    sub.add_argument("--rdzv", default=None, metavar="HOST:PORT", help="where the nodes meet; needed for several nodes")
+    sub.add_argument("-n", "--nproc", type=int, help="processes on this node (default 1)")
+    sub.add_argument("--nnodes", type=_nodes, metavar="N", help="nodes of the job (default 1), or LEAST:MOST")
+    sub.add_argument("--node-rank", type=int, metavar="R", help="rank of this node; default: as they come")
+    sub.add_argument("--rdzv", metavar="HOST:PORT", help="where the nodes meet; needed for several nodes")
+    sub.add_argument("--max-restarts", type=int, metavar="N", help="start a failed job again, N times at most")
+    sub.add_argument("--threads", type=int, metavar="N", help="CPU threads per process; default: cores / processes")
     sub.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start a failed job again, N times at most"
+        "--affinity",
+        action=argparse.BooleanOptionalAction,
+        help="keep each process on cores of its own",
+    )
+    sub.add_argument("--config", metavar="FILE", help="a TOML file; its table [start] is for weft.start in the script")
+    sub.add_argument("--dry-run", action="store_true", help="say what would be started, and from where it is known")
+    sub.add_argument(
+        "--slurm",
+        metavar="FILE",
+        type=Path,
+        help="write a script for sbatch, and submit it; with --dry-run only print it",
+    )
+    sub.add_argument(
+        "--sbatch", metavar="OPTION", action="append", default=[], help="with --slurm: as in --sbatch=--partition=gpu"
     )
     sub.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     # One argument for both: argparse would take a `--` between the script and its arguments for its own.
@@ -63,23 +85,75 @@ def add_parser(commands: Any) -> None:
     sub.set_defaults(run=run)
 
 
+def _nodes(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
 def run(options: argparse.Namespace) -> int:
     """Launch; returns 0, or the exit code of the rank that failed first, after saying why."""
-    script, *arguments = options.script[options.script[0] == "--" :]
+    words = options.script[options.script[0] == "--" :]
     try:
-        settings = config(options.nproc, options.nnodes, options.node_rank, options.rdzv, options.max_restarts)
-        if not options.module and not Path(script).is_file():
+        file = read_config(options.config) if options.config is not None else None
+        given = {name: getattr(options, name) for name in LAUNCH}
+        if options.slurm is not None:
+            given["rdzv"] = "first:port"  # the script finds out when it runs
+        plan = make_plan(given, file, cores=len(_cores()), omp_num_threads=os.environ.get("OMP_NUM_THREADS"))  # noqa: TID251
+        if not options.module and options.slurm is None and not Path(words[0]).is_file():
             raise ContextError(
                 message(
-                    f"launch: there is no file {script!r}",
+                    f"launch: there is no file {words[0]!r}",
                     found=f"working directory {Path.cwd()}",
                     expected="a python file, or the name of a module with -m",
-                    fix=f"weft launch -n {options.nproc} -m {script}",
+                    fix=f"weft launch -n {plan.nproc} -m {words[0]}",
                 )
             )
     except ContextError as error:
         print(f"weft {error}", file=sys.stderr)  # noqa: T201
         return 2
+    if options.slurm is not None:
+        return _submit(plan, words, options)
+    if options.dry_run:
+        print(plan.text(words, is_module=options.module, cores=_cores()))  # noqa: T201
+        return 0
+    named = {} if options.config is None else {CONFIG_VARIABLE: str(Path(options.config).resolve())}
+    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # noqa: TID251  (read when torch is imported)
+    return _launch(plan, words, named, is_module=options.module)
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _submit(plan: Plan, words: list[str], options: argparse.Namespace) -> int:
+    """Write the script for SLURM and hand it in."""
+    text = batch_script(
+        plan,
+        words,
+        is_module=options.module,
+        name=options.slurm.stem,
+        options=options.sbatch,
+        config=None if options.config is None else str(Path(options.config).resolve()),
+    )
+    if options.dry_run:
+        print(text, end="")  # noqa: T201
+        return 0
+    options.slurm.write_text(text, encoding="utf-8")
+    command = shutil.which("sbatch")
+    if command is None:
+        text = message(
+            f"launch: {options.slurm} is written, and cannot be submitted",
+            found="no command sbatch",
+            expected="a machine of the cluster",
+            fix=f"sbatch {options.slurm}",
+        )
+        print(f"weft {text}", file=sys.stderr)  # noqa: T201
+        return 2
+    return subprocess.run([command, str(options.slurm)], check=False).returncode  # noqa: S603  (the user's own command)
+
+
+def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], *, is_module: bool) -> int:
     # The agent logs every failure at length; the one that came first is printed below instead.
     for talker in (
         "distributed.elastic.multiprocessing.api",
@@ -90,15 +164,16 @@ def run(options: argparse.Namespace) -> int:
     # Signals by which schedulers say that the time is nearly over are passed on to the ranks too.
     passed_on = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", passed_on)  # noqa: TID251  (the agent reads it)
+    cores = _cores() if plan.affinity else []
     with tempfile.TemporaryDirectory(prefix="weft-") as reports:
         try:
-            elastic_launch(settings, run_target)(script, options.module, arguments, reports)
+            elastic_launch(plan.torch_config(), run_target)(words[0], is_module, words[1:], reports, cores, variables)
         except ChildFailedError as error:
-            text, code = first_failure(error, Path(reports), attempt=options.max_restarts)
+            text, code = first_failure(error, Path(reports), attempt=plan.max_restarts)
             print(text, file=sys.stderr)  # noqa: T201
             return code
         except SignalException as error:
-            if len(list(Path(reports).glob("*.preempted"))) >= options.nproc:
+            if len(list(Path(reports).glob("*.preempted"))) >= plan.nproc:
                 print(_PREEMPTED, file=sys.stderr)  # noqa: T201
                 return PREEMPTED
             print(f"weft launch: ended by {error.sigval.name}", file=sys.stderr)  # noqa: T201
@@ -106,52 +181,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def config(
-    nproc: int, nnodes: int = 1, node_rank: int | None = None, rdzv: str | None = None, max_restarts: int = 0
-) -> LaunchConfig:
-    """Turn the options into torch's launch configuration.
-
-    Args:
-        nproc: Processes on this node.
-        nnodes: Nodes of the job.
-        node_rank: Rank of this node; None lets the rendezvous give ranks as nodes come.
-        rdzv: Where the nodes meet, `host:port`; None for one node: a free port of this machine.
-        max_restarts: How often all ranks are started again after one of them failed.
-
-    Returns:
-        The configuration; ranks are forked where the system can, else spawned.
-
-    Raises:
-        ContextError: Numbers out of range, or several nodes without `rdzv`.
-    """
-    wrong = None
-    if nproc < 1 or nnodes < 1 or not 0 <= (node_rank or 0) < nnodes:
-        wrong = (f"-n {nproc} --nnodes {nnodes} --node-rank {node_rank}", "counts >= 1, 0 <= node rank < nodes")
-    elif max_restarts < 0:
-        wrong = (f"--max-restarts {max_restarts}", "0 or more")
-    elif nnodes > 1 and rdzv is None:
-        wrong = (f"--nnodes {nnodes}, no --rdzv", "the address of the first node")
-    if wrong is not None:
-        fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
-        raise ContextError(
-            message("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
-        )
-    static = nnodes > 1 and node_rank is not None
-    return LaunchConfig(
-        min_nodes=nnodes,
-        max_nodes=nnodes,
-        nproc_per_node=nproc,
-        run_id="weft" if rdzv is not None else str(uuid.uuid4()),
-        rdzv_backend="static" if static else "c10d",
-        rdzv_endpoint=rdzv or "localhost:0",
-        rdzv_configs={"rank": node_rank or 0, "timeout": 900} if static else {"timeout": 900},
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-        start_method="forkserver" if sys.platform.startswith("linux") else "spawn",
-    )
-
-
-def run_target(target: str, is_module: bool, arguments: list[str], reports: str) -> None:
+def run_target(
+    target: str,
+    is_module: bool,
+    arguments: list[str],
+    reports: str,
+    cores: Sequence[int] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Run a script or module as the main program of this process; called on every rank.
 
     Args:
@@ -159,11 +196,16 @@ def run_target(target: str, is_module: bool, arguments: list[str], reports: str)
         is_module: Which of the two.
         arguments: Of the script.
         reports: Folder in which a rank that fails leaves its traceback.
+        cores: Of this machine, of which this process keeps to its share; none: to no cores in particular.
+        variables: Of the environment; the process that ranks are forked from was there before them.
     """  # noqa: DOC501  (the script's own)
     sys.argv = [target, *arguments]
+    os.environ.update(variables)  # noqa: TID251
     for number in signal.SIGTERM, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)):
         signal.signal(number, signal.SIG_DFL)  # the process that ranks are forked from ignores them
     place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores_of(place.local_rank, place.local_world_size, cores))
     if place.attempt > 0 and place.rank == 0:
         sys.stderr.write(f"weft launch: all ranks start again after a failure, attempt {place.attempt + 1}\n")
     try:

@@ -1,4 +1,4 @@
-"""Which layer sets what: argument > environment > default, and where each value came from.
+"""Which layer sets what: argument > environment > file > default, and where each value came from.
 
 Nothing here reads `os.environ`; `start` hands the mapping over.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from weft.errors import ContextError, listed, message
 
-__all__ = ["Settings", "mesh_axes", "resolve"]
+__all__ = ["CONFIG_VARIABLE", "SETTINGS", "Setting", "Settings", "mesh_axes", "resolve"]
 
 NOT_DATA_AXES = frozenset(
     {"tensor", "context", "sequence", "pipeline", "tp", "cp", "sp", "pp"}
@@ -50,25 +50,78 @@ def _parse_bool(text: str) -> bool:
     return truth[text.strip().lower()]
 
 
-# name -> (environment variable, parser, default, what a value looks like)
-_TABLE: dict[str, tuple[str, Callable[[str], Any], Any, str]] = {
-    "mesh": ("WEFT_MESH", _parse_mesh, None, "replica=2,shard=-1"),
-    "data_axes": ("WEFT_DATA_AXES", _parse_names, None, "replica,shard"),
-    "device": ("WEFT_DEVICE", str, None, "cuda:0"),
-    "backend": ("WEFT_BACKEND", str, None, "gloo"),
-    "timeout_s": ("WEFT_TIMEOUT_S", float, 600.0, "600"),
-    "seed": ("WEFT_SEED", int, 0, "0"),
-    "debug": ("WEFT_DEBUG", _parse_bool, False, "1"),
-}
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
-def resolve(arguments: Mapping[str, object], env: Mapping[str, str], place_source: str = "single") -> Settings:
+def _is_mesh(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(size) is int for size in value.values()) and bool(value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+class Setting(NamedTuple):
+    """One setting of `start`.
+
+    Attributes:
+        variable: Of the environment.
+        parse: Makes a value of its text.
+        fits: Whether a value of a configuration file can be used.
+        expected: In words, of a file.
+        default: Where nothing sets it.
+        example: As text of the environment.
+        question: That `weft config` asks.
+    """
+
+    variable: str
+    parse: Callable[[str], Any]
+    fits: Callable[[Any], bool]
+    expected: str
+    default: Any
+    example: str
+    question: str
+
+
+SETTINGS = {
+    "mesh": Setting(
+        "WEFT_MESH", _parse_mesh, _is_mesh, "a table such as { replica = 2, shard = -1 }", None,
+        "replica=2,shard=-1", "mesh axes, as in replica=2,shard=-1",
+    ),
+    "data_axes": Setting(
+        "WEFT_DATA_AXES", _parse_names, _is_names, "a list of axis names", None, "replica,shard",
+        "axes along which batches differ",
+    ),
+    "device": Setting("WEFT_DEVICE", str, _is_text, 'a device such as "cuda"', None, "cuda:0", "device"),
+    "backend": Setting("WEFT_BACKEND", str, _is_text, 'a backend such as "gloo"', None, "gloo", "backend"),
+    "timeout_s": Setting("WEFT_TIMEOUT_S", float, _is_number, "seconds > 0", 600.0, "600", "seconds until a timeout"),
+    "seed": Setting("WEFT_SEED", int, lambda v: type(v) is int, "a whole number >= 0", 0, "0", "seed"),
+    "debug": Setting(
+        "WEFT_DEBUG", _parse_bool, lambda v: type(v) is bool, "true or false", default=False, example="1",
+        question="compare collectives between the ranks",
+    ),
+}  # fmt: skip
+CONFIG_VARIABLE = "WEFT_CONFIG"  # names the file; `weft launch --config` sets it for the ranks
+
+
+def resolve(
+    arguments: Mapping[str, object],
+    env: Mapping[str, str],
+    place_source: str = "single",
+    file: tuple[str, Mapping[str, Any]] = ("", {}),
+) -> Settings:
     """Take each setting from its highest layer; an argument of None means "not given".
 
     Args:
         arguments: As passed to `start`.
         env: Environment variables; only those that begin with `WEFT_` are looked at.
         place_source: Where rank and world size came from, for the record.
+        file: Path and values of a configuration file.
 
     Returns:
         All settings with their sources.
@@ -76,7 +129,7 @@ def resolve(arguments: Mapping[str, object], env: Mapping[str, str], place_sourc
     Raises:
         ContextError: A variable cannot be read, is unknown, or a value is out of range.
     """
-    known = {variable for variable, *_ in _TABLE.values()}
+    known = {CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
     unknown = sorted(name for name in env if name.startswith("WEFT_") and name not in known)
     if unknown:
         raise ContextError(
@@ -87,28 +140,35 @@ def resolve(arguments: Mapping[str, object], env: Mapping[str, str], place_sourc
                 fix=f"unset {unknown[0]}",
             )
         )
+    path, of_file = file
     values: dict[str, Any] = {}
     sources: list[tuple[str, str]] = [("rank, world_size", place_source)]
-    for name, (variable, parse, default, example) in _TABLE.items():
+    for name, setting in SETTINGS.items():
         if arguments.get(name) is not None:
             values[name], source = arguments[name], "argument"
-        elif env.get(variable, "") != "":
-            try:
-                values[name], source = parse(env[variable]), f"environment {variable}"
-            except ValueError as error:
-                raise ContextError(
-                    message(
-                        f"start: {variable} cannot be read",
-                        found=f"{variable}={env[variable]!r}",
-                        expected=f"for example {variable}={example}",
-                        fix=f"export {variable}={example}",
-                    )
-                ) from error
+        elif env.get(setting.variable, "") != "":
+            values[name], source = _parsed(setting, env[setting.variable]), f"environment {setting.variable}"
+        elif name in of_file:
+            values[name], source = of_file[name], f"file {path}"
         else:
-            values[name], source = default, "default"
+            values[name], source = setting.default, "default"
         sources.append((name, source))
     _check_ranges(values)
     return Settings(**values, sources=tuple(sources))
+
+
+def _parsed(setting: Setting, text: str) -> Any:
+    try:
+        return setting.parse(text)
+    except ValueError as error:
+        raise ContextError(
+            message(
+                f"start: {setting.variable} cannot be read",
+                found=f"{setting.variable}={text!r}",
+                expected=f"for example {setting.variable}={setting.example}",
+                fix=f"export {setting.variable}={setting.example}",
+            )
+        ) from error
 
 
 def _check_ranges(values: Mapping[str, Any]) -> None:

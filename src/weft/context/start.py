@@ -10,14 +10,17 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import closing
+from weft.context.config import read_config
 from weft.context.distcontext import DistContext
-from weft.context.settings import Settings, mesh_axes, resolve
+from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
 from weft.context.world import World, announce, exchange
 from weft.engines import Engine
 from weft.engines.torch import TorchEngine
@@ -37,13 +40,15 @@ def start(
     timeout_s: float | None = None,
     seed: int | None = None,
     debug: bool | None = None,
+    config: str | Path | None = None,
 ) -> DistContext:
     """Join the job this process was launched in, and say where we are.
 
     Reads the facts of torchrun, `weft launch`, SLURM, MPI or Ray Train from the environment once,
     creates the process group, and returns the context every transform takes. Without a launcher it
     is a world of one rank and no group is made. Every argument but `engine` that is not given may be
-    set by an environment variable `WEFT_<NAME>`; `weft.explain(ctx)` tells which layer won.
+    set by an environment variable `WEFT_<NAME>`, or else by a TOML file, if one is named;
+    `weft.explain(ctx)` tells which layer won.
 
     If the program initialised torch.distributed already, that group is adopted (see `adopt`).
 
@@ -63,12 +68,14 @@ def start(
         timeout_s: A collective or a meeting fails after so many seconds; default 600.
         seed: Of everything that draws random numbers on purpose; default 0.
         debug: Compare operation, shapes and dtypes over the ranks before each collective.
+        config: A TOML file whose table [start] has any of these settings; default: the file that the
+            variable `WEFT_CONFIG` names, else none.
 
     Returns:
         The context; use it as `with weft.start() as ctx:` so that the job ends in good order.
 
     Raises:
-        ContextError: The environment contradicts itself or the arguments.
+        ContextError: The environment contradicts itself or the arguments, or the file cannot be used.
         PeerError: Another rank did not arrive within `timeout_s`.
 
     Example:
@@ -87,7 +94,7 @@ def start(
         "seed": seed,
         "debug": debug,
     }
-    settings = resolve(arguments, os.environ, place.source)
+    settings = resolve(arguments, os.environ, place.source, _file(config))
     if dist.is_available() and dist.is_initialized():
         return _adopted(dist.group.WORLD, None, settings, engine)
     axes = mesh_axes(settings.mesh, settings.data_axes, place.world_size)
@@ -111,6 +118,7 @@ def adopt(
     timeout_s: float | None = None,
     seed: int | None = None,
     debug: bool | None = None,
+    config: str | Path | None = None,
 ) -> DistContext:
     """Join a program that initialised torch.distributed itself (Ray Train, Lightning, your code).
 
@@ -128,6 +136,7 @@ def adopt(
         timeout_s: Must be the group's, if given.
         seed: As for `start`.
         debug: As for `start`.
+        config: As for `start`.
 
     Returns:
         The context of the group's ranks.
@@ -162,7 +171,7 @@ def adopt(
                 fix="with weft.start() as ctx: ...",
             )
         )
-    settings = resolve(arguments, os.environ, "the adopted group")
+    settings = resolve(arguments, os.environ, "the adopted group", _file(config))
     if isinstance(group, DeviceMesh):
         return _adopted_mesh(group, settings, engine)
     return _adopted(group or dist.group.WORLD, None, settings, engine)
@@ -203,6 +212,14 @@ def local(
     where = chosen.device(settings.device, 0, 1)
     world = World(ranks=[0], rank=0, timeout_s=settings.timeout_s)
     return _context(Topology(), world, mesh_axes(None, None, 1), chosen, where, settings)
+
+
+def _file(config: str | Path | None) -> tuple[str, Mapping[str, Any]]:
+    path = config if config is not None else os.environ.get(CONFIG_VARIABLE, "")
+    if not str(path):
+        return "", {}
+    found = read_config(path)
+    return found.path, found.start
 
 
 def _connect(world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings) -> None:

@@ -1,0 +1,222 @@
+"""`weft config`: write a configuration file, from answers, from key=value, or from one of Accelerate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.context.config import LAUNCH, Config, checked, read_config
+from weft.context.settings import SETTINGS
+from weft.errors import ContextError, MissingExtra, message
+
+__all__ = ["add_parser", "answered", "from_accelerate", "run", "toml"]
+
+_TABLES: dict[str, Mapping[str, Any]] = {"launch": LAUNCH, "start": SETTINGS}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand."""
+    sub = commands.add_parser(
+        "config",
+        help="write a configuration file",
+        usage="weft config [--out FILE] [--force] [table.key=value ...]\n       weft config import FILE [--out FILE]",
+        description="Write a TOML file for weft launch --config and weft.start(config=...). In a terminal it asks for "
+        "what is not given; elsewhere it never asks. `import FILE` converts a YAML file of Accelerate.",
+    )
+    sub.add_argument("--out", type=Path, default=Path("run.toml"), metavar="FILE", help="default: run.toml")
+    sub.add_argument("--force", action="store_true", help="replace a file that is there")
+    sub.add_argument("words", nargs="*", metavar="table.key=value", help="for example launch.nproc=2 start.seed=1")
+    sub.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the file; returns 0, or 2 after saying what is wrong."""
+    words: list[str] = options.words
+    left: list[str] = []
+    try:
+        if options.out.exists() and not options.force:
+            raise ContextError(
+                message(
+                    f"config: {options.out} is there already",
+                    found=str(options.out.resolve()),
+                    expected="a new file",
+                    fix=f"weft config --force --out {options.out}",
+                )
+            )
+        if words[:1] == ["import"] and len(words) == 2:
+            data, left = from_accelerate(_yaml(Path(words[1])))
+        else:
+            data = _given(words)
+            if sys.stdin.isatty():
+                data = answered(data, input)
+        options.out.write_text(toml(checked(data, str(options.out))), encoding="utf-8")
+        read_config(options.out)
+    except (ContextError, MissingExtra) as error:
+        print(f"weft {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    for line in left:
+        print(f"not taken over: {line}")  # noqa: T201
+    print(f"weft launch --config {options.out} train.py")  # noqa: T201
+    return 0
+
+
+def _given(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The values of `table.key=value`."""
+    data: dict[str, dict[str, Any]] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        table, _, key = name.partition(".")
+        if not equals or key not in _TABLES.get(table, {}):
+            raise ContextError(
+                message(
+                    f"config: {word!r} means nothing",
+                    found=word,
+                    expected="table.key=value with one of "
+                    + ", ".join(f"{t}.{k}" for t in _TABLES for k in _TABLES[t]),
+                    fix="weft config launch.nproc=2 start.seed=1",
+                )
+            )
+        data.setdefault(table, {})[key] = _value(table, key, text)
+    return data
+
+
+def _value(table: str, key: str, text: str) -> Any:
+    """A value from its text: as the environment has it, or as JSON where that fits, or the text itself."""
+    if table == "start":
+        try:
+            value = SETTINGS[key].parse(text)
+        except ValueError:
+            return text  # is refused with what is expected
+        return list(value) if isinstance(value, tuple) else value
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if LAUNCH[key].fits(value) else text
+
+
+def answered(data: Mapping[str, Mapping[str, Any]], ask: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+    """Ask for every key that is not given; an empty answer leaves it out, one that does not fit is asked for again.
+
+    Args:
+        data: What is given, by table and key.
+        ask: Such as `input`.
+
+    Returns:
+        What was given and what was answered.
+    """
+    found = {table: dict(values) for table, values in data.items()}
+    for table, keys in _TABLES.items():
+        for key, about in keys.items():
+            if key in found.get(table, {}):
+                continue
+            shown = "not set" if about.default is None else about.default
+            while text := ask(f"{about.question} [{shown}]: ").strip():
+                value = _value(table, key, text)
+                if about.fits(value):
+                    found.setdefault(table, {})[key] = value
+                    break
+                print(f"  {text!r} is not {about.expected}")  # noqa: T201
+    return found
+
+
+def toml(config: Config) -> str:
+    """A configuration as TOML."""
+    lines: list[str] = []
+    for table, values in (("launch", config.launch), ("start", config.start)):
+        lines += [f"[{table}]", *(f"{key} = {_literal(value)}" for key, value in values.items()), ""]
+    return "\n".join(lines)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_literal(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+# -- from Accelerate -----------------------------------------------------------------------------------
+
+# What is code in weft, and not configuration.
+_HINTS = {
+    "mixed_precision": "weft.with_precision(model, ctx, {!r})",
+    "gradient_accumulation_steps": "weft.accumulate_grads(model, loader, ctx, steps={})",
+    "gradient_clipping": "weft.clip_grads(model, ctx, norm={})",
+    "fsdp_config": "weft.fully_shard(model, ctx)",
+    "deepspeed_config": "weft.zero_partition(model, optimizer, ctx, stage=...)",
+    "distributed_type": "weft.replicate, weft.fully_shard or weft.zero_partition ({})",
+    "dynamo_config": "weft.compiled(model, ctx)",
+}
+_MEANINGLESS = {"compute_environment", "debug", "main_training_function", "use_cpu", "same_network", "rdzv_backend"}
+_TAKEN = {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts"}
+
+
+def from_accelerate(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Take over what configuration of Accelerate means the same here.
+
+    Args:
+        values: The content of its YAML file.
+
+    Returns:
+        The two tables; and a line for everything that is not taken over, with what to write instead.
+
+    Example:
+        >>> from_accelerate({"num_processes": 8, "num_machines": 2, "machine_rank": 0, "mixed_precision": "bf16"})
+        ({'launch': {'nproc': 4, 'nnodes': 2, 'node_rank': 0}, 'start': {}}, \
+["mixed_precision = bf16: in the program, weft.with_precision(model, ctx, 'bf16')"])
+    """
+    launch: dict[str, Any] = {}
+    start: dict[str, Any] = {}
+    machines = values.get("num_machines") or 1
+    processes = values.get("num_processes")
+    if type(processes) is int and type(machines) is int and machines >= 1:
+        launch["nproc"] = max(processes // machines, 1)
+        launch["nnodes"] = machines
+    if machines != 1 and values.get("machine_rank") is not None:
+        launch["node_rank"] = values["machine_rank"]
+    if machines != 1 and values.get("main_process_ip"):
+        launch["rdzv"] = f"{values['main_process_ip']}:{values.get('main_process_port') or 29500}"
+    if values.get("max_restarts") is not None:
+        launch["max_restarts"] = values["max_restarts"]
+    if str(values.get("use_cpu")).lower() == "true":
+        start["device"] = "cpu"
+    left = []
+    for key, value in values.items():
+        if key in _TAKEN | _MEANINGLESS or value in (None, "NO", "no", {}, []):
+            continue
+        hint = _HINTS.get(key)
+        left.append(
+            f"{key} = {value}: " + (f"in the program, {hint.format(value)}" if hint else "it has no meaning here")
+        )
+    return {"launch": launch, "start": start}, left
+
+
+def _yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        import yaml  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        raise MissingExtra(
+            message(
+                "config: YAML files are read with PyYAML, which is not installed",
+                found=str(error),
+                expected="the package pyyaml",
+                fix="pip install 'weft[config]'",
+            )
+        ) from error
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise ContextError(
+            message(
+                f"config: {path} cannot be converted",
+                found=f"{type(found).__name__}: {found!s:.200}",
+                expected="a YAML file that `accelerate config` wrote",
+                fix="weft config import ~/.cache/huggingface/accelerate/default_config.yaml",
+            )
+        )
+    return found
