@@ -24,10 +24,10 @@ TRANSFORMS = [
 ]  # fmt: skip
 FUNCTIONS = [
     *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "checkpointable", "clip_grads", "compose",
-    "creation_dtype", "explain", "export", "gather", "gather_objects", "latest", "load_weights", "local",
-    "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "plain", "print_once",
-    "reduce", "restore", "save", "save_async", "skipped", "start", "to_device", "together", "topology", "transform",
-    "verify",
+    "creation_dtype", "explain", "export", "gather", "gather_objects", "latest", "load_weights", "local", "log",
+    "logger", "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "plain", "print_once",
+    "progress", "reduce", "restore", "save", "save_async", "skipped", "start", "to_device", "together", "topology",
+    "transform", "verify",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
@@ -38,7 +38,7 @@ TYPES = [
     "Restored", "RunningSave", "Topology", "Window", "Windows",
 ]  # fmt: skip
 PROTOCOLS = ["GradSync", "ReducesIn", "Undoable"]
-MODULES = ["errors", "testing"]
+MODULES = ["errors", "interop", "testing", "tracking"]
 TESTING = ["fake", "run_ranks", "assert_equivalent", "largest_difference"]
 
 
@@ -92,12 +92,14 @@ POSITIONAL_OPTIONS = {
     "with_precision": ["policy"],  # the one thing everybody says: with_precision(model, ctx, "bf16")
     "reduce": ["op"],  # as torch.distributed.all_reduce(tensor, op)
     "on_rank": ["rank"],  # reads as "on rank 0"
+    "log": ["trackers"],  # what, when, from where, to whom
     "together": ["what"],  # a name for people, as in pytest.raises
 }
 NO_OBJECT = ["barrier", "explain", "main_first", "on_preemption", "together"]  # about the context itself
 WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_async")} | {
     "restore": ["state", "directory"],  # what, where, when
     "load_weights": ["module", "path"],
+    "log": ["values", "step"],
 }
 CTX_BY_NAME = ["print_once"]  # takes any number of values, as print does
 
@@ -160,7 +162,7 @@ def test_same_thing_same_word():
 # -- docstrings --------------------------------------------------------------------------------------
 
 # Nothing they do can fail, apart from what Python itself or the parts raise.
-NEVER_RAISES = ["compose", "explain", "latest", "loss_scale", "offered", "print_once"]
+NEVER_RAISES = ["compose", "explain", "latest", "logger", "loss_scale", "offered", "print_once", "progress"]
 
 
 def _section(doc, title):

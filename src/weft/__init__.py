@@ -8,7 +8,8 @@
 
 Layers, each importing only those below it:
     cli, testing        commands; test worlds and laws
-    transforms          one room per transform
+    interop             other libraries
+    transforms          one room per transform; beside it checkpoint and tracking
     contract, collectives, placing    what a transform is; values between ranks; values to devices
     context             where we run and what was done so far
     engines             who executes
@@ -75,7 +76,9 @@ from weft.transforms.zero_partition import zero_partition
 
 if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
+    from weft import interop as interop
     from weft import testing as testing
+    from weft import tracking as tracking
     from weft.checkpoint import (
         Checkpoint,
         LoadedWeights,
@@ -90,16 +93,18 @@ if TYPE_CHECKING:
         save_async,
         verify,
     )
+    from weft.tracking import log, logger, progress
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import two rooms when they are first asked for: half of the package, of which many programs need nothing."""
-    if name in ("checkpoint", "testing"):
+    """Import some rooms when they are first asked for: half of the package, of which many programs need nothing."""
+    if name in ("checkpoint", "interop", "testing", "tracking"):
         return importlib.import_module(f"weft.{name}")
     if name in __all__:  # and not here: see the names above
-        return getattr(importlib.import_module("weft.checkpoint"), name)
+        room = "tracking" if name in ("log", "logger", "progress") else "checkpoint"
+        return getattr(importlib.import_module(f"weft.{room}"), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 
@@ -157,9 +162,12 @@ __all__ = [
     "gather",
     "gather_objects",
     "gather_step",
+    "interop",
     "latest",
     "load_weights",
     "local",
+    "log",
+    "logger",
     "loss_scale",
     "main_first",
     "offered",
@@ -168,6 +176,7 @@ __all__ = [
     "pad_across",
     "plain",
     "print_once",
+    "progress",
     "recompute",
     "reduce",
     "replicate",
@@ -182,6 +191,7 @@ __all__ = [
     "to_device",
     "together",
     "topology",
+    "tracking",
     "transform",
     "verify",
     "with_precision",

@@ -1,0 +1,65 @@
+"""What a tracker is, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["HParams", "Histogram", "Image", "Tracker", "numbers_of"]
+
+
+class Tracker(Protocol):
+    """Anything that takes values: `wandb.log`, `mlflow.log_metrics`, a function of your own."""
+
+    def __call__(self, values: dict[str, Any], /, *, step: int) -> object:
+        """Write values of a step."""
+
+
+class Image(NamedTuple):
+    """A picture, for trackers that have pictures.
+
+    Attributes:
+        pixels: Shape (C, H, W), or (N, C, H, W) for several; uint8, or floats from 0 to 1.
+    """
+
+    pixels: torch.Tensor
+
+
+class Histogram(NamedTuple):
+    """How numbers are distributed, for trackers that have histograms.
+
+    Attributes:
+        values: Of any shape.
+    """
+
+    values: torch.Tensor
+
+
+class HParams(NamedTuple):
+    """What a run was started with, for trackers that compare runs by it.
+
+    Attributes:
+        values: Numbers, texts and truths, by name.
+        metrics: Numbers by which runs are compared.
+    """
+
+    values: Mapping[str, bool | str | float | int]
+    metrics: Mapping[str, float] = {}
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among values, as floats; tensors with one element count, truths do not.
+
+    Example:
+        >>> numbers_of({"loss": torch.tensor(2.0), "n": 3, "text": "x"})
+        {'loss': 2.0, 'n': 3.0}
+    """
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            found[name] = float(value.detach())
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[name] = float(value)
+    return found

@@ -1,0 +1,114 @@
+"""`progress`: how far a loop is. A bar in a terminal, a line now and then elsewhere; one for all ranks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO, TypeVar
+
+from weft.context import DistContext
+
+__all__ = ["progress"]
+
+T = TypeVar("T")
+
+
+def progress(
+    steps: Iterable[T],
+    ctx: DistContext,
+    *,
+    total: int | None = None,
+    title: str = "",
+    show: Callable[[], str] | None = None,
+    every_s: float = 10.0,
+    file: TextIO | None = None,
+) -> Iterator[T]:
+    """Yield what a loop yields, and show how far it is, on the main rank only.
+
+    In a terminal, with the package rich: a bar with the time that is left. Elsewhere a line at the first
+    step, every `every_s` seconds and at the end, so that a log file stays readable. What is yielded is not touched,
+    and closing early is harmless.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        steps: A loader, windows, a range.
+        ctx: Whose rank.
+        total: Number of steps; default: `len(steps)` if it has one.
+        title: Of the bar or line.
+        show: Gives a text to put behind it, such as the loss; called when something is printed.
+        every_s: Seconds between two lines.
+        file: Where to print; default: standard error.
+
+    Yields:
+        What `steps` yields.
+
+    Example:
+        >>> import sys, weft
+        >>> list(weft.progress([1, 2], weft.local(), title="epoch 1", every_s=60, file=sys.stdout))
+        epoch 1: 1 of 2
+        epoch 1: 2 of 2
+        [1, 2]
+    """
+    count = total if total is not None else _length(steps)
+    if not ctx.is_main:
+        yield from steps
+        return
+    where = sys.stderr if file is None else file
+    bar = _bar(where) if where.isatty() else None
+    if bar is None:
+        yield from _with_lines(steps, count, title or "step", show, every_s, where)
+    else:
+        yield from _with_bar(steps, count, title, show, bar)
+
+
+def _length(steps: Iterable[Any]) -> int | None:
+    try:
+        return len(steps)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _with_lines(
+    steps: Iterable[T], count: int | None, title: str, show: Callable[[], str] | None, every_s: float, file: TextIO
+) -> Iterator[T]:
+    done, said, last = 0, -1, time.monotonic() - every_s
+
+    def say() -> None:
+        nonlocal said, last
+        said, last = done, time.monotonic()
+        of = f" of {count}" if count is not None else ""
+        print(f"{title}: {done}{of}{'  ' + show() if show is not None else ''}", file=file, flush=True)
+
+    for step in steps:
+        yield step
+        done += 1
+        if time.monotonic() - last >= every_s:
+            say()
+    if said != done:
+        say()
+
+
+def _with_bar(
+    steps: Iterable[T], count: int | None, title: str, show: Callable[[], str] | None, bar: Any
+) -> Iterator[T]:
+    with bar:
+        task = bar.add_task(title, total=count, text="")
+        for step in steps:
+            yield step
+            bar.update(task, advance=1, text=show() if show is not None else "")
+
+
+def _bar(file: TextIO) -> Any:
+    try:
+        rich: Any = importlib.import_module("rich.progress")
+        console: Any = importlib.import_module("rich.console")
+    except ImportError:
+        return None
+    columns = [
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[text]}"),
+    ]  # fmt: skip
+    return rich.Progress(*columns, console=console.Console(file=file))
