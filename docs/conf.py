@@ -65,11 +65,16 @@ def show_own_fields(app: Any, what: str, name: str, obj: object, options: Any, l
 def find_by_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     """Let a type in a signature, `weft.context.distcontext.DistContext`, lead to `weft.DistContext`."""
     target = node.get("reftarget", "")
-    public = f"weft.{target.rpartition('.')[2]}"
-    if node.get("refdomain") != "py" or not target.startswith("weft.") or target == public:
+    room, name = target.split(".")[1:2], target.rpartition(".")[2]
+    if node.get("refdomain") != "py" or not target.startswith("weft."):
         return None
     domain = env.get_domain("py")
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
+    for public in (f"weft.{name}", f"weft.{'.'.join(room)}.{name}"):
+        if public != target:
+            found = domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
+            if found is not None:
+                return found
+    return None
 
 
 def setup(app: Any) -> None:

@@ -8,7 +8,7 @@ progress.py  `progress`: a bar in a terminal, lines elsewhere; one for all ranks
 messages.py  `logger`: Python's logging with the rank in it
 """
 
-from weft.tracking.events import tensorboard
+from weft.tracking.events import EventFile, tensorboard
 from weft.tracking.files import csv, jsonl
 from weft.tracking.kinds import Histogram, HParams, Image, Tracker, numbers_of
 from weft.tracking.logging import averaged, chosen, every, log
@@ -16,6 +16,7 @@ from weft.tracking.messages import logger
 from weft.tracking.progress import progress
 
 __all__ = [
+    "EventFile",
     "HParams",
     "Histogram",
     "Image",
