@@ -208,6 +208,7 @@ ENVIRONMENT = {
     "weft_command.py",  # sets OMP_NUM_THREADS for the ranks, before torch is there
     "weft/cli/launch.py",  # asks `topology` which rank failed
     "weft/cli/explain.py",  # tells what is in it
+    "weft/cli/doctor.py",  # checks it
     "weft/testing/laws.py",  # law 7 compares it
     "weft/testing/ranks.py",  # hands it to the ranks ...
     "weft/testing/rank_worker.py",  # ... which put it back before each job

@@ -414,9 +414,9 @@ def test_every_error_of_the_package_has_the_three_lines():
                 plain.append(f"{path.name}: {raised.group(0)}")
     # objects: the echo of an error on another rank; settings: becomes a `found` line of its caller;
     # ranks: the output of a process that did not start; the others: of `CheckpointError`, with the file's name.
-    # restoring: the echo of what a rank found damaged.
+    # restoring: the echo of what a rank found damaged; doctor: becomes a verdict.
     told = {"objects.py", "settings.py", "ranks.py", "loading.py", "manifest.py", "reading.py", "sources.py"}
-    told |= {"generators.py", "randomness.py", "restoring.py", "values.py"}
+    told |= {"doctor.py", "generators.py", "randomness.py", "restoring.py", "values.py"}
     assert {line.partition(":")[0] for line in plain} <= told, plain
 
 

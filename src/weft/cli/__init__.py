@@ -3,6 +3,7 @@
 launch.py   start a script on several processes
 plan.py     what it will do; slurm.py: the same for a cluster
 config.py   write a configuration file
+doctor.py   is this machine fit? rank_checks.py: what its ranks do
 explain.py  which layer sets what
 export.py   write the weights of a checkpoint for others
 preload.py  what ranks find imported when they are forked
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weft.cli import config, explain, export, launch
+from weft.cli import config, doctor, explain, export, launch
 
 __all__ = ["main", "parser"]
 
@@ -25,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     launch.add_parser(commands)
     config.add_parser(commands)
     explain.add_parser(commands)
+    doctor.add_parser(commands)
     export.add_parser(commands)
     return top
 

@@ -1,0 +1,209 @@
+"""`weft doctor`: is this machine fit for training? Each check has a verdict and, if it fails, a next step."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.context.settings import resolve
+from weft.errors import ContextError
+from weft.launchers import topology
+
+__all__ = ["Verdict", "add_parser", "check_environment", "check_network", "run"]
+
+_LIMIT_S = 22.0
+_MODULE = "weft.cli.rank_checks"
+_NEXT = {  # by check, as rank_checks.py does them
+    "all-reduce": "weft doctor -n 1 leaves the network out; GLOO_SOCKET_IFNAME=lo chooses the interface",
+    "clocks": "let the nodes take their time from one server (NTP)",
+    "fully_shard step": "report it with the output of weft doctor",
+    "checkpoint": "weft doctor --folder DIRECTORY, on a file system that all ranks share",
+}
+_OPTIONAL = ("accelerate", "deepspeed", "rich", "safetensors", "tensorboard", "torch_xla", "xxhash")
+
+
+class Verdict(NamedTuple):
+    """How a check ended.
+
+    Attributes:
+        name: Of the check.
+        state: "ok", "note" or "FAIL".
+        text: What was found.
+        step: What to do next, if it failed.
+    """
+
+    name: str
+    state: str
+    text: str
+    step: str = ""
+
+    def line(self) -> str:
+        """As it is printed."""
+        return f"{self.state:<5} {self.name:<18} {self.text}" + (f"\n{'':24} next: {self.step}" if self.step else "")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand."""
+    sub = commands.add_parser(
+        "doctor",
+        help="check this machine, and N ranks on it",
+        description="Check versions, devices, environment, network and disk, then work on N ranks: an all-reduce, "
+        "steps with fully_shard, a checkpoint. Exit code 0 if all is well, else 1.",
+    )
+    sub.add_argument("-n", "--nproc", type=int, default=2, help="ranks (default 2)")
+    sub.add_argument("--rdzv", metavar="HOST:PORT", help="see whether the first node can be reached")
+    sub.add_argument("--folder", type=Path, help="of checkpoints, such as a shared file system; default: temporary")
+    sub.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do all checks, printing each as it ends."""
+    env = os.environ  # noqa: TID251  (it is checked)
+    checks: list[Callable[[], Verdict]] = [
+        _versions, _devices, lambda: check_environment(env), lambda: check_network(options.rdzv),
+        lambda: _disk(options.folder),
+    ]  # fmt: skip
+    failed = False
+    for check in checks:
+        verdict = check()
+        failed |= verdict.state == "FAIL"
+        print(verdict.line(), flush=True)  # noqa: T201
+    for verdict in _ranks(options.nproc, options.folder):
+        failed |= verdict.state == "FAIL"
+        print(verdict.line(), flush=True)  # noqa: T201
+    print("weft doctor: " + ("something is wrong, see above" if failed else "all is well"))  # noqa: T201
+    return int(failed)
+
+
+def _versions() -> Verdict:
+    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    for name in _OPTIONAL:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    least = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+    step = "" if least else "pip install 'torch>=2.9'"
+    return Verdict("versions", "ok" if least else "FAIL", ", ".join(found), step)
+
+
+def _devices() -> Verdict:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not torch.accelerator.is_available():
+        return Verdict("devices", "ok", f"{cores} CPU cores, no accelerator")
+    kind = torch.accelerator.current_accelerator()
+    number = torch.accelerator.device_count()
+    try:
+        torch.ones(8, device=kind).sum().item()
+    except RuntimeError as error:
+        step = "see whether other programs use the device, and whether driver and torch fit together"
+        return Verdict("devices", "FAIL", f"{kind}: {str(error).splitlines()[0]}", step)
+    return Verdict("devices", "ok", f"{number} x {kind}, {cores} CPU cores")
+
+
+def check_environment(env: Mapping[str, str]) -> Verdict:
+    """Whether variables of launchers and of weft contradict each other or mean nothing."""
+    try:
+        place = topology(env)
+        resolve({}, env, place.source)
+    except ContextError as error:
+        lines = str(error).splitlines()
+        fix = next((line.partition("fix:")[2].strip() for line in lines if "fix:" in line), "unset it")
+        found = next((line.partition("found:")[2].strip() for line in lines if "found:" in line), "")
+        return Verdict("environment", "FAIL", f"{lines[0]}: {found}", fix)
+    return Verdict("environment", "ok", f"rank {place.rank} of {place.world_size}, from {place.source}")
+
+
+def check_network(rdzv: str | None) -> Verdict:
+    """Whether this machine can be reached by its own name, and the first node by the address given."""
+    interface = _interface()
+    if rdzv is not None:
+        host, _, port = rdzv.rpartition(":")
+        begin = time.perf_counter()
+        try:
+            if not 0 < int(port) < 2**16:
+                raise ValueError(f"there is no port {port}")
+            with socket.create_connection((host, int(port)), timeout=5):
+                pass
+        except ConnectionRefusedError:
+            text = (
+                f"{host}:{port} can be reached and nobody listens, which is right before the job begins ({interface})"
+            )
+            return Verdict("network", "ok", text)
+        except (OSError, ValueError) as error:
+            step = (
+                "check the name, the port and firewalls; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
+            )
+            return Verdict("network", "FAIL", f"{rdzv} cannot be reached from {interface}: {error}", step)
+        return Verdict("network", "ok", f"{rdzv} answers in {time.perf_counter() - begin:.2f} s ({interface})")
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        return Verdict(
+            "network", "note", f"{name} has no address: {error}", f"echo 127.0.0.1 {name} >> /etc/hosts, for one node"
+        )
+    return Verdict("network", "ok", f"{name} is {address} ({interface})")
+
+
+def _interface() -> str:
+    """The address from which this machine speaks to others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address kept for documentation
+        except OSError:
+            return "no way out of this machine"
+        return f"from {probe.getsockname()[0]}"
+
+
+def _disk(folder: Path | None) -> Verdict:
+    where = folder or Path(tempfile.gettempdir())
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=where) as file:
+            begin = time.perf_counter()
+            file.write(b"0" * 2**24)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = 2**24 / 1e6 / (time.perf_counter() - begin)
+        free = shutil.disk_usage(where).free / 1e9
+    except OSError as error:
+        return Verdict("disk", "FAIL", f"{where}: {error}", "weft doctor --folder DIRECTORY, one that can be written")
+    return Verdict("disk", "ok", f"{where}: {free:.0f} GB free, {rate:.0f} MB/s to the disk")
+
+
+def _ranks(nproc: int, folder: Path | None) -> Iterator[Verdict]:
+    """Real work on N ranks, started as a user would; yields a verdict for each part of it."""
+    with tempfile.TemporaryDirectory(prefix="weft-doctor-", dir=folder) as scratch:
+        command = [sys.executable, "-m", "weft", "launch", "-n", str(nproc), "-m", _MODULE, scratch]
+        process = subprocess.Popen(  # noqa: S603  (our own program)
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        try:
+            output, _ = process.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output = process.communicate()[0] + f"\nit did not end within {_LIMIT_S:.0f} s"
+        found = Path(scratch) / "results.json"
+        done: dict[str, str] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+    for name, step in _NEXT.items():
+        if name in done:
+            yield Verdict(name, "ok", done[name])
+        else:
+            last = [line for line in output.splitlines() if line.strip()][-1:] or ["no output"]
+            yield Verdict(name, "FAIL", last[0].removeprefix("weft launch: "), step)
+            return

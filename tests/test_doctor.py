@@ -1,0 +1,84 @@
+"""`weft doctor`: a verdict for each check, and the name of the one that fails."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import weft.cli
+from weft.cli.doctor import _NEXT, _devices, _disk, _versions, check_environment, check_network
+from weft.cli.rank_checks import CHECKS
+
+
+def _doctor(*arguments, **variables):
+    command = [sys.executable, "-m", "weft", "doctor", *arguments]
+    env = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
+
+
+def test_all_is_well_here(tmp_path):
+    done = _doctor("--folder", str(tmp_path / "shared"))
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[-1] == "weft doctor: all is well", done.stdout
+    names = ["versions", "devices", "environment", "network", "disk", *_NEXT]
+    assert [line[6:24].strip() for line in lines[:-1] if line[0] != " "] == names
+    assert "2 ranks on" in done.stdout and list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_broken_network_is_named_soon():
+    begin = time.monotonic()
+    done = _doctor(GLOO_SOCKET_IFNAME="no_such_interface")
+    assert time.monotonic() - begin < 30
+    assert done.returncode == 1 and "weft doctor: something is wrong" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert line.startswith("FAIL  all-reduce") and "no_such_interface" in line
+    assert "next: weft doctor -n 1 leaves the network out" in done.stdout and "fully_shard" not in done.stdout
+
+
+def test_checks_of_ranks_all_have_a_next_step():
+    assert list(CHECKS) == list(_NEXT)
+
+
+def test_a_contradiction_of_the_environment_is_told_with_its_fix():
+    found = check_environment({"WEFT_SED": "1"})
+    assert found.state == "FAIL" and "WEFT_SED" in found.text and found.step == "unset WEFT_SED"
+    place = {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert check_environment(place).state == "FAIL"
+    assert check_environment({}).line() == f"ok    {'environment':<18} rank 0 of 1, from single"
+
+
+def test_whether_the_first_node_can_be_reached():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        assert "nobody listens" in check_network(f"127.0.0.1:{port}").text
+        server.listen()
+        assert check_network(f"127.0.0.1:{port}").state == "ok"
+    for wrong in ("no-such-host.invalid:29500", "127.0.0.1:port", "127.0.0.1:999999"):
+        found = check_network(wrong)
+        assert found.state == "FAIL" and wrong in found.text and "SOCKET_IFNAME" in found.step
+
+
+def test_a_name_without_an_address_is_noted(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert check_network(None).state == "note" and "/etc/hosts" in check_network(None).step
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    assert _disk(tmp_path / "file").state == "FAIL" and _disk(tmp_path).state == "ok"
+    assert _versions().state == _devices().state == "ok"
+
+
+def test_an_old_torch_is_named(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.8.1+cpu")
+    assert _versions().state == "FAIL" and _versions().step == "pip install 'torch>=2.9'"
+
+
+def test_the_exit_code_tells(monkeypatch, capsys):
+    monkeypatch.setenv("WEFT_SED", "1")
+    monkeypatch.setattr(weft.cli.doctor, "_ranks", lambda *_: iter(()))
+    assert weft.cli.main(["doctor"]) == 1 and "FAIL  environment" in capsys.readouterr().out
+    monkeypatch.delenv("WEFT_SED")
+    assert weft.cli.main(["doctor", "-n", "1"]) == 0
