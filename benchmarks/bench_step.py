@@ -36,7 +36,7 @@ WARM_UP = 2  # rounds; DDP lays its buckets out anew in the first steps
 ROUNDS = {"mlp": 80, "transformer": 8}
 STEPS = {"mlp": 20, "transformer": 2}
 QUICK_ROUNDS = {"mlp": 4, "transformer": 1}
-SHARD_BLOCKS = {"mlp": (40, 4), "transformer": (12, 2)}  # rounds and steps; ten units cost the MLP as much as 20 steps
+SHARD_BLOCKS = {"mlp": (40, 4), "transformer": (24, 1)}  # rounds and steps; ten units cost the MLP as much as 20 steps
 WEFT_LIMIT = 1.01  # beyond the control
 FLAT_LIMIT = 0.85
 # [cpu ns, wall ns] per block
