@@ -1,5 +1,6 @@
 """save and restore: every kind of state, every strategy at every number of ranks, and what is refused."""
 
+import copy
 import itertools
 import math
 import os
@@ -217,6 +218,25 @@ def test_a_tensor_that_could_not_be_put_back_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"model/made_up could not be restored(.|\n)*get_extra_state"):
         state, ctx = _local({"model": model})
         weft.save(state, tmp_path, 1, ctx)
+
+
+@pytest.mark.parametrize(("build", "match"), [
+    (lambda: nn.Linear(1, 1, device="meta"), r"model/weight cannot be saved(.|\n)*on meta(.|\n)*fix: .*load_weights"),
+    (lambda: nn.LazyLinear(1), r"model/weight cannot be saved(.|\n)*no shape yet"),
+    (lambda: _with("shared", torch.ones(1).expand(3)), r"model/shared could not be restored(.|\n)*share memory"),
+    (lambda: _with("#name", torch.ones(1)), r"model/#name could not be restored(.|\n)*begins with #"),
+], ids=["meta", "lazy", "expanded", "marked"])  # fmt: skip
+def test_a_module_without_values_of_its_own_is_refused_by_name(tmp_path, build, match):
+    state, ctx = _local({"model": build()})
+    for call in (lambda: weft.save(state, tmp_path, 1, ctx), lambda: weft.save_async(state, tmp_path, 1, ctx)):
+        with pytest.raises(TypeError, match=match):
+            call()
+
+
+def _with(name, value):
+    model = nn.Module()
+    model.register_buffer(name, value)
+    return model
 
 
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
@@ -466,6 +486,128 @@ def test_other_shapes_and_other_groups_are_refused(tmp_path):
     other, _ = _local({"model": model, "optimizer": torch.optim.SGD(groups, lr=1.0)})
     with pytest.raises(CheckpointError, match=r"optimizer has other parameters or groups(.|\n)*group 0: model/weight"):
         weft.restore(other, tmp_path, ctx)
+
+
+def test_values_that_would_be_lost_are_refused(tmp_path):
+    saved = {"whole": torch.tensor([300]), "real": torch.tensor([1e6, 2.0]), "wide": torch.tensor([1.0])}
+
+    def build(**others):
+        model = nn.Module()
+        for name, value in (saved | others).items():
+            model.register_buffer(name, value.clone())
+        return model
+
+    state, ctx = _local({"model": build()})
+    weft.save(state, tmp_path, 1, ctx)
+    cases = {
+        r"kinds of numbers: model/whole of int64, not float32": {"whole": torch.tensor([0.0])},
+        r"kinds of numbers: model/real of float32, not int32": {"real": torch.tensor([0, 0], dtype=torch.int32)},
+        r"model/whole has numbers that int8 does not have": {"whole": torch.tensor([0], dtype=torch.int8)},
+        r"model/real has numbers that float16 does not have": {"real": torch.zeros(2, dtype=torch.float16)},
+    }
+    for match, others in cases.items():
+        model = build(wide=torch.tensor([7.0]), **others)
+        with pytest.raises(CheckpointError, match=match + r"(.|\n)*expected: (.|\n)*fix: "):
+            weft.restore(_local({"model": model})[0], tmp_path, ctx, strict=False)
+        assert model.wide.item() == 7
+    model = build(real=torch.zeros(2, dtype=torch.bfloat16))
+    weft.restore(_local({"model": model})[0], tmp_path, ctx)
+    assert torch.equal(model.real, saved["real"].bfloat16())
+
+
+def test_tied_weights_take_one_value_under_any_of_their_names(tmp_path):
+    apart = _net()
+    apart.head.weight = nn.Parameter(apart.embed.weight.detach().clone())
+    state, ctx = _local({"model": apart})
+    weft.save(state, tmp_path, 1, ctx)
+    model = Net()
+    weft.restore(_local({"model": model})[0], tmp_path, ctx)
+    assert torch.equal(model.head.weight, apart.head.weight) and model.head.weight is model.embed.weight
+    with torch.no_grad():
+        apart.head.weight[0, 0] += 1
+    weft.save(state, tmp_path, 2, ctx)
+    model, before = Net(), copy.deepcopy(_net().state_dict())
+    model.load_state_dict(before)
+    with pytest.raises(
+        CheckpointError, match=r"model/embed.weight and model/head.weight are one tensor(.|\n)*two values"
+    ):
+        weft.restore(_local({"model": model})[0], tmp_path, ctx)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Counting(torch.optim.SGD):
+    """Has state of its own, besides that of parameters, and in other dtypes than theirs."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.state["of all"] = {"note": "text", "seen": torch.tensor([self.calls])}
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {
+                "wide": torch.full(p.shape, 1 / 3, dtype=torch.float64), "mask": torch.tensor([True, False, True]),
+                "kept": [(torch.tensor(2**40 + 1), "text")], "step": torch.tensor(3.0),
+            }  # fmt: skip
+
+    def state_dict(self):
+        return super().state_dict() | {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({key: value for key, value in state.items() if key != "calls"})
+        self.calls = state["calls"]
+
+
+def test_an_optimizer_gets_all_of_its_state_in_the_dtypes_it_had(tmp_path):
+    def build(make):
+        model = _net(lambda: nn.Linear(2, 2).bfloat16())
+        return model, make(model.parameters(), lr=0.1)
+
+    for number, make in enumerate((Counting, torch.optim.NAdam, torch.optim.ASGD)):
+        model, optimizer = build(make)
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        state, ctx = _local({"model": model, "optimizer": optimizer})
+        weft.save(state, tmp_path, number, ctx)
+        model, other = build(make)
+        weft.restore(_local({"model": model, "optimizer": other})[0], tmp_path, ctx)
+        found = other.state_dict()["state"]
+        for index, entry in optimizer.state_dict()["state"].items():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    assert found[index][key].dtype == value.dtype and torch.equal(found[index][key], value), (make, key)
+                else:
+                    assert found[index][key] == value
+        if make is Counting:
+            assert other.calls == 1 and found["of all"]["note"] == "text"
+            assert found[0]["kept"][0][0].dtype == torch.int64
+
+
+def test_a_wrapper_of_torch_compile_is_saved_as_the_module_in_it(tmp_path):
+    model = _net()
+    model.mid = torch.compile(model.mid, backend="eager")
+    whole = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
+    state, ctx = _local({"model": whole, "optimizer": optimizer})
+    names = weft.verify(weft.save(state, tmp_path, 1, ctx)).tensors
+    assert set(names) == {f"model/{name}" for name in Net().state_dict()}
+    plain = Net()
+    weft.restore(_local({"model": plain, "optimizer": torch.optim.SGD(plain.parameters(), lr=1.0)})[0], tmp_path, ctx)
+    assert torch.equal(plain.mid.weight, model.mid.weight)
+    other = torch.compile(Net(), backend="eager")
+    weft.load_weights(other, tmp_path, ctx)
+    assert torch.equal(other.mid.weight, model.mid.weight)
+
+
+def test_conjugated_tensors_are_saved_by_value(tmp_path):
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    state, ctx = _local({"box": Box({"conj": value.conj(), "imag": value.conj().imag})})
+    weft.save(state, tmp_path, 1, ctx)
+    weft.save_async(state, tmp_path, 2, ctx).wait()
+    for step in (1, 2):
+        other, _ = _local({"box": Box()})
+        weft.restore(other, tmp_path / f"step-{step:08d}", ctx)
+        found = other.objects["box"].value
+        assert torch.equal(found["conj"], value.conj()) and found["imag"].tolist() == [-2, 4]
 
 
 def test_nothing_saved_yet_is_no_error(tmp_path):

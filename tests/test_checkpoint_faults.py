@@ -211,7 +211,28 @@ def test_folders_that_are_links_or_have_other_names_are_no_checkpoints(tmp_path)
     (run / "step-00000009").symlink_to(elsewhere)
     shutil.copytree(elsewhere, run / "step-9x")
     (run / "step-00000010").write_text("a file")
-    assert weft.latest(run).name == "step-00000002" and _restored(run).skipped == ()
+    assert weft.latest(run).name == "step-00000002" and weft.latest(run / "gone") is None
+    ((skipped, why),) = _restored(run).skipped
+    assert skipped.name == "step-00000009" and "a symbolic link to" in why
+    _refused(run / "step-00000009", r"a symbolic link to (.|\n)*fix: ")
+
+
+def test_a_checkpoint_without_its_manifest_is_damage_and_no_new_beginning(tmp_path):
+    path = _saved(tmp_path)
+    (path / "manifest.json").unlink()
+    _refused(path, r"step-00000002 has no manifest(.|\n)*fix: ")
+    _refused(tmp_path / "step-00000003", r"step-00000003 has no manifest")
+    renamed = path.rename(tmp_path / "best")
+    _refused(renamed, r"best has no manifest")
+    assert _restored(tmp_path).step == 1
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
+    path = _saved(tmp_path)
+    shutil.copytree(path, tmp_path / "step-00000009")
+    assert weft.latest(tmp_path) == path and _restored(tmp_path).step == 2
+    _refused(tmp_path / "step-00000009", r"the manifest of another checkpoint(.|\n)*manifest.json of step 2")
+    assert _restored(path.rename(tmp_path / "best")).step == 2  # a name of the user's own
 
 
 def test_every_flipped_byte_is_noticed(tmp_path):

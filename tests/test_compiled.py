@@ -136,6 +136,25 @@ def _saved_bytes(model):
     return sum(size for pointer, size in held.items() if pointer not in owned)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("synced", [True, False])
+def test_running_statistics_of_recomputed_blocks_move_once_on_the_plain_backend(whole, synced):
+    def run(*, recomputed):
+        torch.manual_seed(0)
+        model, ctx = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2))), weft.local()
+        if synced:
+            model, ctx = weft.sync_batch_norm(model, ctx)
+        if recomputed:
+            model, ctx = weft.recompute(model, ctx, blocks="*")
+            model, ctx = weft.compiled(model, ctx, backend="eager", blocks=None if whole else "*")
+        for step in range(3):
+            model(torch.arange(12.0).view(4, 3).sin() + step).square().sum().backward()
+        return [p.grad for p in model.parameters()] + list(model.buffers())
+
+    for found, expected in zip(run(recomputed=True), run(recomputed=False), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_compiled_block_keeps_only_what_recompute_says():
     kept = [
         _saved_bytes(_pipeline(weft.local(), chosen=chosen, backend="aot_eager", blocks=Block)[0])

@@ -201,6 +201,11 @@ REFUSED = {
     "axis": ({"axis": "tensor"}, "ContextError", "tensor"),
     "axes": ({"axis": ()}, "ContextError", "0 axes"),
     "rebind": ({"rebind": [1]}, "TypeError", "int"),
+    "stranger": (
+        {"rebind": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)},
+        "ValueError",
+        "1 optimizer(s) in rebind hold no parameter of Net",
+    ),
     "optimizer": ({"with_optimizer": True}, "OrderError", "SGD, 1 group(s)"),
     "hook": ({"with_hook": True}, "ValueError", "head.weight"),
     "mixed": ({"mixed": True, "units": Block}, "ValueError", "blocks.1.inner.weight torch.float32"),

@@ -2,6 +2,7 @@
 
 state.py      what has to survive, as tensors and plain values, by name
 values.py     plain values as JSON, and back
+dtypes.py     which conversions of numbers keep what they mean
 randomness.py random states
 generators.py random generators of the user's own
 pieces.py     which part of a tensor a rank holds, and which rank writes it

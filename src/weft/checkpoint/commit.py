@@ -7,18 +7,15 @@ there and complete. One is removed the same way: renamed first, so that no half 
 from __future__ import annotations
 
 import functools
-import re
 import secrets
 import shutil
 from pathlib import Path
 
 from weft.checkpoint.files import check_file, sync_folder
-from weft.checkpoint.manifest import NAME, Manifest, read_manifest
+from weft.checkpoint.manifest import NAME, STEP, Manifest, check_place, read_manifest
 from weft.errors import CheckpointError, message
 
-__all__ = ["begin", "clean", "finish", "folders", "latest", "prune", "target", "verify"]
-
-_NAME = re.compile(r"step-(\d{1,18})")
+__all__ = ["begin", "clean", "finish", "folders", "latest", "named_folders", "prune", "target", "verify"]
 
 
 def target(directory: Path, step: int) -> Path:
@@ -78,8 +75,13 @@ def finish(written: Path, final: Path) -> None:
 
 def folders(directory: Path) -> list[Path]:
     """What looks like a checkpoint, oldest first; by number, not by name."""
-    found = [(int(match[1]), path) for path in _listed(directory) if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
+    return [path for path in named_folders(directory) if not path.is_symlink()]
+
+
+def named_folders(directory: Path) -> list[Path]:
+    """As `folders`, with symbolic links, which are no checkpoints but should not go unnoticed."""
+    found = [(int(match[1]), path) for path in _listed(directory) if (match := STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if path.is_symlink() or path.is_dir()]
 
 
 def _listed(directory: Path) -> list[Path]:
@@ -142,6 +144,7 @@ def _check(folder: Path, *, content: bool) -> Manifest:
     manifest = read_manifest(folder)
     for name in manifest.files:
         check_file(folder, name, manifest, content=content)
+    check_place(folder, manifest)
     return manifest
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.checkpoint.dtypes import is_faithful, of_one_kind
 from weft.checkpoint.generators import (
     Generator,
     generator_kind,
@@ -25,11 +26,12 @@ from weft.checkpoint.generators import (
     restored_from,
 )
 from weft.checkpoint.manifest import Manifest
+from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import local_part
 from weft.checkpoint.randomness import drawn_state, prepare_random_state, random_state
 from weft.checkpoint.ranks import num_threads
 from weft.checkpoint.reading import Reader
-from weft.checkpoint.state import Checkpoint, Stateful, collect, kept_by, parameter_names
+from weft.checkpoint.state import Checkpoint, Stateful, collect, kept_by, parameter_names, plain_name
 from weft.checkpoint.values import decode, encode
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
@@ -58,14 +60,11 @@ class Loading:
         self.missing, self.unexpected = self._compare()
         self._check(strict=strict)
         with Reader(folder, manifest, num_threads=num_threads(ctx) + 1) as reader:  # they wait for the disk, too
-            self._tensors = {
-                name: reader.read(name, tensor)
-                for name, tensor in self._live.tensors.items()
-                if name in manifest.tensors and _is_weight(state, name)
-            }
+            self._tensors, twins = self._read_weights(reader)
             for key in state.objects:
                 if key in manifest.values:
                     self._loaded[key] = self._read_object(key, reader)
+        self._check_values(twins)
         self._set_random = self._random() if state.rng else None
 
     # -- does it fit -----------------------------------------------------------------------------
@@ -73,7 +72,8 @@ class Loading:
     def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         here = list(_names(self._state, self._live.tensors | self._live.same_as, self._live.values))
         there = list(_names(self._state, self.manifest.tensors, self.manifest.values))
-        missing = [name for name in here if name not in set(there)]
+        tied = self._names_of()
+        missing = [name for name in here if not any(one in set(there) for one in tied.get(name, [name]))]
         return tuple(missing), tuple(name for name in there if name not in set(here))
 
     def _check(self, *, strict: bool) -> None:
@@ -84,8 +84,16 @@ class Loading:
             for name, tensor in (self._live.tensors | tied).items()
             if name in entries and _is_weight(self._state, name) and entries[name].shape != tuple(tensor.shape)
         ]
-        if wrong or (strict and (self.missing or self.unexpected)):
+        kinds = [
+            f"{name} of {entries[name].dtype}, not {str(tensor.dtype).removeprefix('torch.')}"
+            for name, tensor in (self._live.tensors | tied).items()
+            if name in entries
+            and _is_weight(self._state, name)
+            and not of_one_kind(getattr(torch, entries[name].dtype), tensor.dtype)
+        ]
+        if wrong or kinds or (strict and (self.missing or self.unexpected)):
             found = [f"shapes: {listed(wrong)}"] if wrong else []
+            found += [f"kinds of numbers: {listed(kinds)}"] if kinds else []
             found += [f"not in the checkpoint: {listed(self.missing)}"] if self.missing else []
             found += [f"only in the checkpoint: {listed(self.unexpected)}"] if self.unexpected else []
             raise CheckpointError(
@@ -97,7 +105,50 @@ class Loading:
                 )
             )
 
+    def _names_of(self) -> dict[str, list[str]]:
+        """All names of each tied tensor, by each of them."""
+        groups: dict[str, list[str]] = {}
+        for name, origin in self._live.same_as.items():
+            groups.setdefault(origin, [origin]).append(name)
+        return {name: names for names in groups.values() for name in names}
+
+    def _check_values(self, twins: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+        """Raise if values would be lost: those of one of two tensors, or numbers too large for their dtype."""
+        wrong = [
+            f"{name} and {other} are one tensor, and have two values in the checkpoint"
+            for name, other, values in twins
+            if memory_of(local_part(values).cpu()) != memory_of(local_part(self._tensors[name]).cpu())
+        ]
+        for name, values in self._tensors.items():
+            dtype, read = self._live.tensors[name].dtype, local_part(values)
+            if read.dtype != dtype and not is_faithful(read, read.to(dtype)):
+                wrong.append(f"{name} has numbers that {str(dtype).removeprefix('torch.')} does not have")
+        if wrong:
+            raise CheckpointError(
+                message(
+                    f"restore: {self.folder} does not fit the state",
+                    found=listed(wrong),
+                    expected="tied weights with one value, and dtypes that hold the values that were saved",
+                    fix="build the module as it was: the same weights tied, and the same dtypes",
+                )
+            )
+
     # -- reading ---------------------------------------------------------------------------------
+
+    def _read_weights(self, reader: Reader) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, torch.Tensor]]]:
+        """The tensors of modules; and for a tied one that was saved as two, also the second."""
+        tensors: dict[str, torch.Tensor] = {}
+        twins: list[tuple[str, str, torch.Tensor]] = []
+        entries, tied = self.manifest.tensors, self._names_of()
+        for name, tensor in self._live.tensors.items():
+            there = [one for one in tied.get(name, [name]) if one in entries and _is_weight(self._state, one)]
+            if not there:
+                continue
+            tensors[name] = reader.read(there[0], tensor)
+            stored = entries[there[0]].same_as or there[0]
+            others = [one for one in there[1:] if (entries[one].same_as or one) != stored]
+            twins += [(name, other, reader.read(other, tensor)) for other in others]
+        return tensors, twins
 
     def _read_object(self, key: str, reader: Reader) -> Any:
         """The state of one object, in the form its `load_state_dict` takes."""
@@ -137,13 +188,23 @@ class Loading:
 
             return read
 
-        state = {order[name]: decode(entry, like(parameters[name])) for name, entry in saved["state"].items()}
+        state: dict[Any, Any] = {
+            order[name]: decode(entry, like(parameters[name])) for name, entry in saved["state"].items()
+        }
+        shared, more = (
+            decode(saved.get(kind, {}), lambda name: reader.read(name, None)) for kind in ("shared", "more")
+        )
+        changed = {
+            order[name]
+            for name, parameter in parameters.items()
+            if (entry := self.manifest.tensors.get(name)) is None or getattr(torch, entry.dtype) != parameter.dtype
+        }
         start, described = 0, []
         for group, entry in zip(groups, saved["groups"], strict=True):
             options = decode(entry["options"], lambda name: reader.read(name, None))
             described.append({**options, "params": list(range(start, start + len(group)))})
             start += len(group)
-        return {"state": state, "param_groups": described}
+        return _OptimizerState({**more, "state": {**state, **shared}, "param_groups": described}, changed)
 
     def _read_generator(self, key: str, generator: Generator, saved: Any) -> Callable[[], object]:
         if saved != {"generator": generator_kind(generator)}:
@@ -187,17 +248,22 @@ class Loading:
         if not isinstance(obj, nn.Module):
             self._load(obj, loaded)
             return
+        here = {plain_name(name): name for name in obj.state_dict()}
         for name, value in loaded["extra"].items():
-            if name in obj.state_dict():
-                self._set_extra(obj.get_submodule(name.rpartition(".")[0]), value)
+            if name in here:
+                self._set_extra(obj.get_submodule(here[name].rpartition(".")[0]), value)
         for kind, offer in kept_by(obj).items():
             if kind in loaded["transforms"]:
                 self._load(offer, loaded["transforms"][kind])
 
     def _load(self, obj: Stateful, loaded: Any) -> None:
         # What an optimizer holds is replaced and not overwritten: no copy is needed.
-        held = obj.state_dict()
-        before: Any = held if isinstance(obj, torch.optim.Optimizer) else _copied(held)
+        if isinstance(obj, torch.optim.Optimizer):
+            held = _OptimizerState(obj.state_dict(), set())
+            self._undo.callback(lambda: held.load_into(obj))
+            loaded.load_into(obj)
+            return
+        before: Any = _copied(obj.state_dict())
         self._undo.callback(lambda: obj.load_state_dict(before))
         obj.load_state_dict(loaded)
 
@@ -222,6 +288,48 @@ class Loading:
                 _copy(pair)
         if self._set_random is not None:
             self._set_random()
+
+
+class _OptimizerState:
+    """What an optimizer's `load_state_dict` takes; loaded without a change of its dtypes.
+
+    torch gives all of a parameter's state the dtype of the parameter: masks and counters too, and
+    averages that are kept in a wider one.
+
+    Args:
+        content: From `state_dict`.
+        changed: Numbers of the parameters whose own dtype is another than it was; theirs are converted.
+    """
+
+    def __init__(self, content: dict[str, Any], changed: set[int]) -> None:
+        self._content = content
+        self._changed = changed
+
+    def load_into(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load it; hooks of the optimizer, such as those that cut its state, find the dtypes that were saved."""
+        hook = optimizer.register_load_state_dict_post_hook(self._put_back, prepend=True)
+        try:
+            optimizer.load_state_dict(self._content)
+        finally:
+            hook.remove()
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, entry in self._content["state"].items():
+            if isinstance(index, int) and index not in self._changed:
+                held = optimizer.state[parameters[index]]
+                for key in held.keys() & entry.keys() - {"step"}:  # fused and capturable ones need theirs in float32
+                    held[key] = _of_saved_dtype(held[key], entry[key])
+
+
+def _of_saved_dtype(held: Any, saved: Any) -> Any:
+    if isinstance(saved, torch.Tensor):
+        return held if held.dtype == saved.dtype else saved.to(held.device)
+    if isinstance(saved, dict):
+        return {key: _of_saved_dtype(held[key], value) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(_of_saved_dtype(one, other) for one, other in zip(held, saved, strict=True))
+    return saved  # torch makes something else of a text
 
 
 @torch.no_grad()

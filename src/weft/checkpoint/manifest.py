@@ -16,10 +16,23 @@ from typing import Any, NoReturn, TypeVar
 from weft.checkpoint.hashes import HASHES
 from weft.errors import CheckpointError, listed, message
 
-__all__ = ["DTYPES", "FORMAT", "NAME", "FileEntry", "Manifest", "Piece", "TensorEntry", "check", "read_manifest"]
+__all__ = [
+    "DTYPES",
+    "FORMAT",
+    "NAME",
+    "STEP",
+    "FileEntry",
+    "Manifest",
+    "Piece",
+    "TensorEntry",
+    "check",
+    "check_place",
+    "read_manifest",
+]
 
 FORMAT = "weft checkpoint 1"
 NAME = "manifest.json"
+STEP = re.compile(r"step-(\d{1,18})")  # folders of checkpoints
 T = TypeVar("T")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _MAX_BYTES = 2**30
@@ -128,6 +141,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
+        if STEP.fullmatch(folder.name) and folder.is_symlink():  # one that the user has renamed may be a link
+            _refuse(folder, "no place of its own", f"a symbolic link to {folder.resolve()}")
         if path.is_symlink() or not path.is_file():
             _refuse(folder, "no manifest", f"no plain file {NAME}")
         if path.stat().st_size > _MAX_BYTES:
@@ -147,6 +162,17 @@ def read_manifest(folder: Path) -> Manifest:
     if wrong:
         _refuse(folder, "a manifest that contradicts itself", listed(wrong))
     return manifest
+
+
+def check_place(folder: Path, manifest: Manifest) -> None:
+    """Raise if a checkpoint has the name of another step; any other name is the user's own.
+
+    Raises:
+        CheckpointError: It was copied or renamed.
+    """
+    match = STEP.fullmatch(folder.name)
+    if match and int(match[1]) != manifest.step:
+        _refuse(folder, "the manifest of another checkpoint", f"{NAME} of step {manifest.step}")
 
 
 def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None = None) -> NoReturn:

@@ -11,7 +11,7 @@ from weft.checkpoint import commit
 from weft.checkpoint.files import check_file
 from weft.checkpoint.hashes import new_hash
 from weft.checkpoint.loading import Loading
-from weft.checkpoint.manifest import NAME, Manifest, read_manifest
+from weft.checkpoint.manifest import NAME, STEP, Manifest, check_place, read_manifest
 from weft.checkpoint.ranks import from_main, gathered, on_all
 from weft.checkpoint.state import Checkpoint
 from weft.context import DistContext
@@ -143,9 +143,11 @@ def _read(
 
 def _candidates(directory: Path) -> tuple[bool, list[str]]:
     """Whether this is the folder of one checkpoint, and the checkpoints to be tried."""
-    if (directory / NAME).exists():
-        return True, [str(directory)]
-    return False, [str(path) for path in reversed(commit.folders(directory))]
+    match = STEP.fullmatch(directory.name)
+    is_named = match is not None and directory == commit.target(directory.parent, int(match[1]))
+    if (directory / NAME).exists() or is_named or any(directory.glob("rank-*.safetensors")):
+        return True, [str(directory)]  # also without its manifest: that is damage, and no new beginning
+    return False, [str(path) for path in reversed(commit.named_folders(directory))]
 
 
 class _Attempt(NamedTuple):
@@ -181,6 +183,7 @@ def _attempt(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool)
         attempt = _loaded(state, folder, manifest, ctx, strict=strict)
         for result in results:
             result.result()
+        check_place(folder, manifest)
     except CheckpointError as error:
         return _Attempt(damage=str(error))
     finally:

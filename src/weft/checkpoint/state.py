@@ -28,12 +28,17 @@ __all__ = [
     "Checkpoint",
     "Content",
     "Stateful",
+    "check_memory",
     "checkpointable",
     "collect",
     "is_extra",
     "kept_by",
     "parameter_names",
+    "plain_name",
 ]
+
+
+_COMPILED = "_orig_mod"
 
 
 @runtime_checkable
@@ -112,7 +117,7 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
                 fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
             )
         )
-    state = Checkpoint(dict(objects), rng)
+    state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng)
     for name, obj in objects.items():
         if isinstance(obj, torch.optim.Optimizer):
             _parameters_of(name, obj, parameter_names(state))
@@ -123,6 +128,21 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
         targets=tuple(type(obj).__name__ for obj in objects.values()),
     )
     return state, replace(ctx, applied=(*ctx.applied, record))
+
+
+def _unwrapped(obj: Any) -> Any:
+    """The module itself, if `torch.compile(module)` put a wrapper around it."""
+    return obj._modules.get(_COMPILED, obj) if isinstance(obj, nn.Module) else obj
+
+
+def plain_name(name: str) -> str:
+    """A name in a module without what the wrapper of `torch.compile` adds to it.
+
+    Example:
+        >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 # -- reading ----------------------------------------------------------------------------------------
@@ -177,7 +197,7 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
 def parameter_names(state: Checkpoint) -> dict[int, str]:
     """Name of each parameter of the modules, `<object>/<name>`, by id."""
     return {
-        id(p): f"{key}/{name}"
+        id(p): f"{key}/{plain_name(name)}"
         for key, obj in reversed(list(state.objects.items()))
         if isinstance(obj, nn.Module)
         for (name, _), p in zip(obj.named_parameters(), resting_parameters(obj), strict=True)
@@ -188,12 +208,13 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
     values: dict[str, Any] = {}
     found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
-    for name, value in found.items():
+    for name, value in ((plain_name(name), value) for name, value in found.items()):
         full = f"{key}/{name}"
         if id(value) in seen:
             content.same_as[full] = seen[id(value)]
-        elif id(value) in held:
+        elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
             check_tensor(full, value)
+            check_memory("save", full, value)
             content.tensors[full] = value
             seen[id(value)] = full
         elif is_extra(name):
@@ -202,13 +223,32 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
             raise TypeError(
                 message(
                     f"save: {full} could not be restored",
-                    found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
+                    found="a name that begins with #, which marks what transforms keep"
+                    if id(value) in held
+                    else f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
                     expected="parameters, buffers, and what get_extra_state() returns",
                     fix="return it from get_extra_state() and take it in set_extra_state(state)",
                 )
             )
     kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
     content.values[key] = {"extra": values, "transforms": kept}
+
+
+def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise if values could not be put into a tensor, as with those of `expand`.
+
+    Raises:
+        TypeError: Several of its elements are one place in memory; the text names it.
+    """
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise TypeError(
+            message(
+                f"{what}: {name} could not be restored",
+                found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
+                expected="memory of its own for each element",
+                fix='self.register_buffer("name", value.expand(shape).clone())',
+            )
+        )
 
 
 def is_extra(name: str) -> bool:
@@ -232,8 +272,10 @@ def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mappin
     saved = optimizer.state_dict()
     order = [name for group in given for name in group]
     state: dict[str, Any] = {}
+    shared = {k: entry for k, entry in saved["state"].items() if not isinstance(k, int)}  # of no single parameter
     for index, entry in saved["state"].items():
-        state[order[index]] = encode(f"{key}/state/{order[index]}", entry, content.tensors)
+        if index not in shared:
+            state[order[index]] = encode(f"{key}/state/{order[index]}", entry, content.tensors)
     groups = [
         {
             "params": group,
@@ -244,6 +286,10 @@ def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mappin
         for index, (group, options) in enumerate(zip(given, saved["param_groups"], strict=True))
     ]
     content.values[key] = {"state": state, "groups": groups}
+    more = {k: entry for k, entry in saved.items() if k not in ("state", "param_groups")}
+    for kind, entries in (("shared", shared), ("more", more)):
+        if entries:
+            content.values[key][kind] = encode(f"{key}/{kind}", entries, content.tensors)
 
 
 def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:

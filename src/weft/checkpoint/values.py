@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from weft.checkpoint.manifest import DTYPES
 from weft.errors import message
@@ -58,14 +59,19 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
         TypeError: Its dtype or layout has no place in the format; the text names its path.
     """
     name = str(tensor.dtype).removeprefix("torch.")
-    if name in DTYPES and tensor.layout is torch.strided and not tensor.is_meta:
+    has_values = not is_lazy(tensor) and not tensor.is_meta
+    if name in DTYPES and tensor.layout is torch.strided and has_values:
         return
     raise TypeError(
         message(
             f"save: {path} cannot be saved",
-            found=f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            found="a parameter that has no shape yet"
+            if is_lazy(tensor)
+            else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
             expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
-            fix="leave it out of state_dict(), or convert it there",
+            fix="leave it out of state_dict(), or convert it there"
+            if has_values
+            else "give it values first: weft.load_weights(module, path, ctx), or one call of a lazy module",
         )
     )
 

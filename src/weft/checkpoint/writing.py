@@ -92,7 +92,7 @@ def _share(content: Content, ctx: DistContext) -> tuple[dict[str, torch.Tensor],
             continue
         block, writes = block_of(tensor)
         if block.size and writes:
-            mine[name], blocks[name] = local_part(tensor), block
+            mine[name], blocks[name] = local_part(tensor).resolve_conj().resolve_neg(), block
     return mine, blocks
 
 

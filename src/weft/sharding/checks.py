@@ -194,7 +194,19 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
 
     Raises:
         OrderError: A living optimizer holds parameters of `module` and is not in `rebind`.
+        ValueError: One in `rebind` holds none of them.
     """
+    held = {id(p) for p in module.parameters()}
+    strangers = [one for one in rebind if not any(id(p) in held for entry in one.param_groups for p in entry["params"])]
+    if strangers:
+        raise ValueError(
+            message(
+                f"{what}: {len(strangers)} optimizer(s) in rebind hold no parameter of {type(module).__name__}",
+                found=listed(f"{type(one).__name__}, {len(one.param_groups)} group(s)" for one in strangers),
+                expected="optimizers over its parameters as they are now; others would train nothing of it",
+                fix=f"optimizer = torch.optim.AdamW(model.parameters())  # after weft.{what}(model, ctx)",
+            )
+        )
     if _left_out(module, ctx, rebind):
         gc.collect()  # some may have been dropped, in a cycle
     left = _left_out(module, ctx, rebind)

@@ -56,7 +56,8 @@ def compiled(
         blocks: The parts to compile, none inside of another: a class, a pattern of names
             ("layers.*"), a number of parameters, a function (name, part) -> bool, parts, or
             several of these; see `weft.selecting`. Default: the whole module.
-        backend: A name, see `torch.compiler.list_backends()`, or a function.
+        backend: A name, see `torch.compiler.list_backends()`, or a function. Where `recompute` is
+            applied to norms with running statistics, "aot_eager" stands in for "eager".
         fullgraph: Raise where a part needs more than one graph, instead of running in pieces.
         dynamic: True: any size fits. False: one graph per size. None: as False, and as True for
             sizes that have changed.

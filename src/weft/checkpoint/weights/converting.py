@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
+from weft.checkpoint.dtypes import is_faithful
 from weft.checkpoint.pieces import Block
 from weft.checkpoint.reading import TensorFiles, in_order, inside
 from weft.checkpoint.weights.sources import Stored
@@ -85,7 +85,7 @@ def _converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     if values.dtype == dtype:
         return values
     result = values.to(dtype)
-    if not _is_faithful(values, result):
+    if not is_faithful(values, result):
         raise ValueError(
             message(
                 f"{name} does not fit into {dtype}",
@@ -95,16 +95,3 @@ def _converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Ten
             )
         )
     return result
-
-
-def _is_faithful(values: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether numbers are still numbers in another dtype, and whole ones the same."""
-    if not result.is_floating_point():
-        return torch.equal(result.to(values.dtype), values)
-    if torch.finfo(result.dtype).max >= torch.finfo(values.dtype).max:
-        return True
-    wide = torch.promote_types(values.dtype, torch.float32)
-    # The sum is a number if all are; the other way round it may just be too large.
-    return math.isfinite(result.to(wide).sum().item()) or not bool(
-        (values.to(wide).isfinite() & ~result.to(wide).isfinite()).any()
-    )

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.checkpoint.dtypes import of_one_kind
 from weft.checkpoint.files import check_file
 from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import Block, block_of, local_part, writers
@@ -107,7 +108,8 @@ class Placement:
             for one in held
             for name in one.names
             for stored in ([self._source.tensors[name]] if name in self._source.tensors else [])
-            if stored.entry.shape != tuple(one.tensor.shape) or not _of_one_kind(stored, one.tensor)
+            if stored.entry.shape != tuple(one.tensor.shape)
+            or not of_one_kind(getattr(torch, stored.entry.dtype), one.tensor.dtype)
         ]
         if not wrong and not (strict and (self.missing or self.unexpected)):
             return
@@ -291,10 +293,3 @@ def _move(target: Target, source: Source, dtypes: dict[int, torch.dtype]) -> Mov
 
 def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-
-
-def _of_one_kind(stored: Stored, tensor: torch.Tensor) -> bool:
-    """Whether both are real numbers, or complex, or booleans, or integers."""
-    kinds: Iterator[torch.dtype] = iter((getattr(torch, stored.entry.dtype), tensor.dtype))
-    one, other = ((d.is_floating_point, d.is_complex, d is torch.bool) for d in kinds)
-    return one == other

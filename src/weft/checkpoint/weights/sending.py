@@ -37,7 +37,7 @@ def send(what: str, tensors: Sequence[tuple[torch.Tensor, Sequence[Route]]], wor
 
 def _sending(tensor: torch.Tensor, group: Any, first: int, world: World) -> Callable[[], None]:
     """Begin to send a tensor, as bytes, which every backend knows; returns what waits for its end."""
-    dense = tensor.detach().contiguous()
+    dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
     work = dist.broadcast(dense.reshape(-1).view(torch.uint8), group=group, group_src=first, async_op=True)
 
     def wait() -> None:

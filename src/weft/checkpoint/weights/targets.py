@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from weft.checkpoint.state import is_extra
+from weft.checkpoint.state import check_memory, is_extra, plain_name
 from weft.context import DistContext
 from weft.engines.torch.shards import is_sharded
 from weft.errors import CheckpointError, listed, message
@@ -46,7 +46,7 @@ def targets(what: str, module: nn.Module) -> list[Target]:
     found: dict[int, tuple[list[str], Any]] = {}
     for name, value in state.items():
         if id(value) in held:
-            found.setdefault(id(value), ([], value))[0].append(name)
+            found.setdefault(id(value), ([], value))[0].append(plain_name(name))
         elif not is_extra(name):
             raise TypeError(
                 message(
@@ -66,6 +66,8 @@ def targets(what: str, module: nn.Module) -> list[Target]:
                 fix=f"model(example_batch)  # before {what}",
             )
         )
+    for names, value in found.values():
+        check_memory(what, names[0], value)
     return [Target(tuple(names), value) for names, value in found.values()]
 
 

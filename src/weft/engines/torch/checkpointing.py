@@ -26,7 +26,7 @@ from weft.engines.options import RecomputeOptions
 from weft.engines.torch.calls import Removable, around_methods, arounds
 from weft.errors import ContractError, listed, message
 
-__all__ = ["Recomputed", "already_recomputed", "saved_ops"]
+__all__ = ["Recomputed", "already_recomputed", "moves_statistics_twice", "saved_ops"]
 
 # Composite operations, by what they come down to below autograd; those a version of torch lacks are left out.
 _GROUPS = {
@@ -173,6 +173,15 @@ def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
 def already_recomputed(module: nn.Module) -> list[str]:
     """Name the parts of `module` that are checkpointed, by us or in another way that leaves a trace."""
     return [name or "the module itself" for name, part in module.named_modules() if _is_checkpointed(part)]
+
+
+def moves_statistics_twice(module: nn.Module) -> bool:
+    """Whether norms with running statistics are in blocks that are run twice by `Recomputed`."""
+    blocks = [
+        part for part in module.modules() if any(isinstance(one, _Checkpoint) for one in arounds(part, "forward"))
+    ]
+    norms = [part for block in blocks for part in block.modules() if isinstance(part, _NormBase)]
+    return any(True for norm in norms for _ in norm.buffers(recurse=False))
 
 
 def _is_checkpointed(part: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 
 from weft.engines.options import CompileOptions
 from weft.engines.torch.calls import Removable, around_methods, arounds
+from weft.engines.torch.checkpointing import moves_statistics_twice
 from weft.errors import listed, message
 
 __all__ = ["Compiled", "already_compiled", "check_backend"]
@@ -36,6 +37,7 @@ class Compiled:
         settings |= {"dynamic": options.dynamic, "mode": options.mode}
         settings |= {"options": None if options.options is None else dict(options.options)}
         for part in parts.values():
+            settings["backend"] = _backend(part, options.backend)
             code = codes.setdefault(type(part), _new_code(type(part)))
             compiled = torch.compile(_with_code(part.forward, code), **settings)
             around_methods(part, ["forward"], _Compiled(compiled), self._removable)
@@ -43,6 +45,14 @@ class Compiled:
     def undo(self) -> None:
         """Let the modules run uncompiled."""
         self._removable.remove()
+
+
+def _backend(part: nn.Module, wanted: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    """The wanted backend; or, for "eager" if running statistics are in a graph that runs twice, "aot_eager".
+
+    "eager" runs the second time with all its side effects, and statistics are arguments of the graph there.
+    """
+    return "aot_eager" if wanted == "eager" and moves_statistics_twice(part) else wanted
 
 
 class _Compiled:
