@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from weft.context import DistContext
 from weft.context.world import exchange
-from weft.contract import Stateful, transform
+from weft.contract import transform
 from weft.transforms.shard_data.checks import check_divisible, check_loader, check_uneven
 from weft.transforms.shard_data.loader import DataPlan, Reading, ShardedLoader, is_stock, length_of, sharded_copy
 from weft.transforms.shard_data.meeting import Meeting, uneven_counts
 from weft.transforms.shard_data.plan import Plan, Uneven
 from weft.transforms.shard_data.samples import Epoch, Units
-from weft.transforms.shard_data.streams import SeekableStream, StreamSteps
+from weft.transforms.shard_data.streams import SeekableStream, StreamSteps, has_state
 
 __all__ = ["DataPlan", "SeekableStream", "ShardedLoader", "shard_data"]
 
@@ -230,6 +230,6 @@ def _plan_of(loader: DataLoader[Any], reading: Reading, mode: str, uneven: str |
         uneven=uneven or ("error" if reading.split_for is not None else "balance"),
         steps=None if reading.endless else reading.steps_in((reading.epoch(0),)),
         reads=copies if whole_stream else 1,
-        resumes="jumps" if jumps else "state" if isinstance(loader.dataset, Stateful) else "reads again",
+        resumes="jumps" if jumps else "state" if has_state(loader.dataset) else "reads again",
         any_ranks=reading.split_for is None,
     )

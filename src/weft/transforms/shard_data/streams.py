@@ -29,7 +29,7 @@ from weft.transforms.shard_data.order import generators_of, tell_epoch
 from weft.transforms.shard_data.plan import Plan
 from weft.transforms.shard_data.samples import Epoch, Given, at_sample
 
-__all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps"]
+__all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state"]
 
 _READ_AHEAD_S = 1e-3  # changing random states costs some 15 us; cheap samples share them
 _END = object()
@@ -86,7 +86,7 @@ class StreamSteps(IterableDataset[Step]):
         self.epoch = epoch
         self.seed = seed
         self.keyed = keyed
-        self.stateful = isinstance(dataset, Stateful) and not isinstance(dataset, SeekableStream)
+        self.stateful = has_state(dataset)
         self.begin_state = copy.deepcopy(dataset.state_dict()) if self.stateful else None
         self.start_state: Any = None
 
@@ -151,6 +151,21 @@ class StreamSteps(IterableDataset[Step]):
             with seeded(mix(self.seed, number, sample, "sample")):
                 found.extend(itertools.islice(samples, 1))
         return found
+
+
+def has_state(dataset: Any) -> bool:
+    """Whether a stream can be put back to where it was by a state of its own, without losing a sample."""
+    if isinstance(dataset, SeekableStream) or not isinstance(dataset, Stateful):
+        return False
+    # A shuffle buffer of `datasets` is no part of its state: what is in it would be lost, so it is read again.
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if "BufferShuffled" in type(part).__name__:
+            return False
+        inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+        parts += [each for each in inner if each is not None]
+    return True
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
