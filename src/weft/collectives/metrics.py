@@ -1,12 +1,12 @@
 """Predictions, labels and means over all ranks, exactly: `gather_metrics`, `weighted_mean`, `denominator`.
 
-[Note: one message] What `gather_metrics` sends first is a message of a fixed size: its own description, the sample
-ids, and as much of the values as fits. Small metrics are one collective this way; large ones take a
-second, of the rest.
+[Note: one message] What `gather_metrics` sends first is a message of a fixed size: sizes, and the sample ids and
+values if they fit. Small metrics are one collective this way; large ones take a second.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 from weft.collectives.entry import all_gather_flat, enter, num_bytes, peers_named
 from weft.collectives.objects import _bytes_tensor, _decode, _encode
 from weft.collectives.tensors import reduce
-from weft.context import DistContext
+from weft.context import DistContext, World
 from weft.context.world import compare, exchange
 from weft.errors import listed, message
 from weft.nested import leaves, map_leaves
@@ -26,7 +26,8 @@ __all__ = ["Rows", "denominator", "gather_metrics", "weighted_mean"]
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
-_FIRST_BYTES = 2**16  # of all ranks together
+_FIRST_BYTES = 2**13  # of all ranks together
+_HEAD = 64  # bytes: eight words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,8 @@ def gather_metrics(values: T, ctx: DistContext, *, rows: Rows | Sequence[Rows]) 
     Which rows count is said by `rows`, that came with the batch; no state of a "last batch" is
     involved. Call it per batch, or once per epoch with the lists of all batches.
 
-    Changes: nothing. Collectives: one all-gather of at most 64 KiB, and one of the rest if there is
-    more, over the data axes: ranks that see the same batches count once.
+    Changes: nothing. Collectives: one small all-gather, and another one if the values do not fit into it, over
+    the data axes: ranks that see the same batches count once.
 
     Args:
         values: Tensors [rows, ...] and lists of one entry per row (strings, numbers, dicts, tensors of
@@ -81,7 +82,7 @@ def gather_metrics(values: T, ctx: DistContext, *, rows: Rows | Sequence[Rows]) 
         {'loss': tensor([0.0000, 0.2000])}
     """
     batches = [(values, rows)] if isinstance(rows, Rows) else list(zip(cast("Any", values), rows, strict=True))
-    line = ctx.on(ctx.data_axes)
+    line = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
     world = enter("gather_metrics", line, None, {})
     shape, columns, ids = _columns(batches)
     if world.group is None:
@@ -95,8 +96,10 @@ def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, list[Any], torch
     """One tensor or list per leaf, of the rows that count; and an example of the structure."""
     found: list[list[Any]] = []
     shape: Any = None
+    ids: list[torch.Tensor] = []
     for number, (value, rows) in enumerate(batches):
         every = bool(rows.valid.all())
+        ids.append(rows.ids if every else rows.ids[rows.valid])
         keep = None if every else rows.valid.nonzero().flatten().tolist()
         leaf_list: list[tuple[tuple[str, ...], Any]] = list(_entries(value))
         wrong = [
@@ -119,8 +122,13 @@ def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, list[Any], torch
         else:
             for column, leaf in zip(found, picked, strict=True):
                 column.append(leaf)
-    ids = [rows.ids if bool(rows.valid.all()) else rows.ids[rows.valid] for _, rows in batches]
-    return shape, [_joined(column) for column in found], torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
+    return shape, [_joined(column) for column in found], _joined_ids(ids)
+
+
+def _joined_ids(ids: list[torch.Tensor]) -> torch.Tensor:
+    if len(ids) == 1:
+        return ids[0]
+    return torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
 
 
 def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
@@ -183,7 +191,7 @@ def _exchange(shape: Any, columns: list[Any], ids: torch.Tensor, ctx: DistContex
     objects = {str(index): column for index, column in enumerate(columns) if not isinstance(column, torch.Tensor)}
     kinds = [[str(c.dtype), c.dim()] if isinstance(c, torch.Tensor) else None for c in columns]
     structure = _structure(shape)
-    text: bytes = b""
+    text = json.dumps(kinds).encode()  # the ranks may differ: a column of rows of one shape here, of several there
     parts: list[torch.Tensor] = []
     failed: TypeError | None = None
     if objects:
@@ -192,53 +200,79 @@ def _exchange(shape: Any, columns: list[Any], ids: torch.Tensor, ctx: DistContex
         except TypeError as error:
             failed = error
     dims = [number for column in columns if isinstance(column, torch.Tensor) for number in column.shape]
-    data = [c.contiguous().reshape(-1).view(torch.uint8) for c in columns if isinstance(c, torch.Tensor) and c.numel()]
-    sent = sum(part.numel() for part in parts)
-    words = [zlib.crc32(structure.encode()), zlib.crc32(repr(kinds).encode()), len(ids), len(dims), len(text), sent]
-    words += [sum(d.numel() for d in data), int(failed is not None), *dims]
-    head = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
-    pieces = [head.to(device), ids.contiguous().view(torch.uint8).to(device), *(d.to(device) for d in data)]
-    if text:
-        pieces += [_bytes_tensor(text).to(device), *(p.to(device) for p in parts)]
-    packed = torch.cat(pieces)
-    first = max(_FIRST_BYTES // size, 1024) // 8 * 8
-    whole = torch.empty(first * size, dtype=torch.uint8, device=device)
-    mine = whole.new_zeros(first) if packed.numel() < first else packed[:first]
-    if packed.numel() < first:
-        mine[: packed.numel()] = packed
+    pieces = [torch.tensor(dims, dtype=torch.int64), ids.contiguous()]
+    pieces += [c.contiguous().reshape(-1) for c in columns if isinstance(c, torch.Tensor) and c.numel()]
+    payload = torch.cat([piece.view(torch.uint8).to(device) for piece in (*pieces, _bytes_tensor(text), *parts)])
+    alike = zlib.crc32(f"{structure} {kinds}".encode())
+    words = [zlib.crc32(structure.encode()), alike, len(ids), len(dims), len(text), payload.numel()]
+    words += [2 * (failed is not None) + bool(objects), sum(p.numel() for p in parts)]
+    first = max(_FIRST_BYTES // size, 1024)
+    mine = torch.zeros(first, dtype=torch.uint8, device=device)
+    mine[:_HEAD] = torch.tensor(words, dtype=torch.int64).view(torch.uint8).to(device)
+    if _HEAD + payload.numel() <= first:
+        mine[_HEAD : _HEAD + payload.numel()] = payload
+    whole = mine.new_empty(first * size)
     all_gather_flat(whole, mine, world)
     rows = whole.view(size, first)
-    heads = rows[:, : 8 * 8].contiguous().view(torch.int64).tolist()
+    heads = rows[:, :_HEAD].contiguous().view(torch.int64).tolist()
+    _check_heads(heads, failed, f"{structure}: {kinds}", world)
+    longest = max(head[5] for head in heads)
+    if _HEAD + longest > first:
+        if payload.numel() < longest:
+            payload = torch.cat([payload, payload.new_zeros(longest - payload.numel())])
+        everything = payload.new_empty(longest * size)
+        all_gather_flat(everything, payload, world)
+        bodies = everything.view(size, longest)
+    else:
+        bodies = rows[:, _HEAD:]
+    start = 8 * len(dims)
+    if (
+        not objects
+        and all(head == heads[0] for head in heads)
+        and bool((bodies[:, :start] == bodies[:1, :start]).all())
+    ):
+        return [_all_alike(bodies, columns, start, len(ids))]
+    return [_unpacked(body, head) for body, head in zip(bodies, heads, strict=True)]
+
+
+def _check_heads(heads: list[list[int]], failed: TypeError | None, described: str, world: World) -> None:
+    """Raise on all ranks if a value cannot be sent, or if the values do not fit together."""
     if failed is not None:
         raise failed
-    bad = [rank for rank, words in enumerate(heads) if words[7]]
+    bad = [rank for rank, head in enumerate(heads) if head[6] >= 2]
     if bad:
         raise TypeError(f"gather_metrics: rank {bad[0]} brought an entry that cannot be sent; see its error")
-    if any(words[0] != heads[0][0] for words in heads):
-        compare("gather_metrics", [{"value": text} for text in exchange(world, "gather_metrics", structure)])
-    lengths = [8 * (8 + words[3] + words[2]) + words[4] + words[5] + words[6] for words in heads]
-    everything = list(rows)
-    if max(lengths) > first:
-        more = max(lengths) - first
-        rest = torch.zeros(more, dtype=torch.uint8, device=device)
-        rest[: max(packed.numel() - first, 0)] = packed[first:]
-        others = rest.new_empty(more * size)
-        all_gather_flat(others, rest, world)
-        everything = [torch.cat(pair) for pair in zip(rows, others.view(size, more), strict=True)]
-    return [_unpacked(body, words, kinds, columns) for body, words in zip(everything, heads, strict=True)]
+    what = 0 if any(head[6] for head in heads) else 1  # dtypes and dimensions count where all columns are tensors
+    if any(head[what] != heads[0][what] for head in heads):
+        compare("gather_metrics", [{"value": text} for text in exchange(world, "gather_metrics", described)])
 
 
-def _unpacked(body: torch.Tensor, words: list[int], kinds: list[Any], columns: list[Any]) -> tuple[list[Any], Any]:
+def _all_alike(bodies: torch.Tensor, columns: list[Any], start: int, count: int) -> tuple[list[Any], Any]:
+    """Columns and ids of all ranks together, which bring as many rows each."""
+    place = start + 8 * count
+    ids = bodies[:, start:place].contiguous().view(torch.int64).view(-1)
+    found: list[Any] = []
+    for column in columns:
+        stop = place + column.numel() * column.element_size()
+        joined = [len(bodies) * len(column), *column.shape[1:]]
+        found.append(bodies[:, place:stop].contiguous().view(column.dtype).view(joined) if stop > place else column)
+        place = stop
+    return found, ids
+
+
+def _unpacked(body: torch.Tensor, words: list[int]) -> tuple[list[Any], Any]:
     """Columns and ids of one rank, from its bytes."""
-    _, _, count, num_dims, text_size, sent, data_size, _ = words
-    dims = body[64 : 64 + 8 * num_dims].clone().view(torch.int64).tolist()
-    place = 64 + 8 * num_dims
+    _, _, count, num_dims, text_size, total, flags, sent = words
+    dims: list[int] = body[: 8 * num_dims].clone().view(torch.int64).tolist()
+    place = 8 * num_dims
     ids = body[place : place + 8 * count].clone().view(torch.int64)
     place += 8 * count
+    text = body[total - sent - text_size : total]
     objects: dict[str, Any] = {}
-    if text_size:
-        start = place + data_size
-        kinds, objects = _decode(body[start : start + text_size + sent], text_size, body.device)
+    if flags:
+        kinds, objects = _decode(text, text_size, body.device)
+    else:
+        kinds = json.loads(bytes(text.cpu().numpy()))
     found: list[Any] = []
     for index, kind in enumerate(kinds):
         if kind is None:
@@ -247,9 +281,9 @@ def _unpacked(body: torch.Tensor, words: list[int], kinds: list[Any], columns: l
         dtype = getattr(torch, kind[0].removeprefix("torch."))
         shape, dims = dims[: kind[1]], dims[kind[1] :]
         stop = place + num_bytes(shape, dtype)
-        raw = body[place:stop]
-        aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
-        found.append(aligned.view(dtype).view(shape) if stop > place else body.new_empty(shape, dtype=dtype))
+        # Slices start anywhere; a dtype's view wants its own alignment.
+        piece = body[place:stop].clone().view(dtype).view(shape) if stop > place else None
+        found.append(body.new_empty(shape, dtype=dtype) if piece is None else piece)
         place = stop
     return found, ids
 

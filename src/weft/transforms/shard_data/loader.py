@@ -22,7 +22,7 @@ from weft.transforms.shard_data.dispatch import scattered
 from weft.transforms.shard_data.meeting import Meeting, without_rows
 from weft.transforms.shard_data.order import tell_epoch
 from weft.transforms.shard_data.plan import UNKNOWN, Plan, Stretch
-from weft.transforms.shard_data.samples import Epoch, Given, Samples, StepIndices, Units, WorkerStart, reading_named
+from weft.transforms.shard_data.samples import Epoch, Given, Samples, StepIndices, Units, WorkerStart, name_samples
 from weft.transforms.shard_data.streams import CollateSteps, Step, StreamSteps
 
 __all__ = ["DataPlan", "Reading", "ShardedLoader", "is_stock", "length_of", "sharded_copy"]
@@ -238,22 +238,26 @@ class ShardedLoader(Extension[T]):
                 tell_epoch(self.dataset, group[-1].epoch)
             given: deque[Given] = deque()
             reading.epochs.set(group[-1].epoch, group[-1].start)
-            read = self._torch_batches(group, given)
-            while True:
-                with reading_named(given, self.weft_ctx.rank):
-                    batch = next(read, self)
-                if batch is self:
-                    break
-                yield batch, given.popleft()
+            try:
+                for batch in self._torch_batches(group, given):
+                    yield batch, given.popleft()
+            except Exception as error:
+                name_samples(error, given, self.weft_ctx.rank)
+                raise
 
     def _torch_batches(self, stretches: tuple[Stretch, ...], given: deque[Given]) -> Iterator[Any]:
         """Torch's own iterator, or that of the user's class."""
         self.__dict__["weft_now"] = (stretches, given)
+        indices = self.__dict__.get("weft_indices")
+        if indices is not None:  # workers that stay go on reading it
+            indices.seed, indices.reading, indices.given = self.weft_reading.seed, stretches, given
         if isinstance(self, Stateful) and _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
         return iter(super().__iter__())
 
     def _get_iterator(self) -> Any:
+        if self.weft_reading.stream is None:
+            return DataLoader._get_iterator(self.weft_view()[0])
         return _Unwrapped(self)
 
     def weft_view(self) -> tuple[DataLoader[Any], deque[Given]]:
@@ -281,10 +285,8 @@ class ShardedLoader(Extension[T]):
             told = callable(getattr(self.dataset, "set_epoch", None))
             keyed = reading.seed if reading.keyed else None
             fields["dataset"] = Samples(self.dataset, self.weft_ctx.rank, reading.epochs, keyed, told=told)
-            indices = self.__dict__.get("weft_indices")
-            if indices is None:
-                indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
-                self.__dict__["weft_indices"] = indices  # kept: workers that stay go on reading it
+            indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
+            self.__dict__["weft_indices"] = indices
             indices.seed, indices.reading, indices.given = reading.seed, stretches, given
             fields["sampler" if reading.single else "batch_sampler"] = indices
         view.__dict__.update(fields)
@@ -390,6 +392,8 @@ class _Unwrapped:
         if not isinstance(batch, Step):
             return batch
         self._given.extend(batch.given)
+        if len(batch.parts) == 1:
+            return batch.parts[0]
         self._ready.extend(batch.parts)
         return self._ready.popleft()
 

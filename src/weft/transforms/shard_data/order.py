@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from weft.seeding import mix, seeded
 
@@ -27,9 +27,20 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return _permutation(len(sampler.data_source), sampler.generator, mix(seed, epoch, "order"))
     tell_epoch(sampler, epoch)
     with seeded(mix(seed, epoch, "order"), generators_of(sampler)):
         return list(sampler)
+
+
+def _permutation(count: int, own: torch.Generator | None, seed: int) -> Sequence[int]:
+    """What a `RandomSampler` yields whose random source was seeded, without one call per sample."""
+    if own is None:
+        source = torch.Generator().manual_seed(seed)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
 
 
 def tell_epoch(obj: object, epoch: int) -> None:

@@ -7,7 +7,6 @@ in a queue (`Given`), so that each batch that comes out can be told which sample
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from weft.seeding import mix, seeded, seeds_for
 from weft.transforms.shard_data.order import epoch_order, tell_epoch
 from weft.transforms.shard_data.plan import Plan, Stretch
 
-__all__ = ["Epoch", "Given", "Samples", "StepIndices", "Units", "WorkerStart", "at_sample"]
+__all__ = ["Epoch", "Given", "Samples", "StepIndices", "Units", "WorkerStart", "at_sample", "name_samples"]
 
 
 class Given(NamedTuple):
@@ -215,6 +214,9 @@ class StepIndices(Sampler[Any]):
     def _indices(self, stretches: Sequence[Stretch], given: deque[Given]) -> Iterator[Any]:
         for stretch in stretches:
             order = self.units.order(self.seed, stretch.epoch)
+            if len(self.plans) == 1 and not self.whole and not self.single:
+                yield from self._plain(order, stretch, given)
+                continue
             pieces = [plan.pieces(order, stretch.start, stretch.stop) for plan in self.plans]
             for step in zip(*pieces, strict=True):
                 for piece, valid in step:
@@ -228,15 +230,21 @@ class StepIndices(Sampler[Any]):
                     given.append(Given(stretch.epoch, ids, kept, empty=not len(piece)))
                     yield units[0] if self.single else ids
 
+    def _plain(self, order: Sequence[Any], stretch: Stretch, given: deque[Given]) -> Iterator[Any]:
+        """The most frequent case, in as few words as it can be said."""
+        note, epoch, instead = given.append, stretch.epoch, [order[stretch.start]] if stretch.start < len(order) else []
+        for piece, valid in self.plans[0].pieces(order, stretch.start, stretch.stop):
+            if len(piece):
+                note(Given(epoch, piece, valid))
+                yield piece
+            else:
+                note(Given(epoch, instead, 0, empty=True))
+                yield instead
 
-@contextlib.contextmanager
-def reading_named(given: deque[Given], rank: int) -> Iterator[None]:
+
+def name_samples(error: Exception, given: deque[Given], rank: int) -> None:
     """Add to an error of the loader what was being read: a worker that dies cannot say it."""
-    try:
-        yield
-    except Exception as error:
-        if given and "while sample" not in str(error):
-            # A worker may have died over any batch that it was asked for, also one ahead of its turn.
-            asked = given if "exited unexpectedly" in str(error) else [given[0]]
-            at_sample(error, ", ".join(str(one) for batch in asked for one in batch.ids), rank)
-        raise
+    if given and "while sample" not in str(error):
+        # A worker may have died over any batch that it was asked for, also one ahead of its turn.
+        asked = given if "exited unexpectedly" in str(error) else [given[0]]
+        at_sample(error, ", ".join(str(one) for batch in asked for one in batch.ids), rank)

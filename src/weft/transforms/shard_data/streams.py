@@ -124,7 +124,7 @@ class StreamSteps(IterableDataset[Step]):
                 continue
             parts, given = [], []
             for piece, valid in step:
-                ids = list(piece) if len(piece) else [start]
+                ids: Sequence[int] = piece if len(piece) else range(start, start + 1)
                 part: list[Any] = []
                 for first, count in _runs(ids):
                     if first != at:
@@ -170,6 +170,9 @@ def has_state(dataset: Any) -> bool:
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Cut indices into runs of consecutive ones: first, and how many."""
+    if isinstance(ids, range):
+        yield ids.start, len(ids)
+        return
     first = 0
     for index in range(1, len(ids) + 1):
         if index == len(ids) or ids[index] != ids[index - 1] + 1:
@@ -260,13 +263,13 @@ class _Reader:
             else:
                 first, count = plan.share(len(chunk))
             part = chunk[first : first + count]
-            ids = list(range(position + first, position + first + count))
+            ids: Sequence[int] = range(position + first, position + first + count)
             if plan.uneven == "pad" and count < plan.per_rank:
                 total = position + len(chunk)
                 begin = self._beginning(total)
                 repeated = [(first + i - len(chunk)) % total for i in range(count, plan.per_rank)]
                 part = part + [begin[i] for i in repeated]
-                ids += repeated
+                ids = [*ids, *repeated]
             empty = not part
             parts.append(chunk[:1] if empty else part)
             given.append(Given(self.number, [position] if empty else ids, count, empty, last, state))
