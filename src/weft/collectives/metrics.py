@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import torch
 
@@ -48,7 +48,11 @@ class Rows:
         return len(self.ids)
 
 
-def gather_metrics(values: T, ctx: DistContext, *, rows: Rows | Sequence[Rows]) -> T:
+@overload
+def gather_metrics(values: T, ctx: DistContext, *, rows: Rows) -> T: ...
+@overload
+def gather_metrics(values: Sequence[T], ctx: DistContext, *, rows: Sequence[Rows]) -> T: ...
+def gather_metrics(values: Any, ctx: DistContext, *, rows: Rows | Sequence[Rows]) -> Any:
     """Collect what belongs to the samples of all ranks: every sample once, in the order of the dataset.
 
     Which rows count is said by `rows`, that came with the batch; no state of a "last batch" is
@@ -81,15 +85,15 @@ def gather_metrics(values: T, ctx: DistContext, *, rows: Rows | Sequence[Rows]) 
         >>> weft.gather_metrics({"loss": torch.tensor([0.2, 0.0, 0.1])}, weft.local(), rows=rows)
         {'loss': tensor([0.0000, 0.2000])}
     """
-    batches = [(values, rows)] if isinstance(rows, Rows) else list(zip(cast("Any", values), rows, strict=True))
+    batches = [(values, rows)] if isinstance(rows, Rows) else list(zip(values, rows, strict=True))
     line = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
     world = enter("gather_metrics", line, None, {})
     shape, columns, ids = _columns(batches)
     if world.group is None:
-        return cast("T", _ordered(shape, [columns], [ids]))
+        return _ordered(shape, [columns], [ids])
     with peers_named("gather_metrics", world):
         parts = _exchange(shape, columns, ids, line)
-    return cast("T", _ordered(shape, [part for part, _ in parts], [found for _, found in parts]))
+    return _ordered(shape, [part for part, _ in parts], [found for _, found in parts])
 
 
 def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, list[Any], torch.Tensor]:
