@@ -190,8 +190,8 @@ def padding_share(lengths: Sequence[int], batches: Iterable[Sequence[int]], *, m
         ValueError: A batch holds an index that is no sample.
 
     Example:
-        >>> padding_share([1, 3, 4], [[0, 1], [2]])
-        0.2
+        >>> padding_share([1, 2], [[0, 1]])
+        0.25
     """
     real = whole = 0
     for batch in batches:
