@@ -187,7 +187,9 @@ class ShardedLoader(Extension[T]):
         epoch, todo, held, total = cursor.epoch, cursor.todo, cursor.held, cursor.total
         now, later = reading.plan.split(todo, reading.plan.steps_in(todo) - held) if held else (todo, ())
         steps = 0
-        read = self._batches(now)
+        plain = reading.readers and reading.meeting is None and not (reading.scattered or reading.rows)
+        plain = plain and not reading.plan.allows_empty and device.type == "cpu"
+        read: Iterator[Any] = self._own(now) if plain else self._batches(now)
         # Counted when they are given, not when they are read: on an accelerator one is read ahead.
         ahead = read if device.type == "cpu" else self._on_device(read)
         for found in ahead:
