@@ -23,21 +23,23 @@ TRANSFORMS = [
     "replicate", "shard_data", "sync_batch_norm", "with_precision", "zero_partition",
 ]  # fmt: skip
 FUNCTIONS = [
-    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "checkpointable", "clip_grads", "compose",
-    "creation_dtype", "explain", "export", "gather", "gather_objects", "latest", "load_weights", "local", "log",
-    "logger", "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "plain", "print_once",
-    "progress", "reduce", "restore", "save", "save_async", "skipped", "start", "to_device", "together", "topology",
-    "transform", "verify",
+    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "batch_math", "broadcast", "checkpointable", "clip_grads",
+    "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size", "gather", "gather_metrics",
+    "gather_objects", "keyed_uniform", "latest", "length_batches", "load_weights", "local", "log", "logger",
+    "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share",
+    "plain", "print_once", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped",
+    "split_between", "start", "sync_rng", "to_device", "together", "topology", "transform", "verify", "weighted_mean",
+    "worker_seeds",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
     "NameChanged", "NotSynchronized", "OrderError", "PeerError", "StaleContext", "UnusedParameters", "WeftError",
 ]  # fmt: skip
 TYPES = [
-    "Applied", "Averages", "Checkpoint", "DistContext", "LoadedWeights", "LossScaling", "Precision", "Preemption",
-    "Restored", "RunningSave", "Topology", "Window", "Windows",
+    "Applied", "Averages", "BatchMath", "Checkpoint", "DataPlan", "DistContext", "LoadedWeights", "LossScaling",
+    "Precision", "Preemption", "Restored", "Rows", "RunningSave", "Seeded", "Seeds", "Topology", "Window", "Windows",
 ]  # fmt: skip
-PROTOCOLS = ["GradSync", "ReducesIn", "Undoable"]
+PROTOCOLS = ["GradSync", "ReducesIn", "SeekableStream", "Undoable"]
 MODULES = ["errors", "interop", "testing", "tracking"]
 TESTING = ["fake", "run_ranks", "assert_equivalent", "largest_difference"]
 
@@ -95,7 +97,15 @@ POSITIONAL_OPTIONS = {
     "log": ["trackers"],  # what, when, from where, to whom
     "together": ["what"],  # a name for people, as in pytest.raises
 }
-NO_OBJECT = ["barrier", "explain", "main_first", "on_preemption", "together"]  # about the context itself
+NO_OBJECT = [
+    "barrier",
+    "batch_math",
+    "explain",
+    "main_first",
+    "on_preemption",
+    "sync_rng",
+    "together",
+]  # about the context itself
 WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_async")} | {
     "restore": ["state", "directory"],  # what, where, when
     "load_weights": ["module", "path"],
@@ -133,7 +143,7 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     names = [p.name for p in parameters]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "ctx" not in names:
-        assert len(positional) <= 2 and (len(positional) < 2 or name in ("export", "offered"))
+        assert len(positional) <= 2 and (len(positional) < 2 or name in ("export", "offered", "padding_share"))
         return
     ctx = parameters[names.index("ctx")]
     assert ctx.default is ctx.empty
@@ -417,6 +427,7 @@ def test_every_error_of_the_package_has_the_three_lines():
     # restoring: the echo of what a rank found damaged; doctor: becomes a verdict.
     told = {"objects.py", "settings.py", "ranks.py", "loading.py", "manifest.py", "reading.py", "sources.py"}
     told |= {"doctor.py", "generators.py", "randomness.py", "restoring.py", "values.py"}
+    told |= {"metrics.py", "sizing.py"}  # the first as objects; the second has a function for its texts
     assert {line.partition(":")[0] for line in plain} <= told, plain
 
 

@@ -347,8 +347,11 @@ class _Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("loader", "options", "text"),
     [
-        (DataLoader(_Stream()), {}, "an IterableDataset"),
-        (DataLoader([1, 2], batch_size=None), {}, "batch_size=None"),
+        (DataLoader(_Stream()), {}, "no __len__, 2 ranks, and no uneven="),
+        (DataLoader([1, 2], batch_size=None), {"mode": "split"}, "batch_size=None"),
+        (DataLoader(_Stream(), batch_size=None), {"mode": "split"}, "batch_size=None"),
+        (_loader(4), {"already_sharded": True, "mode": "dispatch"}, "already_sharded=True with mode='dispatch'"),
+        (_loader(4), {"already_sharded": True, "uneven": "pad"}, 'already_sharded=True with uneven="pad"'),
         (_loader(4), {"mode": "rows"}, "mode='rows'"),
         (_loader(4), {"uneven": "maybe"}, "uneven='maybe'"),
         (DataLoader([1, 2], sampler=DistributedSampler([1, 2], 2, 0)), {}, "the data would be split twice"),

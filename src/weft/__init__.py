@@ -11,6 +11,7 @@ Layers, each importing only those below it:
     interop             other libraries
     transforms          one room per transform; beside it checkpoint and tracking
     contract, collectives, placing    what a transform is; values between ranks; values to devices
+    seeding, sizing, padding          random numbers, sizes and shapes of batches
     context             where we run and what was done so far
     engines             who executes
     launchers, nested, errors
@@ -21,17 +22,22 @@ from typing import TYPE_CHECKING, Any
 
 from weft import errors as errors
 from weft.collectives import (
+    Rows,
     any_rank,
     barrier,
     broadcast,
+    denominator,
     gather,
+    gather_metrics,
     gather_objects,
     main_first,
     on_rank,
     pad_across,
     print_once,
     reduce,
+    sync_rng,
     together,
+    weighted_mean,
 )
 from weft.context import Applied, DistContext, Preemption, adopt, explain, local, on_preemption, start
 from weft.contract import GradSync, ReducesIn, Undoable, compose, offered, transform
@@ -51,7 +57,10 @@ from weft.errors import (
     WeftError,
 )
 from weft.launchers import Topology, topology
+from weft.padding import length_batches, pad_collate, padding_share
 from weft.placing import to_device
+from weft.seeding import Seeded, Seeds, keyed_uniform, set_seed, worker_seeds
+from weft.sizing import BatchMath, batch_math, find_batch_size, split_between
 from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
 from weft.transforms.average_weights import Averages, average_weights, averages
 from weft.transforms.clip_grads import clip_grads
@@ -62,7 +71,7 @@ from weft.transforms.gather_step import gather_step
 from weft.transforms.plain import plain
 from weft.transforms.recompute import recompute
 from weft.transforms.replicate import replicate
-from weft.transforms.shard_data import shard_data
+from weft.transforms.shard_data import DataPlan, SeekableStream, shard_data
 from weft.transforms.sync_batch_norm import sync_batch_norm
 from weft.transforms.with_precision import (
     LossScaling,
@@ -116,11 +125,13 @@ __all__ = [
     "AlreadyApplied",
     "Applied",
     "Averages",
+    "BatchMath",
     "Checkpoint",
     "CheckpointError",
     "CollectiveRefused",
     "ContextError",
     "ContractError",
+    "DataPlan",
     "DistContext",
     "GradSync",
     "LoadedWeights",
@@ -134,7 +145,11 @@ __all__ = [
     "Preemption",
     "ReducesIn",
     "Restored",
+    "Rows",
     "RunningSave",
+    "Seeded",
+    "Seeds",
+    "SeekableStream",
     "StaleContext",
     "Topology",
     "Undoable",
@@ -148,22 +163,28 @@ __all__ = [
     "average_weights",
     "averages",
     "barrier",
+    "batch_math",
     "broadcast",
     "checkpointable",
     "clip_grads",
     "compiled",
     "compose",
     "creation_dtype",
+    "denominator",
     "errors",
     "explain",
     "export",
+    "find_batch_size",
     "fully_shard",
     "fuse_step",
     "gather",
+    "gather_metrics",
     "gather_objects",
     "gather_step",
     "interop",
+    "keyed_uniform",
     "latest",
+    "length_batches",
     "load_weights",
     "local",
     "log",
@@ -174,6 +195,8 @@ __all__ = [
     "on_preemption",
     "on_rank",
     "pad_across",
+    "pad_collate",
+    "padding_share",
     "plain",
     "print_once",
     "progress",
@@ -183,10 +206,13 @@ __all__ = [
     "restore",
     "save",
     "save_async",
+    "set_seed",
     "shard_data",
     "skipped",
+    "split_between",
     "start",
     "sync_batch_norm",
+    "sync_rng",
     "testing",
     "to_device",
     "together",
@@ -194,6 +220,8 @@ __all__ = [
     "tracking",
     "transform",
     "verify",
+    "weighted_mean",
     "with_precision",
+    "worker_seeds",
     "zero_partition",
 ]

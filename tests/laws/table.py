@@ -112,6 +112,9 @@ def sum_other_model(parts: Parts, ctx):
 
 
 SHARD = Row(name="shard_data", apply=shard, break_input=partial(shard, uneven="nonsense"))
+SPLIT = Row(
+    name="shard_data[join,keyed]", apply=partial(shard, uneven="join", keyed=True), break_input=partial(shard, mode="x")
+)
 REPLICATE = Row(
     name="replicate", apply=copy_weights, synchronizes=True, break_input=partial(copy_weights, bucket_bytes=-1)
 )
@@ -218,7 +221,7 @@ COMPILED = Row(name="compiled", apply=compile_it, break_input=partial(compile_it
 AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average, decay=2.0))
 
 TABLE = [
-    SHARD, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
+    SHARD, SPLIT, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
     FULLY, HYBRID, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, AVERAGE,
 ]  # fmt: skip
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 
 from weft.collectives.entry import all_gather_flat, all_gather_words, enter, finish, num_bytes, peers_named
 from weft.context import DistContext, World
-from weft.errors import message
+from weft.context.world import exception_text
+from weft.errors import PeerError, message
 from weft.nested import Path
 
-__all__ = ["broadcast", "gather_objects"]
+__all__ = ["broadcast", "gather_objects", "scatter"]
 
 T = TypeVar("T")
 
@@ -189,3 +191,69 @@ def _decode(body: torch.Tensor, text_size: int, device: torch.device) -> Any:
 
 def _bytes_tensor(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def scatter(make: Callable[[], list[Any] | None], ctx: DistContext, what: str) -> Any:
+    """Give every rank its own of the values that rank 0 makes; None on all ranks if it makes none.
+
+    What `make` raises is raised on rank 0, and told to the others.
+
+    Changes: nothing. Collectives: a broadcast of sizes, and a scatter of the bytes.
+
+    Raises:
+        TypeError: On all ranks, if a value cannot be sent.
+        PeerError: Making the values failed, or a peer.
+    """
+    if ctx.world_size == 1:
+        values = make()
+        return None if values is None else values[0]
+    world = ctx.require_collective(what)
+    if ctx.rank:
+        return _receive(ctx, world, what)
+    try:
+        values = make()
+        encoded = [_encode(what, value) for value in values or ()]
+    except Exception as error:
+        text = exception_text(error).encode()
+        _send_sizes([2, len(text), *[0] * (2 * ctx.world_size - 1)], ctx, world)
+        body = _bytes_tensor(text).to(ctx.device)
+        finish(dist.broadcast(body, group=world.group, group_src=0, async_op=True), world)
+        raise
+    sizes = [number for text, parts in encoded for number in (len(text), sum(p.numel() for p in parts))]
+    _send_sizes([int(values is None), *(sizes or [0] * (2 * ctx.world_size))], ctx, world)
+    if values is None:
+        return None
+    longest = max(sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True))
+    bodies = [torch.zeros(longest, dtype=torch.uint8, device=ctx.device) for _ in encoded]
+    for body, (text, parts) in zip(bodies, encoded, strict=True):
+        packed = torch.cat([_bytes_tensor(text), *(p.cpu() for p in parts)])
+        body[: packed.numel()] = packed
+    with peers_named(what, world):
+        mine = torch.empty_like(bodies[0])
+        finish(dist.scatter(mine, bodies, group=world.group, group_src=0, async_op=True), world)
+    return _decode(mine[: sizes[0] + sizes[1]], sizes[0], ctx.device)
+
+
+def _send_sizes(sizes: list[int], ctx: DistContext, world: World) -> None:
+    head = torch.tensor(sizes, dtype=torch.int64, device=ctx.device)
+    with peers_named("scatter", world):
+        finish(dist.broadcast(head, group=world.group, group_src=0, async_op=True), world)
+
+
+def _receive(ctx: DistContext, world: World, what: str) -> Any:
+    head = torch.zeros(1 + 2 * ctx.world_size, dtype=torch.int64, device=ctx.device)
+    with peers_named(what, world):
+        finish(dist.broadcast(head, group=world.group, group_src=0, async_op=True), world)
+        kind, *sizes = head.tolist()
+        if kind == 1:
+            return None
+        if kind == 2:
+            told = torch.empty(sizes[0], dtype=torch.uint8, device=ctx.device)
+            finish(dist.broadcast(told, group=world.group, group_src=0, async_op=True), world)
+            text = bytes(told.cpu().numpy()).decode()
+            raise PeerError(f"{what}: rank 0 failed: {text}", rank=0, text=text)
+        longest = max(sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True))
+        mine = torch.empty(longest, dtype=torch.uint8, device=ctx.device)
+        finish(dist.scatter(mine, None, group=world.group, group_src=0, async_op=True), world)
+    text_size, data_size = sizes[2 * ctx.rank : 2 * ctx.rank + 2]
+    return _decode(mine[: text_size + data_size], text_size, ctx.device)

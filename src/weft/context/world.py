@@ -385,8 +385,8 @@ def wait_for_parting(world: World, limit_s: float) -> None:
 
 
 def exception_text(error: BaseException) -> str:
-    """`Type: text` of an exception."""
-    return f"{type(error).__name__}: {error}"
+    """`Type: text` of an exception, with the notes on it."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 _COMMUNICATION_SIGNS = (

@@ -43,13 +43,14 @@ class Window(Generic[B]):
     only (`reduce="last"`), or in each one.
     """
 
-    def __init__(self, source: Iterator[B], length: int, cutting: _Cutting[B]) -> None:
+    def __init__(self, source: Iterator[B], length: int, cutting: _Cutting[B], *, ahead: int = 0) -> None:
         self._source = source
         self._length = length
         self._cutting = cutting
         self._number = cutting.handed_out
         self._read: list[B] = []  # read ahead for `denominator`
         self._given = 0
+        self._ahead = ahead  # micro-batches that were taken from the loader before the window was made
         self._running = False
 
     def __len__(self) -> int:
@@ -94,6 +95,11 @@ class Window(Generic[B]):
     @property
     def taken(self) -> int:
         """Micro-batches that were taken from the loader so far."""
+        return max(self._given, len(self._read), self._ahead)
+
+    @property
+    def begun(self) -> int:
+        """Micro-batches that were used, or read by `denominator`."""
         return max(self._given, len(self._read))
 
     def denominator(self, count: Count | Callable[[B], Count]) -> float:
@@ -168,7 +174,7 @@ class Window(Generic[B]):
 
     def _finish(self) -> None:
         """Read past what the user left over, so that the next window begins where it should."""
-        for _ in range(self._length - self.taken):
+        for _ in range(self._length - self.begun):
             self._take()
         self._given = self._length
 
@@ -270,7 +276,7 @@ class _Cutting(Generic[B]):
                 if have == size or (have and self.remainder == "step"):
                     self.windows = windows = windows + 1
                     self.handed_out = number = self.handed_out + 1
-                    self.current = window = Window(stream, have, self)
+                    self.current = window = Window(stream, have, self, ahead=have if left is None else 0)
                     yield window
                     window._finish()
                     self.synchronize(number, enabled=True)
@@ -346,7 +352,8 @@ class _SeekableWindowLoader(_WindowLoader):
         cutting, loader = self.weft_cutting, _seekable(super())
         window = cutting.current
         if window is None or window.used_up:
-            return loader.weft_position(0) | {"windows": cutting.windows}
+            # What is carried over from a loader without length lies in memory, and is read again.
+            return loader.weft_position(len(cutting.carried)) | {"windows": cutting.windows}
         return loader.weft_position(window.taken) | {"windows": cutting.windows - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -358,7 +365,7 @@ class _SeekableWindowLoader(_WindowLoader):
     def check_savable(self) -> None:
         """Raise in the middle of a window."""
         window = self.weft_cutting.current
-        if window is not None and not window.used_up and window.taken:
+        if window is not None and not window.used_up and window.begun:
             raise _unfinished(window)
 
 
@@ -413,7 +420,7 @@ def _unfinished(window: Window[Any]) -> ContractError:
     return ContractError(
         message(
             "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",
-            found=f"{window.taken} of {len(window)} micro-batches were read, and the inner loop has not ended",
+            found=f"{window.begun} of {len(window)} micro-batches were read, and the inner loop has not ended",
             expected="a save between two windows, after optimizer.step()",
             fix="leave `for batch in window` first; after a break: for _ in window: pass  # leaves the rest out",
         )

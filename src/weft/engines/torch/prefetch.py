@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from weft.nested import map_leaves, tensors
+from weft.nested import map_leaves, map_tensors, tensors
 
 __all__ = ["move", "prefetch"]
+
+_END = object()
 
 
 def move(value: Any, device: torch.device, *, non_blocking: bool = False, skip: frozenset[str] = frozenset()) -> Any:
@@ -45,7 +47,8 @@ def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Yield every batch on `device`; the copy of the next one runs while this one is used.
 
     On a CPU nothing is copied and nothing is read ahead. On an accelerator, copies run on a
-    stream of their own; the memory of a batch is not reused before its last use.
+    stream of their own, on CUDA from pinned memory; the memory of a batch is not reused before its last
+    use, and the source may overwrite a batch when it is asked for the next one.
     """
     if device.type == "cpu":
         yield from batches
@@ -57,14 +60,22 @@ def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.Stream(device=device)
     ahead: Any = None
     filled = False
-    for batch in batches:
+    source = iter(batches)
+    while (batch := next(source, _END)) is not _END:
+        pinned = map_tensors(_pinned, batch) if device.type == "cuda" else batch
         with stream:
-            moved = move(batch, device, non_blocking=True)
+            moved = move(pinned, device, non_blocking=True)
         if filled:
             yield _claim(ahead, stream, device)
         ahead, filled = moved, True
+        stream.synchronize()  # a step later: the copy is over, and its source is free
     if filled:
         yield _claim(ahead, stream, device)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that the device can read by itself."""
+    return tensor.pin_memory() if tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
 
 
 def _claim(batch: Any, stream: torch.Stream, device: torch.device) -> Any:

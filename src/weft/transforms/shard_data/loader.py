@@ -1,231 +1,484 @@
-"""A `DataLoader` that reads this rank's part: a copy of the user's, with another batch sampler."""
+"""The loader that comes back: a copy of the user's that reads this rank's part and knows its position."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader
 
+from weft.collectives.metrics import Rows
 from weft.context import DistContext
-from weft.errors import ContractError, message
+from weft.contract import Stateful
+from weft.errors import message
 from weft.loaders import Extension, extended_copy
-from weft.nested import map_tensors
-from weft.transforms.shard_data.order import epoch_order, mix, tell_epoch
-from weft.transforms.shard_data.plan import Plan, Stretch
+from weft.seeding import mix
+from weft.transforms.shard_data.dispatch import scattered
+from weft.transforms.shard_data.meeting import Meeting, without_rows
+from weft.transforms.shard_data.order import tell_epoch
+from weft.transforms.shard_data.plan import UNKNOWN, Plan, Stretch
+from weft.transforms.shard_data.samples import Epoch, Given, Samples, StepIndices, Units, WorkerStart, name_samples
+from weft.transforms.shard_data.streams import CollateSteps, Step, StreamSteps
 
-__all__ = ["RankBatches", "ShardedLoader", "is_stock", "length_of", "sharded_copy"]
+__all__ = ["DataPlan", "Reading", "ShardedLoader", "is_stock", "length_of", "sharded_copy"]
 
 T = TypeVar("T")
+_KEPT_STATES = 4096  # of a stream, one per batch: as far back as a window of accumulate_grads may reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """How data is shared out: what `shard_data` decided, as data. `weft.offered(loader, weft.DataPlan)[0]`.
+
+    Attributes:
+        source: "samples" or "batches" of a map-style dataset, "stream", "seekable stream", or "split already".
+        mode: As given to `shard_data`.
+        ranks: Number of ranks that see different batches.
+        per_rank: Units (samples, or batches of a batch sampler) per rank and full step.
+        per_step: The same of all ranks together.
+        uneven: What happens to an incomplete last step.
+        steps: Of the first epoch; None if the source does not tell its length.
+        reads: How often a sample is read by all ranks and workers together, to be used once.
+        resumes: What going on in the middle of an epoch costs: "jumps" (nothing), "state" (the stream
+            goes back to a state of its own) or "reads again" (what was used is read and dropped).
+        any_ranks: Whether it can go on with another number of ranks.
+    """
+
+    source: Literal["samples", "batches", "stream", "seekable stream", "split already"]
+    mode: str
+    ranks: int
+    per_rank: int
+    per_step: int
+    uneven: str
+    steps: int | None
+    reads: int
+    resumes: Literal["jumps", "state", "reads again"]
+    any_ranks: bool
 
 
 @dataclass
 class Cursor:
-    """Where the reading stands; the one mutable thing of a sharded loader.
+    """Where the reading stands; with `Reading.seed` the one mutable thing of a sharded loader.
 
     Attributes:
         epoch: Number of the epoch.
         todo: What the running iteration reads, or the next one: what is left of earlier epochs, then of this.
         steps: Batches of it that were given.
         held: Batches at its end that the iteration leaves for the one after it.
+        total: Batches of it altogether; None as long as that is not known.
         fresh: The next iteration reads `todo`, and not the next epoch.
+        before: Epoch, `todo` and batches of the iteration that ended last.
     """
 
     epoch: int
     todo: tuple[Stretch, ...]
     steps: int = 0
     held: int = 0
+    total: int | None = None
     fresh: bool = True
+    before: tuple[int, tuple[Stretch, ...], int] | None = None
 
 
-class RankBatches(Sampler[list[int]]):
-    """Batch sampler that yields the indices of one rank, in the order of the epochs.
+@dataclass
+class Reading:
+    """What is read, and how it is shared out.
 
     Attributes:
-        cursor: Where the reading stands.
-        reading: What an iterator that is made now yields.
+        plan: Of this rank.
+        readers: The plans of all ranks this one reads for: its own; with "dispatch" all, or none.
+        units: Of a map-style dataset.
+        stream: Of an iterable one.
+        seed: Of the order.
+        single: `batch_size=None`: every unit is a batch.
+        rows: Whether the user gets `Rows` with each batch.
+        meeting: How ranks with different numbers of batches come together; None: they have the same.
+        epochs: The number of the epoch, for workers.
+        split_for: Ranks among which the data was split by somebody else; None: weft does.
+        scattered: Rank 0 reads for all ranks, and sends.
+        total: Units of an epoch, where that is always the same; None: see `units`, or unknown.
+        whole: Units are batches of a batch sampler.
+        states: States of a stream by number of batches, in the running iteration.
+        keyed: Whether every sample is read with random states of its own.
     """
 
-    def __init__(self, units: Iterable[Any], total: int, plan: Plan, seed: int, *, whole: bool) -> None:
-        self.units = units
-        self.total = total
-        self.plan = plan
-        self.seed = seed
-        self.whole_batches = whole
-        self.cursor = Cursor(0, (self.epoch(0),))
-        self.reading = self.cursor.todo
+    plan: Plan
+    readers: tuple[Plan, ...]
+    units: Units | None
+    stream: StreamSteps | None
+    seed: int
+    single: bool
+    rows: bool
+    keyed: bool
+    meeting: Meeting | None
+    epochs: Epoch
+    split_for: int | None
+    scattered: bool = False
+    total: int | None = None
+    whole: bool = False
+    states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def epoch(self, number: int) -> Stretch:
         """All of an epoch."""
-        return Stretch(number, 0, self.total)
+        if self.total is not None:
+            return Stretch(number, 0, self.total)
+        if self.units is not None:
+            return Stretch(number, 0, self.units.total(self.seed, number))
+        return Stretch(number, 0, UNKNOWN)
 
-    def __len__(self) -> int:
-        return self.plan.steps_in(self.cursor.todo)
+    @property
+    def endless(self) -> bool:
+        """Whether nobody knows how many units an epoch has."""
+        return self.total is None and self.units is None
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._indices(self.reading)  # of now, not of the moment when the first is asked for
-
-    def _indices(self, stretches: Sequence[Stretch]) -> Iterator[list[int]]:
-        for stretch in stretches:
-            order = epoch_order(self.units, self.seed, stretch.epoch)
-            if len(order) != self.total:
-                raise ContractError(
-                    message(
-                        "shard_data: the sampler does not yield what its length says",
-                        found=f"{len(order)} in epoch {stretch.epoch}, {self.total} at set-up",
-                        expected="the same number in every epoch",
-                        fix="give the sampler a __len__ that is true",
-                    )
-                )
-            for piece in self.plan.pieces(order, stretch.start, stretch.stop):
-                # A rank without a sample reads one, of which no row is used: collating needs something.
-                indices = piece if len(piece) else [order[stretch.start]]
-                yield [index for batch in indices for index in batch] if self.whole_batches else list(indices)
+    def steps_in(self, stretches: tuple[Stretch, ...]) -> int:
+        """Steps in which stretches are used up, by all ranks."""
+        own = self.plan.steps_in([each for each in stretches if each.start < each.stop])
+        return own if self.meeting is None else self.meeting.steps(own, stretches[-1].start // self.plan.per_step)
 
 
 class ShardedLoader(Extension[T]):
-    """What `shard_data` adds to a loader: `state_dict`, `load_state_dict`, `set_epoch`."""
+    """What `shard_data` adds to a loader: `state_dict`, `load_state_dict`, `set_epoch`, `epoch`."""
 
-    weft_batches: RankBatches
+    weft_reading: Reading
+    weft_cursor: Cursor
     weft_ctx: DistContext
 
     def __len__(self) -> int:
-        return len(self.batch_sampler) if isinstance(self.batch_sampler, RankBatches) else super().__len__()
+        reading, cursor = self.weft_reading, self.weft_cursor
+        if reading.endless:
+            raise TypeError(
+                message(
+                    "len: a loader over a stream of unknown length has none",
+                    found=f"{type(self.dataset).__name__} without __len__",
+                    expected="a dataset that knows its length",
+                    fix="for batch in loader: ...  # without len(loader)",
+                )
+            )
+        return reading.steps_in(cursor.todo)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, or of the next one."""
+        return self.weft_cursor.epoch
+
+    # -- one iteration ---------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._begin()  # not only at the first batch: from here on `len` is that of this iteration
         return self._iteration()
 
     def _begin(self) -> None:
-        batches, cursor = self.weft_batches, self.weft_batches.cursor
-        used_up = cursor.todo[-1].start > 0 and len(batches) == 0
+        reading, cursor = self.weft_reading, self.weft_cursor
+        used_up = cursor.todo[-1].start > 0 and not reading.endless and len(self) == 0
         if used_up or not cursor.fresh:  # the last iteration was left early
             self.set_epoch(cursor.epoch + 1)
         cursor.steps, cursor.held, cursor.fresh = 0, 0, False
-        tell_epoch(self.dataset, cursor.epoch)
+        cursor.total = None if reading.endless else reading.steps_in(cursor.todo)
+        if reading.readers:
+            tell_epoch(self.dataset, cursor.epoch)
 
     def _iteration(self) -> Iterator[Any]:
-        batches, cursor, device = self.weft_batches, self.weft_batches.cursor, self.weft_ctx.device
-        epoch, todo, held = cursor.epoch, cursor.todo, cursor.held
-        now, later = batches.plan.split(todo, batches.plan.steps_in(todo) - held)
-        read = self._batches(now)
+        reading, cursor, device = self.weft_reading, self.weft_cursor, self.weft_ctx.device
+        epoch, todo, held, total = cursor.epoch, cursor.todo, cursor.held, cursor.total
+        now, later = reading.plan.split(todo, reading.plan.steps_in(todo) - held) if held else (todo, ())
+        steps = 0
+        plain = reading.readers and reading.meeting is None and not (reading.scattered or reading.rows)
+        plain = plain and not reading.plan.allows_empty and device.type == "cpu"
+        read: Iterator[Any] = self._own(now) if plain else self._batches(now)
         # Counted when they are given, not when they are read: on an accelerator one is read ahead.
-        for steps, batch in enumerate(read if device.type == "cpu" else self._on_device(read), start=1):
+        ahead = read if device.type == "cpu" else self._on_device(read)
+        for found in ahead:
+            steps += 1
+            given: Given = found[-1]
             cursor.epoch, cursor.todo, cursor.steps, cursor.held = epoch, todo, steps, held
-            yield batch
-        cursor.epoch, cursor.todo = epoch + 1, (*later, batches.epoch(epoch + 1))
-        cursor.steps, cursor.held, cursor.fresh = 0, 0, True
+            cursor.total = steps if given.last and len(todo) == 1 else total
+            if given.state is not None:
+                reading.states.append((steps, given.state))
+            yield found[:2] if reading.rows else found[0]
+        cursor.before = (epoch, todo, steps)
+        cursor.epoch, cursor.todo = epoch + 1, (*later, reading.epoch(epoch + 1))
+        cursor.steps, cursor.held, cursor.total, cursor.fresh = 0, 0, None, True
 
-    def _on_device(self, read: Iterator[Any]) -> Iterator[Any]:
-        return self.weft_ctx.engine.prefetch(read, self.weft_ctx.device)
+    def _on_device(self, read: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        notes: deque[Given] = deque()
 
-    def _batches(self, stretches: tuple[Stretch, ...]) -> Iterator[Any]:
-        # A dataset that knows of epochs has to be told before its workers start.
-        apart = len(stretches) > 1 and callable(getattr(self.dataset, "set_epoch", None))
-        groups: list[tuple[Stretch, ...]] = [(stretch,) for stretch in stretches] if apart else [stretches]
-        for group in groups:
+        def values() -> Iterator[tuple[Any, ...]]:
+            for *value, given in read:
+                notes.append(given)
+                yield tuple(value)
+
+        for value in self.weft_ctx.engine.prefetch(values(), self.weft_ctx.device):
+            yield (*value, notes.popleft())
+
+    def _batches(self, stretches: tuple[Stretch, ...]) -> Iterator[tuple[Any, ...]]:
+        """Batches with what is known of them, the last of each tuple."""
+        reading, ctx = self.weft_reading, self.weft_ctx
+        read: Iterator[tuple[Any, Given]] = self._own(stretches) if reading.readers else iter(())
+        if reading.scattered:
+            last = None if reading.endless else reading.steps_in(stretches)
+            read = scattered(read, ctx, reading.plan.size, last)
+        elif reading.meeting is not None:
+            read = reading.meeting.batches(read, stretches[-1], ctx)
+        for batch, given in read:
+            cut = without_rows(batch, len(given.ids)) if given.empty else batch
+            yield (cut, _rows(given), given) if reading.rows else (cut, given)
+
+    def _own(self, stretches: tuple[Stretch, ...]) -> Iterator[tuple[Any, Given]]:
+        reading = self.weft_reading
+        # A dataset that knows of epochs has to be told before its workers start; a stream has one at a time.
+        apart = len(stretches) > 1 and (
+            reading.stream is not None or reading.keyed or callable(getattr(self.dataset, "set_epoch", None))
+        )
+        left = tuple(stretch for stretch in stretches if stretch.start < stretch.stop)
+        for group in [(stretch,) for stretch in left] if apart else [left] if left else []:
             if apart:
                 tell_epoch(self.dataset, group[-1].epoch)
-            empty = self.weft_batches.plan.empty_steps(group)
-            for step, batch in enumerate(self._worker_batches(group)):
-                yield map_tensors(lambda t: t[:0] if t.dim() else t, batch) if step in empty else batch
+            given: deque[Given] = deque()
+            reading.epochs.set(group[-1].epoch, group[-1].start)
+            try:
+                for batch in self._torch_batches(group, given):
+                    yield batch, given.popleft()
+            except Exception as error:
+                name_samples(error, given, self.weft_ctx.rank)
+                raise
 
-    def _worker_batches(self, stretches: tuple[Stretch, ...]) -> Iterator[Any]:
-        """Torch's own iterator, made without drawing from the global generator."""
-        before = self.__dict__["generator"]
-        if before is None:
-            seed = mix(self.weft_ctx.seed, self.weft_batches.cursor.epoch, self.weft_ctx.data_rank, "workers")
-            self.__dict__["generator"] = torch.Generator().manual_seed(seed)
-        self.weft_batches.reading = stretches
-        try:
-            return iter(super().__iter__())
-        finally:
-            self.__dict__["generator"] = before
+    def _torch_batches(self, stretches: tuple[Stretch, ...], given: deque[Given]) -> Iterator[Any]:
+        """Torch's own iterator, or that of the user's class."""
+        self.__dict__["weft_now"] = (stretches, given)
+        indices = self.__dict__.get("weft_indices")
+        if indices is not None:  # workers that stay go on reading it
+            indices.seed, indices.reading, indices.given = self.weft_reading.seed, stretches, given
+        if isinstance(self, Stateful) and _has_own_state(type(self)):
+            return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
+        return iter(super().__iter__())
+
+    def _get_iterator(self) -> Any:
+        if self.weft_reading.stream is None:
+            return DataLoader._get_iterator(self.weft_view()[0])
+        return _Unwrapped(self)
+
+    def weft_view(self) -> tuple[DataLoader[Any], deque[Given]]:
+        """The loader as torch is to see it for the iteration that begins, and where notes come in."""
+        reading = self.weft_reading
+        stretches, given = self.__dict__["weft_now"]
+        epoch, start = stretches[-1].epoch, stretches[-1].start
+        view: Any = object.__new__(DataLoader)
+        fields = dict(self.__dict__)
+        seed, rank = self.weft_ctx.seed, self.weft_ctx.data_rank
+        # Torch draws the seeds of workers from the loader's generator, or from the global one.
+        fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
+        fields["worker_init_fn"] = WorkerStart(self.worker_init_fn, seed, epoch, rank)
+        if self.num_workers == 0:
+            fields["worker_init_fn"] = self.worker_init_fn
+        if reading.stream is not None:
+            stream = copy.copy(reading.stream)
+            stream.dataset, stream.seed = self.dataset, reading.seed
+            kept = [state for steps, state in reading.states if steps == 0]
+            stream.start_state = kept[0] if kept and start else None
+            fields |= {"dataset": stream, "batch_sampler": None, "drop_last": False}
+            fields["collate_fn"] = CollateSteps(self.collate_fn, single=reading.single)
+        else:
+            assert reading.units is not None
+            told = callable(getattr(self.dataset, "set_epoch", None))
+            keyed = reading.seed if reading.keyed else None
+            fields["dataset"] = Samples(self.dataset, self.weft_ctx.rank, reading.epochs, keyed, told=told)
+            indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
+            self.__dict__["weft_indices"] = indices
+            indices.seed, indices.reading, indices.given = reading.seed, stretches, given
+            fields["sampler" if reading.single else "batch_sampler"] = indices
+        view.__dict__.update(fields)
+        return view, given
+
+    # -- the position ----------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from its beginning."""
-        self._go_to(epoch, (self.weft_batches.epoch(epoch),))
+        self.weft_reading.states.clear()
+        self._go_to(epoch, (self.weft_reading.epoch(epoch),))
 
     def _go_to(self, epoch: int, todo: tuple[Stretch, ...]) -> None:
-        cursor = self.weft_batches.cursor
+        cursor = self.weft_cursor
         cursor.epoch, cursor.todo, cursor.steps, cursor.held, cursor.fresh = epoch, todo, 0, 0, True
+        cursor.total, cursor.before = None, None
 
     def state_dict(self) -> dict[str, Any]:
         """The position: seed, epoch, and samples used by all ranks together. Free of world size.
 
         After the last batch of an epoch it is the beginning of the next. If batches were carried over
-        from earlier epochs and are not used yet, it has their samples too, as `[epoch, start, stop]`.
+        from earlier epochs and are not used yet, it has their samples too, as `[epoch, start, stop]`. A
+        stream with a state of its own adds it as "source"; data that was split already adds "ranks".
         """
         return self.weft_position(0)
 
     def weft_position(self, back: int) -> dict[str, Any]:
         """The position as it was so many batches ago, in the running iteration; see `Seekable`."""
-        batches, cursor = self.weft_batches, self.weft_batches.cursor
-        epoch, steps = cursor.epoch, cursor.steps - back
-        left = batches.plan.split(cursor.todo, steps)[1]
-        if steps and steps == len(batches) - cursor.held:
-            epoch, left = epoch + 1, (*left, batches.epoch(epoch + 1))
-        position = {"seed": batches.seed, "epoch": epoch, "samples": left[-1].start}
+        reading, cursor = self.weft_reading, self.weft_cursor
+        epoch, todo, steps, total = cursor.epoch, cursor.todo, cursor.steps, cursor.total
+        if back > steps and cursor.before is not None:  # in the iteration that ended before
+            (epoch, todo, total), back = cursor.before, back - steps
+            steps = total
+        steps -= back
+        left = reading.plan.split(todo, steps)[1] if reading.meeting is None else _rest(todo, steps, reading.plan)
+        if steps and total is not None and steps == total - cursor.held:
+            epoch, left = epoch + 1, (*(() if reading.endless else left), reading.epoch(epoch + 1))
+        position = {"seed": reading.seed, "epoch": epoch, "samples": left[-1].start}
+        if reading.split_for is not None:
+            position["ranks"] = reading.split_for
+        kept = [state for at, state in reading.states if at == steps]
+        if kept and left[-1].start and epoch == todo[-1].epoch:
+            position["source"] = copy.deepcopy(kept[-1])
         return position | ({"carried": [list(stretch) for stretch in left[:-1]]} if left[1:] else {})
 
     def weft_hold_back(self, count: int) -> None:
         """Leave the last batches of the iteration that was just begun for the next one; see `Seekable`."""
-        self.weft_batches.cursor.held = count
+        self.weft_cursor.held = count
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position saved at any world size; the next iteration goes on there.
 
         Raises:
-            ValueError: The state is not one of this loader's dataset.
+            ValueError: The state is not one of this loader's dataset, or of data that somebody else split
+                among another number of ranks.
         """
-        batches = self.weft_batches
-        todo = _stretches(state, batches.total)
+        reading = self.weft_reading
+        todo = _stretches(state, reading)
         if todo is None:
+            known = "" if reading.total is None else f" <= {reading.total}"
             raise ValueError(
                 message(
                     "load_state_dict: this is not a position in this loader",
                     found=repr(state),
-                    expected=f"seed, epoch, and 0 <= samples <= {batches.total}",
+                    expected=f"seed, epoch, and 0 <= samples{known}",
                     fix="loader.load_state_dict(saved_loader.state_dict())",
                 )
             )
-        for stretch in todo:
-            batches.plan.check(stretch.stop - stretch.start, "the rest of the epoch")
-        batches.seed = state["seed"]
+        _check_ranks(state, reading)
+        for stretch in () if reading.endless else todo:
+            reading.plan.check(stretch.stop - stretch.start, "the rest of the epoch")
+        reading.seed = state["seed"]
+        reading.states.clear()
+        if state.get("source") is not None:
+            reading.states.append((0, copy.deepcopy(state["source"])))
+            self.__dict__["_iterator"] = None  # workers that stay cannot be told
         self._go_to(state["epoch"], todo)
 
 
-def _stretches(state: Mapping[str, Any], total: int) -> tuple[Stretch, ...] | None:
+class _Unwrapped:
+    """Torch's iterator over a view of the loader, made new or reset, that notes what it gives."""
+
+    def __init__(self, loader: ShardedLoader[Any]) -> None:
+        self._open(loader)
+
+    def _open(self, loader: ShardedLoader[Any]) -> None:
+        view, self._given = loader.weft_view()
+        self._ready: deque[Any] = deque()
+        self._inner = DataLoader._get_iterator(view)
+
+    def _reset(self, loader: ShardedLoader[Any]) -> None:
+        view, self._given = loader.weft_view()
+        self._ready.clear()
+        self._inner._reset(view)
+
+    def __iter__(self) -> _Unwrapped:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ready:
+            return self._ready.popleft()
+        batch = next(self._inner)
+        if not isinstance(batch, Step):
+            return batch
+        self._given.extend(batch.given)
+        if len(batch.parts) == 1:
+            return batch.parts[0]
+        self._ready.extend(batch.parts)
+        return self._ready.popleft()
+
+
+def _rows(given: Given) -> Rows:
+    ids = [] if given.empty else list(given.ids)
+    numbers = all(isinstance(one, int) for one in ids)
+    valid = torch.zeros(len(ids), dtype=torch.bool)
+    valid[: given.valid] = True
+    return Rows(
+        ids=torch.tensor(ids if numbers else [-1] * len(ids), dtype=torch.int64), valid=valid, epoch=given.epoch
+    )
+
+
+def _rest(todo: tuple[Stretch, ...], steps: int, plan: Plan) -> tuple[Stretch, ...]:
+    """What is left of data that was split already: counted in full steps, which are alike on all ranks."""
+    return (*todo[:-1], todo[-1]._replace(start=todo[-1].start + steps * plan.per_step))
+
+
+def _has_own_state(cls: type[Any]) -> bool:
+    """Whether the user's class of loader had a state before weft gave it one (torchdata's has)."""
+    owners = [base for base in cls.__mro__ if "load_state_dict" in vars(base)]
+    return len(owners) > 1
+
+
+def _stretches(state: Mapping[str, Any], reading: Reading) -> tuple[Stretch, ...] | None:
     """What is left to be read from a position on; None if it is none in so many units."""
     named = {"seed", "epoch", "samples"}
-    if not named <= set(state) <= named | {"carried", "windows"}:
+    if not named <= set(state) <= named | {"carried", "windows", "source", "ranks"}:
         return None
+    numbers = (state["seed"], state["epoch"], state["samples"])
+    if not all(type(number) is int for number in numbers) or state["epoch"] < 0:
+        return None
+    seed, reading.seed = reading.seed, state["seed"]
     try:
+        full = reading.epoch(state["epoch"])
         carried = [Stretch(*stretch) for stretch in state.get("carried", ())]
-        todo = (*carried, Stretch(state["epoch"], state["samples"], total))
+        todo = (*carried, full._replace(start=state["samples"]))
     except TypeError:
         return None
-    whole = all(type(number) is int for number in (state["seed"], *itertools.chain(*todo)))
-    return todo if whole and all(0 <= each.start <= each.stop <= total for each in todo) else None
+    finally:
+        reading.seed = seed
+    # Ranks of data that was split already may have less than others have used.
+    beyond = UNKNOWN if reading.meeting is not None else 0
+    inside = all(type(number) is int for number in itertools.chain(*todo)) and all(
+        0 <= each.start <= max(each.stop, beyond) and each.stop <= full.stop for each in todo
+    )
+    return todo if inside else None
 
 
-def sharded_copy(loader: DataLoader[T], batches: RankBatches, ctx: DistContext) -> DataLoader[T]:
-    """A copy of `loader` that reads `batches`; the original is left alone."""
-    new: DataLoader[T] = extended_copy(loader, ShardedLoader, batch_sampler=batches, weft_batches=batches, weft_ctx=ctx)
+def _check_ranks(state: Mapping[str, Any], reading: Reading) -> None:
+    if state.get("ranks") == reading.split_for:
+        return
+    raise ValueError(
+        message(
+            "load_state_dict: the data was split by somebody else, and cannot be split anew",
+            found=f"a position of {_ranks(state.get('ranks'))}, loaded by {_ranks(reading.split_for)}",
+            expected="the same number of ranks, or a source that weft splits: one order of all samples",
+            fix="weft.shard_data(loader, ctx)  # over the whole dataset, without already_sharded=True",
+        )
+    )
+
+
+def _ranks(number: int | None) -> str:
+    return "data that weft splits" if number is None else f"data split among {number} ranks"
+
+
+def sharded_copy(loader: DataLoader[T], reading: Reading, ctx: DistContext) -> DataLoader[T]:
+    """A copy of `loader` that reads as `reading` says; the original is left alone."""
+    cursor = Cursor(0, (reading.epoch(0),))
+    new: DataLoader[T] = extended_copy(loader, ShardedLoader, weft_reading=reading, weft_cursor=cursor, weft_ctx=ctx)
     return new
 
 
-def is_stock(batch_sampler: object) -> bool:
+def is_stock(loader: DataLoader[Any]) -> bool:
     """Whether batches are just consecutive samples of a sampler, so that samples can be shared out."""
-    return type(batch_sampler) is BatchSampler
+    return loader.batch_size is not None or type(loader.batch_sampler) is BatchSampler
 
 
-def length_of(units: Sequence[Any] | Iterable[Any]) -> int | None:
-    """Length of a sampler, or None if it does not tell."""
+def length_of(units: Any) -> int | None:
+    """Length of a sampler or stream, or None if it does not tell."""
+    measure: Callable[[Any], int] = len
     try:
-        return len(units)  # type: ignore[arg-type]
-    except TypeError:
+        return measure(units)
+    except (TypeError, NotImplementedError):
         return None

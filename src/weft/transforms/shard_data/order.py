@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
-__all__ = ["epoch_order", "mix", "tell_epoch"]
+from weft.seeding import mix, seeded
 
-
-def mix(*parts: object) -> int:
-    """Hash some facts into a seed, 0 <= seed < 2**63, the same in every process.
-
-    Example:
-        >>> mix(0, 1) == mix(0, 1), mix(0, 1) == mix(1, 0)
-        (True, False)
-    """
-    digest = hashlib.blake2b("/".join(map(repr, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+__all__ = ["epoch_order", "generators_of", "tell_epoch"]
 
 
 def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
@@ -40,9 +27,20 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return _permutation(len(sampler.data_source), sampler.generator, mix(seed, epoch, "order"))
     tell_epoch(sampler, epoch)
-    with _seeded(mix(seed, epoch, "order"), _generators(sampler)):
+    with seeded(mix(seed, epoch, "order"), generators_of(sampler)):
         return list(sampler)
+
+
+def _permutation(count: int, own: torch.Generator | None, seed: int) -> Sequence[int]:
+    """What a `RandomSampler` yields whose random source was seeded, without one call per sample."""
+    if own is None:
+        source = torch.Generator().manual_seed(seed)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
 
 
 def tell_epoch(obj: object, epoch: int) -> None:
@@ -52,28 +50,7 @@ def tell_epoch(obj: object, epoch: int) -> None:
         method(epoch)
 
 
-def _generators(sampler: Any) -> list[torch.Generator]:
-    """The generators of a sampler and of the one it draws from (a `BatchSampler` has one inside)."""
-    found = [getattr(sampler, "generator", None), getattr(getattr(sampler, "sampler", None), "generator", None)]
+def generators_of(source: Any) -> list[torch.Generator]:
+    """The generators of a sampler or stream, and of the sampler it draws from (a `BatchSampler` has one inside)."""
+    found = [getattr(source, "generator", None), getattr(getattr(source, "sampler", None), "generator", None)]
     return [generator for generator in found if isinstance(generator, torch.Generator)]
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
-    """Seed python's, numpy's and torch's CPU generators for the body, and restore them."""
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = np.random.get_state()
-    generator_states = [generator.get_state() for generator in generators]
-    try:
-        random.seed(seed)
-        torch.manual_seed(seed) if not torch.cuda.is_initialized() else torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        for generator in generators:
-            generator.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        for generator, state in zip(generators, generator_states, strict=True):
-            generator.set_state(state)

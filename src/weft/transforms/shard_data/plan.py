@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple, TypeVar
 
 from weft.errors import message
 
-__all__ = ["Plan", "Stretch", "Uneven"]
+__all__ = ["UNKNOWN", "Plan", "Stretch", "Uneven"]
 
 U = TypeVar("U")
-Uneven = Literal["balance", "empty", "pad", "drop", "error"]
+Uneven = Literal["balance", "empty", "pad", "drop", "error", "join"]
+UNKNOWN = 2**62  # units of a stream that does not tell its length
 
 
 class Stretch(NamedTuple):
@@ -50,12 +51,18 @@ class Plan(NamedTuple):
         """Units per full step, all ranks together."""
         return self.per_rank * self.size
 
+    @property
+    def allows_empty(self) -> bool:
+        """Whether a rank may get a batch without rows."""
+        return self.uneven in ("empty", "join")
+
     def num_steps(self, units: int) -> int:
         """Steps in which so many units are used up."""
         full, rest = divmod(units, self.per_step)
-        return full + (1 if self._rest_counts(rest) else 0)
+        return full + (1 if self.rest_counts(rest) else 0)
 
-    def _rest_counts(self, rest: int) -> bool:
+    def rest_counts(self, rest: int) -> bool:
+        """Whether so many units left over make a step."""
         if rest == 0 or self.drop_last:
             return False
         return rest >= self.size or self.uneven != "drop"
@@ -75,35 +82,32 @@ class Plan(NamedTuple):
             steps -= have
         return tuple(stretches), ()
 
-    def pieces(self, order: Sequence[U], start: int, stop: int) -> Iterator[Sequence[U]]:
-        """Yield this rank's piece of every step of a stretch; an empty one only with `uneven="empty"`."""
-        full, rest = divmod(stop - start, self.per_step)
-        for step in range(full):
-            first = start + step * self.per_step + self.rank * self.per_rank
-            yield order[first : first + self.per_rank]
-        if self._rest_counts(rest):
-            yield self._last_piece(order, stop - rest, rest)
+    def pieces(self, order: Sequence[U], start: int, stop: int) -> Iterator[tuple[Sequence[U], int]]:
+        """Yield this rank's piece of every step of a stretch, and how many of its units do not repeat.
 
-    def _last_piece(self, order: Sequence[U], start: int, rest: int) -> Sequence[U]:
+        A piece is empty only if `allows_empty`.
+        """
+        full, rest = divmod(stop - start, self.per_step)
+        whole = self.per_rank
+        for first in range(start + self.rank * whole, start + full * self.per_step, self.per_step):
+            yield order[first : first + whole], whole
+        if self.rest_counts(rest):
+            first, count = self.share(rest)
+            piece = order[stop - rest + first : stop - rest + first + count]
+            if self.uneven == "pad":  # the order goes round: its first units come again until the step is full
+                begin = stop - rest + first
+                piece = [*piece, *(order[i % len(order)] for i in range(begin + count, begin + whole))]
+            yield piece, count
+
+    def share(self, rest: int) -> tuple[int, int]:
+        """First unit, and number of units, that this rank gets of an incomplete step of `rest` units."""
         if self.uneven == "pad":
-            # The order goes round: the first units come again until the step is full.
-            first = start + self.rank * self.per_rank
-            return [order[index % len(order)] for index in range(first, first + self.per_rank)]
+            first = min(self.rank * self.per_rank, rest)
+            return (self.rank * self.per_rank, min(rest - first, self.per_rank))
         share, extra = divmod(rest, self.size)
         if self.uneven == "drop":
             extra = 0
-        first = start + self.rank * share + min(self.rank, extra)
-        return order[first : first + share + (1 if self.rank < extra else 0)]
-
-    def empty_steps(self, stretches: Iterable[Stretch]) -> frozenset[int]:
-        """Numbers of the steps in which this rank gets nothing."""
-        found, count = set(), 0
-        for stretch in stretches:
-            rest = (stretch.stop - stretch.start) % self.per_step
-            count += self.steps_in([stretch])
-            if self.uneven == "empty" and self._rest_counts(rest) and rest <= self.rank:
-                found.add(count - 1)
-        return frozenset(found)
+        return self.rank * share + min(self.rank, extra), share + (1 if self.rank < extra else 0)
 
     def check(self, units: int, what: str) -> None:
         """Raise if the last step cannot be shared out as `uneven` asks.
