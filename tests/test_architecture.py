@@ -207,6 +207,7 @@ ENVIRONMENT = {
     "weft/context/start.py",  # the reader
     "weft_command.py",  # sets OMP_NUM_THREADS for the ranks, before torch is there
     "weft/cli/launch.py",  # asks `topology` which rank failed
+    "weft/engines/deepspeed/library.py",  # puts back what DeepSpeed changes, and lends what it reads
     "weft/testing/laws.py",  # law 7 compares it
     "weft/testing/ranks.py",  # hands it to the ranks ...
     "weft/testing/rank_worker.py",  # ... which put it back before each job

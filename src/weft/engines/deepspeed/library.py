@@ -1,0 +1,172 @@
+"""Getting hold of DeepSpeed, and what it leaves in the process taken back.
+
+DeepSpeed is imported when the first engine is asked for and not before. What it changes outside of itself
+is put back: a variable that it sets on import, the `mpu` that `initialize` leaves behind, its log level while
+an engine is made. `LOCAL_RANK`, which it wants to read, is there for the time of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import ContextError, MissingExtra, message
+
+__all__ = ["GroupView", "LocalRank", "check_accelerator", "deepspeed", "quietly"]
+
+_TESTED = (0, 19)
+
+
+def deepspeed() -> Any:
+    """DeepSpeed itself.
+
+    Raises:
+        MissingExtra: It is not installed, or in a version that was never tried.
+    """
+    if "deepspeed" in sys.modules:
+        return sys.modules["deepspeed"]
+    before, disabled = dict(os.environ), logging.root.manager.disable
+    try:
+        logging.disable(logging.WARNING)  # it tells which accelerator it found
+        library = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise MissingExtra(
+            message(
+                'zero_partition: engine="deepspeed" needs the package deepspeed',
+                found=f"{type(error).__name__}: {error}",
+                expected="DeepSpeed 0.19, which is not installed with weft",
+                fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
+            )
+        ) from error
+    finally:
+        logging.disable(disabled)
+        _put_back(before)
+    version = tuple(int(part) for part in library.__version__.split(".")[:2])
+    if version != _TESTED:
+        raise MissingExtra(
+            message(
+                'zero_partition: engine="deepspeed" does not know this version',
+                found=f"deepspeed {library.__version__}",
+                expected="deepspeed 0.19: weft reaches into its optimizers, which change from version to version",
+                fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
+            )
+        )
+    # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
+    operations = importlib.import_module("deepspeed.ops").__compatible_ops__
+    operations["deepspeed_shm_comm"] = False
+    return library
+
+
+def _put_back(before: dict[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def check_accelerator(device: torch.device) -> None:
+    """Raise if DeepSpeed computes elsewhere than the context.
+
+    Raises:
+        ContextError: It does; it chose when it was imported.
+    """
+    chosen = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    if chosen.partition(":")[0] != device.type:
+        raise ContextError(
+            message(
+                "zero_partition: DeepSpeed computes on another device than the context",
+                found=f"{chosen}, and {device}",
+                expected="one kind of device for both",
+                fix=f"DS_ACCELERATOR={device.type}  # in the environment, before the program starts",
+            )
+        )
+
+
+@contextlib.contextmanager
+def quietly(local_rank: int) -> Iterator[None]:
+    """Around the making of an engine: what that changes in the process is as before afterwards."""
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    logger = importlib.import_module("deepspeed.utils").logger
+    level, mpu, before = logger.level, groups.mpu, dict(os.environ)
+    loaded: Any = torch.nn.functional
+    linear = loaded.linear
+    handlers = list(logging.getLogger().handlers)
+    logger.setLevel(max(level, logging.ERROR))
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    try:
+        yield
+    finally:
+        _put_back(before)
+        logger.setLevel(level)
+        groups.mpu = mpu
+        loaded.linear = linear
+        logging.getLogger().handlers[:] = handlers
+
+
+class LocalRank:
+    """`LOCAL_RANK` in the environment for the time of a forward pass of stage 3, in which DeepSpeed reads it."""
+
+    def __init__(self, local_rank: int) -> None:
+        self._value = str(local_rank)
+        self._lent = False
+
+    def lend(self) -> None:
+        """Put it there, unless a launcher did."""
+        if "LOCAL_RANK" not in os.environ:
+            os.environ["LOCAL_RANK"] = self._value
+            self._lent = True
+
+    def take_back(self) -> None:
+        """Take it away again."""
+        if self._lent:
+            os.environ.pop("LOCAL_RANK", None)
+            self._lent = False
+
+
+class GroupView:
+    """The protocol by which DeepSpeed asks for process groups, over one group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+
+    def release(self) -> None:
+        """Let the group go."""
+        self._group = None
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks it divides over."""
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return dist.get_world_size(self._group)
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among them."""
+        return dist.get_rank(self._group)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their global numbers."""
+        return dist.get_process_group_ranks(self._group) if self._group is not None else []
+
+    def get_model_parallel_group(self) -> None:
+        """No rank holds a part of the model only."""
+
+    def get_model_parallel_world_size(self) -> int:
+        """One."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """The first."""
+        return 0
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
