@@ -225,6 +225,9 @@ class Partition:
     def _begin(self) -> None:
         self._reduced.clear()
         self._received = False
+        for parameter, held in list(self._held.items()):
+            if held.cleared and parameter.grad is held:
+                parameter.grad = held.pending
         kept = [p for p, held in self._held.items() if p.grad is held]
         if any(self._held[p].spent for p in kept):
             self._raise_spent()
@@ -286,7 +289,8 @@ class Partition:
             self._drop()
             return
         for parameter in set(self._held) - set(kept):
-            self._buffers.gradient(parameter).zero_()
+            if not self._held[parameter].spent:
+                self._buffers.gradient(parameter).zero_()
             del self._held[parameter]
 
     def _drop(self) -> None:

@@ -41,12 +41,14 @@ class CutGradient(torch.Tensor):
         parameter_name: For errors.
         group: The ranks over which the pieces lie.
         spent: An optimizer's step has used it, and it is gone.
+        cleared: It was set to zero after that.
         pending: What came in since, not reduced over the ranks.
     """
 
     parameter_name: str
     group: dist.ProcessGroup | None
     spent: bool
+    cleared: bool
     pending: torch.Tensor | None
     _piece: Callable[[], torch.Tensor]
 
@@ -61,7 +63,8 @@ class CutGradient(torch.Tensor):
         """A tensor without memory, of the parameter's shape."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: CutGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        made.parameter_name, made.group, made._piece, made.spent, made.pending = name, group, piece, False, None
+        made.parameter_name, made.group, made._piece = name, group, piece
+        made.spent, made.cleared, made.pending = False, False, None
         return made
 
     def piece(self) -> torch.Tensor:
@@ -97,11 +100,19 @@ class CutGradient(torch.Tensor):
             return args[0]
         if func in _ADD and torch._C._current_graph_task_id() != -1 and isinstance(args[0], cls):
             return args[0]._take(args[1])  # autograd adds to the gradient there is
+        if func is torch.ops.aten.zero_.default and isinstance(args[0], cls) and args[0].spent:
+            args[0].cleared = True
+            return args[0]
         if func in _EACH and isinstance(args[0], cls):
             _EACH[func](args[0].piece(), *args[1:])
             return args[0]
         if func in _FOREACH:
             given: Sequence[torch.Tensor] = args[0]
+            if func is torch.ops.aten._foreach_zero_.default:
+                spent = [one for one in given if isinstance(one, cls) and one.spent]
+                for one in spent:
+                    one.cleared = True
+                given = [one for one in given if not any(one is other for other in spent)]
             _FOREACH[func]([one.piece() if isinstance(one, cls) else one for one in given], *args[1:])
             return None
         names = [one.parameter_name for one in _flat(args) if isinstance(one, cls)]
@@ -115,7 +126,7 @@ class CutGradient(torch.Tensor):
         )
 
     def _take(self, new: torch.Tensor) -> CutGradient:
-        if self.spent:
+        if self.spent and not self.cleared:
             raise ContractError(
                 message(
                     f"a second backward pass adds to the gradient of {self.parameter_name}, which a step has used",
