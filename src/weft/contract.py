@@ -23,6 +23,7 @@ import hashlib
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
 
@@ -35,6 +36,7 @@ from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, l
 
 __all__ = [
     "GradSync",
+    "KeepsParameters",
     "ReducesIn",
     "Stateful",
     "Undoable",
@@ -98,6 +100,28 @@ class Undoable(Protocol):
 
     def undo(self) -> None:
         """Leave the object as it was before the transform."""
+
+
+@runtime_checkable
+class KeepsParameters(Protocol):
+    """Offered by transforms that keep parameters or their state elsewhere than in module and optimizer."""
+
+    def parameter_shards(self) -> dict[str, torch.Tensor]:
+        """Values of the parameters that the module itself has none of, by name, cut over the ranks; a collective."""
+        ...
+
+    def parameters_changed(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Take new values: from `shards` for the parameters named there, else from the module; a collective."""
+
+    def state_layout(self, name: str) -> torch.Tensor | None:
+        """A tensor without values, cut up as the optimizer's state of this parameter is to be given."""
+
+    def gathered(self, *, write: bool) -> AbstractContextManager[None]:
+        """A context in which the module has all parameters whole."""
+        ...
+
+    def full_gradient(self, name: str) -> torch.Tensor | None:
+        """The whole gradient of a parameter, None if it has none; a collective."""
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from weft.checkpoint.manifest import Manifest
 from weft.checkpoint.pieces import local_part
 from weft.checkpoint.randomness import drawn_state, prepare_random_state, random_state
 from weft.checkpoint.reading import Reader
-from weft.checkpoint.state import Checkpoint, Stateful, collect, kept_by, parameter_names
+from weft.checkpoint.state import Checkpoint, Stateful, collect, keepers, kept_by, parameter_names
 from weft.checkpoint.values import decode, encode
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
@@ -115,12 +115,20 @@ class Loading:
         parameters = {names[id(p)]: p for entry in optimizer.param_groups for p in entry["params"]}
         order = {name: index for index, name in enumerate(name for group in groups for name in group)}
 
+        layouts = {
+            id(p): layout
+            for obj in self._state.objects.values()
+            for part, offer in (keepers(obj) if isinstance(obj, nn.Module) else ())
+            for own, p in part.named_parameters()
+            if (layout := offer.state_layout(own)) is not None
+        }
+
         def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
             """Reads state cut up as its parameter, if it has its shape."""
 
             def read(name: str) -> torch.Tensor:
-                shape = self.manifest.tensors[name].shape
-                return self._reader.read(name, parameter if shape and shape == tuple(parameter.shape) else None)
+                shape, layout = self.manifest.tensors[name].shape, layouts.get(id(parameter), parameter)
+                return self._reader.read(name, layout if shape and shape == tuple(layout.shape) else None)
 
             return read
 
@@ -190,6 +198,11 @@ class Loading:
         self._undo.pop_all()
         for name, values in self._tensors.items():
             local_part(self._live.tensors[name]).copy_(local_part(values))
+        for key, obj in self._state.objects.items():
+            for part, offer in keepers(obj) if isinstance(obj, nn.Module) else ():
+                names = {id(p): name for name, p in obj.named_parameters()}
+                full = {own: f"{key}/{names[id(p)]}" for own, p in part.named_parameters()}
+                offer.parameters_changed({own: self._live.tensors[n] for own, n in full.items() if n in self._tensors})
         if self._set_random is not None:
             self._set_random()
 

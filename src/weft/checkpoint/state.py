@@ -18,7 +18,7 @@ from torch import nn
 from weft.checkpoint.values import check_tensor, encode
 from weft.context import Applied, DistContext
 from weft.context.watching import watch
-from weft.contract import Stateful, offered
+from weft.contract import KeepsParameters, Stateful, offered
 from weft.engines.torch.shards import resting_parameters
 from weft.errors import listed, message
 
@@ -30,6 +30,7 @@ __all__ = [
     "checkpointable",
     "collect",
     "is_extra",
+    "keepers",
     "kept_by",
     "parameter_names",
 ]
@@ -180,14 +181,20 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
 def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[int, str]) -> None:
     values: dict[str, Any] = {}
     found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    elsewhere = {
+        id(dict(part.named_parameters())[name]): shard
+        for part, offer in keepers(module)
+        for name, shard in offer.parameter_shards().items()
+    }
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
     for name, value in found.items():
         full = f"{key}/{name}"
         if id(value) in seen:
             content.same_as[full] = seen[id(value)]
         elif id(value) in held:
-            check_tensor(full, value)
-            content.tensors[full] = value
+            kept_value = elsewhere.get(id(value), value)
+            check_tensor(full, kept_value)
+            content.tensors[full] = kept_value
             seen[id(value)] = full
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)
@@ -202,6 +209,11 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
             )
     kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
     content.values[key] = {"extra": values, "transforms": kept}
+
+
+def keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:
+    """Parts of a module whose parameters or state lie elsewhere, and who knows where."""
+    return [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
 
 
 def is_extra(name: str) -> bool:

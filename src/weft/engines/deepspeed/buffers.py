@@ -287,7 +287,23 @@ class BuffersOfStage3:
         self.drop()
 
     def before_step(self) -> None:
-        """The engine does all there is to do."""
+        """The engine's step is about to be called."""
+        zero = self._zero
+        if not zero.swap_optimizer:
+            return
+        # DeepSpeed would write gradients to the disk and read them back at once, some of them wrongly: its
+        # reads begin where the gradient of a parameter does, which the disk need not allow. They stay in memory.
+        gradients: dict[int, list[torch.Tensor]] = {}
+        offsets: dict[int, list[int]] = {}
+        for parameter, at in self._gradient_at.items():
+            mine: Any = parameter
+            whole = zero.grad_partitions_flat_buffer[at : at + mine.partition_numel()]
+            zero._offload_grad_partition_at_boundary(parameter, whole, gradients, offsets)
+        for group, found in gradients.items():
+            key = zero.optimizer_swapper.parameter_id(zero.fp32_partitioned_groups_flat[group])
+            info = zero.optimizer_swapper.swap_params_info[key]
+            info.unswapped_gradients.update(zip(offsets[group], found, strict=True))
+        zero._offload_boundary_param_ids = set()  # nothing is left for the engine to do
 
     def groups(self) -> int:
         """How many flat tensors there are."""

@@ -12,15 +12,17 @@ import importlib
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.errors import ContextError, MissingExtra, message
 
-__all__ = ["GroupView", "LocalRank", "check_accelerator", "deepspeed", "quietly"]
+__all__ = ["GroupView", "Lent", "check_accelerator", "deepspeed", "quietly", "without_broadcasts"]
 
 _TESTED = (0, 19)
 
@@ -94,6 +96,8 @@ def quietly(local_rank: int) -> Iterator[None]:
     """Around the making of an engine: what that changes in the process is as before afterwards."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     logger = importlib.import_module("deepspeed.utils").logger
+    stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    depth = len(stack)
     level, mpu, before = logger.level, groups.mpu, dict(os.environ)
     loaded: Any = torch.nn.functional
     linear = loaded.linear
@@ -104,30 +108,65 @@ def quietly(local_rank: int) -> Iterator[None]:
         yield
     finally:
         _put_back(before)
+        del stack[depth:]
         logger.setLevel(level)
         groups.mpu = mpu
         loaded.linear = linear
         logging.getLogger().handlers[:] = handlers
 
 
-class LocalRank:
-    """`LOCAL_RANK` in the environment for the time of a forward pass of stage 3, in which DeepSpeed reads it."""
+@contextlib.contextmanager
+def without_broadcasts() -> Iterator[None]:
+    """Around the making of an engine for a module whose values are equal on all ranks already.
 
-    def __init__(self, local_rank: int) -> None:
-        self._value = str(local_rank)
-        self._lent = False
+    DeepSpeed's own broadcasts cannot send a parameter that is a single number.
+    """
+    engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
+    kept = engine._broadcast_model, init._zero_init_param
+
+    def nothing(self: object) -> None:
+        """Instead of a broadcast of all parameters."""
+
+    def cut(self: Any, parameter: Any) -> None:
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    engine._broadcast_model, init._zero_init_param = nothing, cut
+    try:
+        yield
+    finally:
+        engine._broadcast_model, init._zero_init_param = kept
+
+
+class Lent:
+    """What DeepSpeed wants to find in the process during a forward pass of stage 3, there for that time only.
+
+    `LOCAL_RANK` in the environment, and the module at the bottom of a stack that it keeps for the process.
+    """
+
+    def __init__(self, module: nn.Module, local_rank: int) -> None:
+        self._module = weakref.ref(module)
+        self._local_rank = str(local_rank)
+        self._stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+        self._depths: list[int] = []
+        self._names = False
 
     def lend(self) -> None:
-        """Put it there, unless a launcher did."""
+        """Put it there."""
+        self._depths.append(len(self._stack))
+        self._stack.append(self._module())
         if "LOCAL_RANK" not in os.environ:
-            os.environ["LOCAL_RANK"] = self._value
-            self._lent = True
+            os.environ["LOCAL_RANK"] = self._local_rank
+            self._names = True
 
     def take_back(self) -> None:
-        """Take it away again."""
-        if self._lent:
+        """Take it away, and what a forward pass that raised has left."""
+        if self._depths:
+            del self._stack[self._depths.pop() :]
+        if self._names and not self._depths:
             os.environ.pop("LOCAL_RANK", None)
-            self._lent = False
+            self._names = False
 
 
 class GroupView:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfStages12
-from weft.engines.deepspeed.library import GroupView, deepspeed, quietly
+from weft.engines.deepspeed.library import GroupView, deepspeed, quietly, without_broadcasts
 from weft.engines.deepspeed.partition import Order, Partition
 from weft.engines.deepspeed.state import State
 from weft.errors import message
@@ -58,7 +58,7 @@ def partition(
     library = deepspeed()
     inner, numbers = _twin(optimizer)
     view = GroupView(group)
-    with quietly(order.local_rank):
+    with quietly(order.local_rank), without_broadcasts():
         engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(order.config), mpu=view)
         # It keeps names of modules and parameters for its error texts, and with them the model.
         importlib.import_module("deepspeed.utils.debug").debug_clear_module_and_param_names()

@@ -14,6 +14,7 @@ Hooks on parameters live in C++, where no collector looks: they hold this object
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.deepspeed.buffers import Buffers
-from weft.engines.deepspeed.library import GroupView, LocalRank
+from weft.engines.deepspeed.library import GroupView, Lent
 from weft.engines.deepspeed.state import State
 from weft.engines.torch.backward import BackwardSession
 from weft.engines.torch.calls import Hook, Removable, around_methods
@@ -82,7 +83,7 @@ class Partition:
         self.mean_over = dist.get_world_size(group)
         self._group: dist.ProcessGroup | None = group
         self._view = view
-        self._local_rank = LocalRank(order.local_rank)
+        self._lent = Lent(module, order.local_rank) if order.stage == 3 else None
         self._module = weakref.ref(module)
         self._optimizer = weakref.ref(optimizer)
         self._class_name = type(module).__name__
@@ -145,16 +146,20 @@ class Partition:
             self._buffers.take_weights(parameter)
         self._note_versions()
 
-    def gathered(self, *, write: bool) -> Any:
+    def state_layout(self, name: str) -> torch.Tensor | None:
+        """A tensor without values, cut up as the optimizer's state of this parameter is shown."""
+        return self._state.layout(name)
+
+    def gathered(self, *, write: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which the module holds whole parameters; see `weft.gathered`."""
         return self._state.gathered(write=write, then=lambda: self.parameters_changed({}))
 
-    def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+    def full_gradient(self, name: str) -> torch.Tensor | None:
         """A gradient from all ranks, whole. Collectives: one message."""
-        held = self._held.get(parameter)
-        if held is None or parameter.grad is not held:
-            return None
-        return self._state.whole(parameter, held.piece())
+        for parameter, held in self._held.items():
+            if self._names[parameter] == name and parameter.grad is held:
+                return self._state.whole(parameter, held.piece())
+        return None
 
     def undo(self) -> None:
         """Make the parameters plain again, and give the optimizer its state. Collectives: of both."""
@@ -177,7 +182,8 @@ class Partition:
             return  # computed again, inside of backward
         if self._session.was_torn():
             self._start_anew()
-        self._local_rank.lend()
+        if self._lent is not None:
+            self._lent.lend()
         self.engine._forward_prologue((), {})
 
     def after(self, output: Any) -> None:
@@ -185,7 +191,8 @@ class Partition:
         if torch._C._current_graph_task_id() != -1:
             return
         self.engine._forward_epilogue()
-        self._local_rank.take_back()
+        if self._lent is not None:
+            self._lent.take_back()
         if torch.is_grad_enabled():
             one = _Pass()
             entrance = _entrance(weakref.ref(self), one)

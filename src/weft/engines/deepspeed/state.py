@@ -53,6 +53,7 @@ class State:
         self._shapes: dict[nn.Parameter, torch.Size] = {
             p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in self._names
         }
+        self._is_new = True  # nobody has given state to DeepSpeed's optimizer
         self._device = next((p.device for p in self._names), torch.device("cpu"))
 
     def release(self) -> None:
@@ -81,6 +82,21 @@ class State:
         )
         return shown
 
+    def layout(self, name: str) -> torch.Tensor | None:
+        """A tensor without values of its own, cut as this parameter is shown; None if it is shown whole."""
+        shape = next((self._shapes[p] for p, own in self._names.items() if own == name), torch.Size())
+        if not len(shape) or self._mesh is None:
+            return None
+        rows = torch.arange(shape[0]).chunk(self._mesh.size())
+        place = self._mesh.get_local_rank()
+        local = (len(rows[place]) if place < len(rows) else 0, *shape[1:])
+        memory = torch.empty(1, device=self._device).expand(local)
+        stride = torch.empty(shape, device="meta").stride()
+        found: torch.Tensor = DTensor.from_local(
+            memory, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+        return found
+
     # -- parameters ------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -101,20 +117,25 @@ class State:
                 with self._gather([parameter], write=True):
                     parameter.data.copy_(value)
 
-    def _gather(self, parameters: list[nn.Parameter], *, write: bool) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _gather(self, parameters: list[nn.Parameter], *, write: bool) -> Iterator[None]:
+        """Whole parameters; with `write`, this rank's values are kept."""
         if self._gathering is None:
-            return contextlib.nullcontext()
-        found: contextlib.AbstractContextManager[Any] = self._gathering(parameters, modifier_rank=0 if write else None)
-        return found
+            yield
+            return
+        with self._gathering(parameters, modifier_rank=None):
+            yield
+            if write:
+                first: Any = parameters[0]
+                first.partition(param_list=parameters, has_been_updated=True)
 
     @contextlib.contextmanager
     def gathered(self, *, write: bool, then: Callable[[], None]) -> Iterator[None]:
         """Whole parameters; with `write`, rank 0's are those of all ranks afterwards."""
         with self._gather(list(self._names), write=write):
             yield
-            if write and self._gathering is None:
-                for parameter in self._names:
-                    dist.broadcast(parameter.data, group=self._group, group_src=0)
+            for parameter in self._names if write else ():
+                dist.broadcast(parameter.data, group=self._group, group_src=0)
         if write:
             then()
 
@@ -142,6 +163,9 @@ class State:
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the state out of `optimizer.state`."""
         buffers = self._buffers
+        if self._is_new and not optimizer.state:
+            return
+        self._is_new = False
         for group in range(buffers.groups()):
             given = {p: optimizer.state.get(p) or {} for p, _ in chunks_of(buffers.places, group)}
             self._check(given)
