@@ -43,6 +43,7 @@ __all__ = [
     "agree_on_parameters",
     "check_known",
     "check_methods",
+    "check_not_elsewhere",
     "compose",
     "forget",
     "offered",
@@ -104,7 +105,13 @@ class Undoable(Protocol):
 
 @runtime_checkable
 class KeepsParameters(Protocol):
-    """Offered by transforms that keep parameters or their state elsewhere than in module and optimizer."""
+    """Offered by transforms that keep parameters or their state elsewhere than in module and optimizer.
+
+    Attributes:
+        elsewhere: Whether the module has no values of its parameters between steps.
+    """
+
+    elsewhere: bool
 
     def parameter_shards(self) -> dict[str, torch.Tensor]:
         """Values of the parameters that the module itself has none of, by name, cut over the ranks; a collective."""
@@ -574,6 +581,25 @@ def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
                 fix=f"weft.{what}(module, ctx, methods=())",
             )
         )
+
+
+def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
+    """Raise if a part of `module` has no values of its parameters between steps; see `KeepsParameters`.
+
+    Raises:
+        OrderError: One has none; the text names the transform that made it so.
+    """
+    for part in module.modules():
+        for mark in _marks_of(part):
+            if any(isinstance(offer, KeepsParameters) and offer.elsewhere for offer in mark.offers):
+                raise OrderError(
+                    message(
+                        f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
+                        found=str(mark.record),
+                        expected=f"{what} on parameters that are there between steps: {why}",
+                        fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
+                    )
+                )
 
 
 @overload

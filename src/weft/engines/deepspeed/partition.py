@@ -61,6 +61,7 @@ class Partition:
         enabled: Whether the next backward pass communicates; see `set`.
         mean_over: Number of ranks the gradients are averaged over.
         stage: 1, 2 or 3.
+        elsewhere: Whether the module has no values of its parameters between steps.
         engine: DeepSpeed's.
     """
 
@@ -79,6 +80,7 @@ class Partition:
     ) -> None:
         self.enabled = True
         self.stage = order.stage
+        self.elsewhere = order.stage == 3
         self.engine = engine
         self.mean_over = dist.get_world_size(group)
         self._group: dist.ProcessGroup | None = group

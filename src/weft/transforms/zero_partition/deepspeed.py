@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import ReducesIn, Stateful, agree_on_parameters, check_methods, offered
-from weft.errors import ContextError, ContractError, listed, message
+from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered
+from weft.engines.torch.loss_scale import LossScale
+from weft.errors import ContextError, ContractError, OrderError, listed, message
 from weft.placing import check_place, place_module
 from weft.selecting import Selection
 from weft.sharding import check_module, layouts, sharding_axes
@@ -155,7 +156,15 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dis
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained.values()})
     kind = type(optimizer)
     known = ctx.engine.is_elementwise(optimizer) or kind.__module__.startswith("deepspeed.")
-    scaled = [offer for offer in offered(module, Stateful) if type(offer).__name__ == "LossScale"]
+    if any(offered(part, LossScale) for part in module.modules()):
+        raise OrderError(
+            message(
+                f"zero_partition: DeepSpeed cannot be combined with with_precision and fp16 on one {type(module).__name__}",
+                found="with_precision(model, ctx, 'fp16'), which scales losses, before zero_partition",
+                expected="bf16, then zero_partition: DeepSpeed averages gradients before they could be scaled back",
+                fix="weft.with_precision(model, ctx, 'bf16')",
+            )
+        )
     for wrong, found, expected, fix in (
         (not trained, "no parameter with requires_grad", "something to train", "module.requires_grad_()"),
         (
@@ -163,12 +172,6 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dis
             f"not in the optimizer: {listed(left_out)}",
             "every trained parameter in the optimizer: DeepSpeed averages the gradients of its own only",
             "requires_grad_(False) on them before zero_partition",
-        ),
-        (
-            bool(scaled),
-            "with_precision(..., 'fp16'), which scales losses",
-            "bf16: DeepSpeed has averaged the gradients before they could be scaled back",
-            "weft.with_precision(model, ctx, 'bf16')",
         ),
         (
             bool(trained) and dtypes not in (["float32"], ["bfloat16"]),
