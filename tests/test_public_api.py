@@ -24,7 +24,8 @@ TRANSFORMS = [
 ]  # fmt: skip
 FUNCTIONS = [
     *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "checkpointable", "clip_grads", "compose",
-    "creation_dtype", "explain", "export", "gather", "gather_objects", "latest", "load_weights", "local",
+    "creation_dtype", "explain", "export", "full_grads", "gather", "gather_objects", "gathered",
+    "latest", "load_weights", "local",
     "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "plain", "print_once",
     "reduce", "restore", "save", "save_async", "skipped", "start", "to_device", "together", "topology", "transform",
     "verify",

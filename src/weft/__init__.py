@@ -55,9 +55,11 @@ from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
 from weft.transforms.average_weights import Averages, average_weights, averages
 from weft.transforms.clip_grads import clip_grads
 from weft.transforms.compiled import compiled
+from weft.transforms.full_grads import full_grads
 from weft.transforms.fully_shard import fully_shard
 from weft.transforms.fuse_step import fuse_step
 from weft.transforms.gather_step import gather_step
+from weft.transforms.gathered import gathered
 from weft.transforms.plain import plain
 from weft.transforms.recompute import recompute
 from weft.transforms.replicate import replicate
@@ -152,11 +154,13 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "full_grads",
     "fully_shard",
     "fuse_step",
     "gather",
     "gather_objects",
     "gather_step",
+    "gathered",
     "latest",
     "load_weights",
     "local",

@@ -192,9 +192,9 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
         if id(value) in seen:
             content.same_as[full] = seen[id(value)]
         elif id(value) in held:
-            kept_value = elsewhere.get(id(value), value)
-            check_tensor(full, kept_value)
-            content.tensors[full] = kept_value
+            tensor: Any = elsewhere.get(id(value), value)
+            check_tensor(full, tensor)
+            content.tensors[full] = tensor
             seen[id(value)] = full
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)

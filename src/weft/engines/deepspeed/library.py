@@ -22,7 +22,7 @@ from torch import nn
 
 from weft.errors import ContextError, MissingExtra, message
 
-__all__ = ["GroupView", "Lent", "check_accelerator", "deepspeed", "quietly", "without_broadcasts"]
+__all__ = ["Attributes", "GroupView", "Lent", "check_accelerator", "deepspeed", "quietly", "without_broadcasts"]
 
 _TESTED = (0, 19)
 
@@ -167,6 +167,23 @@ class Lent:
         if self._names and not self._depths:
             os.environ.pop("LOCAL_RANK", None)
             self._names = False
+
+
+class Attributes:
+    """What hung on a module and its parameters at one moment, so that what came later can be taken off."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(weakref.ref(part), frozenset(vars(part))) for part in module.modules()]
+        self._parameters = [(weakref.ref(p), frozenset(vars(p))) for p in module.parameters()]
+
+    def restore(self) -> None:
+        """Take the rest off."""
+        for target, kept in (*self._parts, *self._parameters):
+            alive: Any = target()
+            for name in set(vars(alive)) - kept if alive is not None else ():
+                delattr(alive, name)
+            if isinstance(alive, nn.Module):
+                alive._parameters = dict(alive._parameters)
 
 
 class GroupView:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfStages12
-from weft.engines.deepspeed.library import GroupView, deepspeed, quietly, without_broadcasts
+from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, quietly, without_broadcasts
 from weft.engines.deepspeed.partition import Order, Partition
 from weft.engines.deepspeed.state import State
 from weft.errors import message
@@ -56,8 +56,13 @@ def partition(
 ) -> Partition:
     """Make an engine, and hang it under the module and the optimizer."""
     library = deepspeed()
-    inner, numbers = _twin(optimizer)
     view = GroupView(group)
+    if order.make_real is not None:
+        with quietly(order.local_rank), without_broadcasts():
+            _make_real(module, view, order)
+        order.moved()
+    attributes = Attributes(module)
+    inner, numbers = _twin(optimizer)
     with quietly(order.local_rank), without_broadcasts():
         engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(order.config), mpu=view)
         # It keeps names of modules and parameters for its error texts, and with them the model.
@@ -77,7 +82,7 @@ def partition(
     engine.enable_backward_allreduce = False
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    state = State(module, buffers, group, mesh, gathering)
+    state = State(module, buffers, group, mesh, gathering, attributes)
     return Partition(
         module,
         optimizer,
@@ -89,6 +94,18 @@ def partition(
         view=view,
         options=list(zip(numbers, zero.optimizer.param_groups, strict=True)),
     )
+
+
+def _make_real(module: nn.Module, view: GroupView, order: Order) -> None:
+    """Make a module on meta real, and cut it, part by part: no rank ever holds more than one part whole."""
+    library = deepspeed()
+    assert order.make_real is not None
+    init = library.zero.Init(config_dict_or_path=dict(order.config), mpu=view, mem_efficient_linear=False)
+    for part in reversed(list(module.modules())):  # inner ones first
+        cut = [p for p in part.parameters(recurse=False) if hasattr(p, "ds_id")]  # tied to one that was cut
+        with library.zero.GatheredParameters(cut, enabled=bool(cut)):
+            order.make_real(part)
+        init._convert_to_zero_parameters(list(part.parameters(recurse=False)))
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[int]]:
@@ -103,7 +120,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list
     twin.state = defaultdict(dict)
     groups, numbers = [], []
     for number, entry in enumerate(optimizer.param_groups):
-        trained = [p for p in entry["params"] if p.requires_grad and p.numel()]
+        trained = [p for p in entry["params"] if p.requires_grad and getattr(p, "ds_numel", p.numel())]
         if trained:
             groups.append({**entry, "params": trained})
             numbers.append(number)

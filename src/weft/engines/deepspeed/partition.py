@@ -45,6 +45,8 @@ class Order(NamedTuple):
         methods: Methods besides forward through which gradients flow.
         buffers: Whether all ranks get the first one's buffers after each averaged backward pass.
         local_rank: Of this process on its node.
+        make_real: Makes one part of a module on meta real; None if the module is real.
+        moved: Called when parameters were exchanged for real ones.
     """
 
     stage: int
@@ -52,6 +54,8 @@ class Order(NamedTuple):
     methods: Sequence[str]
     buffers: bool
     local_rank: int
+    make_real: Callable[[nn.Module], None] | None
+    moved: Callable[[], None]
 
 
 class Partition:
@@ -171,9 +175,8 @@ class Partition:
             self._state.show(optimizer, whole=True)
         self._removable.remove()
         if module is not None:
-            self._state.make_plain(module)
+            self._state.make_plain(self.engine.destroy)
         self._held.clear()
-        self.engine.destroy()
         self.release()
 
     # -- around the calls of the module ----------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from weft.engines.deepspeed.buffers import Buffers, Place, chunks_of
+from weft.engines.deepspeed.library import Attributes
 from weft.engines.torch.flat_step import SHARED_STATE
 from weft.errors import ContractError, listed, message
 
@@ -34,6 +35,7 @@ class State:
         group: dist.ProcessGroup,
         mesh: DeviceMesh | None,
         gathering: Callable[..., Any] | None,
+        attributes: Attributes,
     ) -> None:
         """Remember where things are.
 
@@ -43,12 +45,14 @@ class State:
             group: The ranks that divide.
             mesh: Of one axis with these ranks, over which state is shown cut; None for one rank.
             gathering: DeepSpeed's context that makes parameters whole; None if they are.
+            attributes: What the module and its parameters had before.
         """
         self._module = weakref.ref(module)
         self._buffers = buffers
         self._group: dist.ProcessGroup | None = group
         self._mesh = mesh
         self._gathering = gathering
+        self._attributes = attributes
         self._names = {p: name for name, p in module.named_parameters()}
         self._shapes: dict[nn.Parameter, torch.Size] = {
             p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in self._names
@@ -207,8 +211,8 @@ class State:
     # -- the end ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def make_plain(self, module: nn.Module) -> None:
-        """Give the parameters memory of their own."""
+    def make_plain(self, destroy: Callable[[], None]) -> None:
+        """Give the parameters memory of their own, let the engine go, and take off what it hung on them."""
         if self._gathering is not None:
             for parameter in self._names:
                 with self._gather([parameter], write=False):
@@ -217,6 +221,8 @@ class State:
         else:
             for parameter in self._names:
                 parameter.data = parameter.data.clone()
+        destroy()
+        self._attributes.restore()
 
 
 def _is_flat(value: Any, flat: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ from weft.engines.torch.loss_scale import LossScale
 from weft.errors import ContextError, ContractError, OrderError, listed, message
 from weft.placing import check_place, place_module
 from weft.selecting import Selection
-from weft.sharding import check_module, layouts, sharding_axes
+from weft.sharding import check_module, check_optimizers, exchange_parameters, layouts, sharding_axes
+from weft.sharding.meta import Source, is_meta
 
 __all__ = ["Offload", "Wish", "check_for_deepspeed_alone", "with_deepspeed"]
 
@@ -93,7 +94,10 @@ def with_deepspeed(module: M, optimizer: O, ctx: DistContext, wish: Wish) -> tup
     ctx.require_collective("zero_partition")
     assert line.group is not None
     engine.check_config(config, line.group, ctx.local_rank)
-    check_place("zero_partition", module, ctx)
+    check_optimizers("zero_partition", module, ctx, (optimizer,))
+    on_meta = wish.stage == 3 and is_meta(module)
+    if not on_meta:
+        check_place("zero_partition", module, ctx)
     told: dict[str, object] = {
         "stage": wish.stage,
         "engine": "deepspeed",
@@ -103,16 +107,22 @@ def with_deepspeed(module: M, optimizer: O, ctx: DistContext, wish: Wish) -> tup
         "offload": sorted(places),
         "config": repr(config),
         "optimizer": layouts(module, [optimizer]),
+        "meta": on_meta,
     }
     agree_on_parameters("zero_partition", module, ctx, told)
-    place_module("zero_partition", module, ctx)
-    ctx.engine.broadcast_state(module, line.group)
+    old = dict(module.named_parameters())
+    source = Source("zero_partition", module, ctx, line, None) if on_meta else None
+    if source is None:
+        place_module("zero_partition", module, ctx)
+        ctx.engine.broadcast_state(module, line.group)
     order = engine.Order(
         stage=wish.stage,
         config=config,
         methods=wish.methods,
         buffers=wish.buffers == "broadcast",
         local_rank=ctx.local_rank,
+        make_real=None if source is None else source.make_real,
+        moved=lambda: exchange_parameters(module, ctx, old, (optimizer,)),
     )
     mesh = None if ctx.mesh is None else ctx.mesh[axes[-1]]
     return module, optimizer, ctx.offering(engine.partition(module, optimizer, line.group, mesh, order))
@@ -159,7 +169,7 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dis
     if any(offered(part, LossScale) for part in module.modules()):
         raise OrderError(
             message(
-                f"zero_partition: DeepSpeed cannot be combined with with_precision and fp16 on one {type(module).__name__}",
+                "zero_partition: DeepSpeed cannot be combined with with_precision in fp16",
                 found="with_precision(model, ctx, 'fp16'), which scales losses, before zero_partition",
                 expected="bf16, then zero_partition: DeepSpeed averages gradients before they could be scaled back",
                 fix="weft.with_precision(model, ctx, 'bf16')",
