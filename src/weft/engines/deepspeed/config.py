@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,10 +52,21 @@ def read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """A copy of a configuration, read from its file if it is one.
 
     Raises:
+        TypeError: Neither a mapping nor a path.
         ValueError: The file is no JSON object.
+        OSError: It cannot be read.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise TypeError(
+            message(
+                "zero_partition: config is no configuration",
+                found=type(config).__name__,
+                expected="a dict with DeepSpeed's keys, or the path of a JSON file with them",
+                fix='config={"zero_optimization": {"reduce_bucket_size": 5e8}}',
+            )
+        )
     try:
         found = json.loads(Path(config).read_text(encoding="utf-8"))
         problem = f"a JSON {type(found).__name__}"

@@ -170,20 +170,27 @@ class Lent:
 
 
 class Attributes:
-    """What hung on a module and its parameters at one moment, so that what came later can be taken off."""
+    """What DeepSpeed hangs on a module and its parameters, so that it can be taken off."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [(weakref.ref(part), frozenset(vars(part))) for part in module.modules()]
-        self._parameters = [(weakref.ref(p), frozenset(vars(p))) for p in module.parameters()]
+        found: list[Any] = [*module.modules(), *module.parameters()]
+        self._before = [(weakref.ref(one), frozenset(vars(one))) for one in found]
+        self._hung: list[tuple[weakref.ref[Any], frozenset[str]]] = []
 
-    def restore(self) -> None:
-        """Take the rest off."""
-        for target, kept in (*self._parts, *self._parameters):
-            alive: Any = target()
-            for name in set(vars(alive)) - kept if alive is not None else ():
-                delattr(alive, name)
-            if isinstance(alive, nn.Module):
-                alive._parameters = dict(alive._parameters)
+    def note(self) -> None:
+        """The engine was made: what is new is DeepSpeed's."""
+        alive = [(target, target(), before) for target, before in self._before]
+        self._hung = [(target, frozenset(vars(one)) - before) for target, one, before in alive if one is not None]
+
+    def take_off(self) -> None:
+        """Take it off, and what it hung there later."""
+        for target, names in self._hung:
+            one = target()
+            for name in list(vars(one)) if one is not None else ():
+                if name in names or name.startswith("ds_"):
+                    delattr(one, name)
+            if isinstance(one, nn.Module):
+                one._parameters = dict(one._parameters)
 
 
 class GroupView:

@@ -67,6 +67,7 @@ def partition(
         engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(order.config), mpu=view)
         # It keeps names of modules and parameters for its error texts, and with them the model.
         importlib.import_module("deepspeed.utils.debug").debug_clear_module_and_param_names()
+    attributes.note()
     zero = engine.optimizer
     buffers: Buffers
     gathering = None

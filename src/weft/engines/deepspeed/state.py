@@ -45,7 +45,7 @@ class State:
             group: The ranks that divide.
             mesh: Of one axis with these ranks, over which state is shown cut; None for one rank.
             gathering: DeepSpeed's context that makes parameters whole; None if they are.
-            attributes: What the module and its parameters had before.
+            attributes: What was hung on the module and its parameters.
         """
         self._module = weakref.ref(module)
         self._buffers = buffers
@@ -222,7 +222,7 @@ class State:
             for parameter in self._names:
                 parameter.data = parameter.data.clone()
         destroy()
-        self._attributes.restore()
+        self._attributes.take_off()
 
 
 def _is_flat(value: Any, flat: torch.Tensor) -> bool:
