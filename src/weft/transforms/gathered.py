@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch.distributed as dist
 from torch import nn
 
 from weft.context import DistContext
@@ -14,8 +15,7 @@ from weft.errors import message
 __all__ = ["gathered"]
 
 
-@contextlib.contextmanager
-def gathered(module: nn.Module, ctx: DistContext, *, write: bool = False) -> Iterator[None]:
+def gathered(module: nn.Module, ctx: DistContext, *, write: bool = False) -> contextlib.AbstractContextManager[None]:
     """Let a module have its parameters whole inside of the body, and as before after it.
 
     For looking at weights, or changing them by hand (an initialisation, an embedding that is
@@ -34,8 +34,8 @@ def gathered(module: nn.Module, ctx: DistContext, *, write: bool = False) -> Ite
         write: Keep changes. Those of rank 0 count, so it is enough if that makes them. Without it,
             changes of parameters that are cut are lost.
 
-    Yields:
-        Nothing.
+    Returns:
+        A context manager, for a `with` statement.
 
     Raises:
         TypeError: `module` is no module.
@@ -58,12 +58,16 @@ def gathered(module: nn.Module, ctx: DistContext, *, write: bool = False) -> Ite
                 fix="with weft.gathered(model, ctx): ...",
             )
         )
-    world = ctx.require_collective("gathered")
+    return _gathered(module, ctx, ctx.require_collective("gathered").group if write else None, write=write)
+
+
+@contextlib.contextmanager
+def _gathered(module: nn.Module, ctx: DistContext, group: dist.ProcessGroup | None, *, write: bool) -> Iterator[None]:
     keepers = [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
     kept = {id(p) for part, _ in keepers for p in part.parameters()}
     with contextlib.ExitStack() as stack:
         for _, offer in keepers:
             stack.enter_context(offer.gathered(write=write))
         others = [p for p in module.parameters() if id(p) not in kept]
-        stack.enter_context(ctx.engine.gathered(module, others, world.group if write else None, write=write))
+        stack.enter_context(ctx.engine.gathered(module, others, group, write=write))
         yield

@@ -9,7 +9,7 @@ partition.py  the hooks by which it works under a plain loop
 """
 
 from weft.engines.deepspeed.config import Facts, complete, read
-from weft.engines.deepspeed.library import check_accelerator, deepspeed
+from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_async_io
 from weft.engines.deepspeed.making import check_config, partition
 from weft.engines.deepspeed.partition import Order, Partition
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_config",
     "complete",
     "deepspeed",
+    "load_async_io",
     "partition",
     "read",
 ]

@@ -14,7 +14,8 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,16 @@ from torch import nn
 
 from weft.errors import ContextError, MissingExtra, message
 
-__all__ = ["Attributes", "GroupView", "Lent", "check_accelerator", "deepspeed", "quietly", "without_broadcasts"]
+__all__ = [
+    "Attributes",
+    "GroupView",
+    "Lent",
+    "check_accelerator",
+    "deepspeed",
+    "load_async_io",
+    "quietly",
+    "without_broadcasts",
+]
 
 _TESTED = (0, 19)
 
@@ -89,6 +99,37 @@ def check_accelerator(device: torch.device) -> None:
                 fix=f"DS_ACCELERATOR={device.type}  # in the environment, before the program starts",
             )
         )
+
+
+def load_async_io() -> None:
+    """Load the extension that reads and writes disks; compile it first, for minutes, if nobody has.
+
+    Raises:
+        MissingExtra: A library or the compiler is missing, or compiling failed.
+    """
+    builder = importlib.import_module("deepspeed.accelerator").get_accelerator().create_op_builder("AsyncIOBuilder")
+    before = dict(os.environ)
+    # ninja is installed beside python, which need not be on the path.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before.get("PATH", "")])
+    try:
+        if not builder.is_compatible(verbose=False):
+            _raise_no_async_io("the library libaio is missing")
+        builder.load(verbose=False)
+    except (OSError, RuntimeError) as error:
+        _raise_no_async_io(f"{type(error).__name__}: {error}")
+    finally:
+        _put_back(before)
+
+
+def _raise_no_async_io(why: str) -> NoReturn:
+    raise MissingExtra(
+        message(
+            "zero_partition: DeepSpeed cannot offload to a disk here",
+            found=why,
+            expected="a C++ compiler, ninja and libaio, from which DeepSpeed compiles its extension",
+            fix="apt-get install g++ libaio-dev",
+        )
+    )
 
 
 @contextlib.contextmanager

@@ -165,7 +165,10 @@ class State:
 
     @torch.no_grad()
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the state out of `optimizer.state`."""
+        """Take the state out of `optimizer.state`.
+
+        What lies on a disk is known there by its tensor: tensors are overwritten and not replaced.
+        """
         buffers = self._buffers
         if self._is_new and not optimizer.state:
             return
@@ -174,12 +177,14 @@ class State:
             given = {p: optimizer.state.get(p) or {} for p, _ in chunks_of(buffers.places, group)}
             self._check(given)
             flat, state = buffers.opened(group)
-            state.clear()
-            for key, value in next(iter(given.values()), {}).items():
-                if isinstance(value, torch.Tensor) and key not in SHARED_STATE:
-                    state[key] = torch.zeros_like(flat)
-                else:
+            values = next(iter(given.values()), {})
+            for key in set(state) - set(values):
+                del state[key]
+            for key, value in values.items():
+                if not isinstance(value, torch.Tensor) or key in SHARED_STATE:
                     state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                elif not _is_flat(state.get(key), flat):
+                    state[key] = torch.zeros_like(flat)
             for parameter, place in chunks_of(buffers.places, group):
                 self._fill(flat, state, given[parameter], place)
             buffers.close(group, changed=True)

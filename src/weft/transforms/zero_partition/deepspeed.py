@@ -95,6 +95,8 @@ def with_deepspeed(module: M, optimizer: O, ctx: DistContext, wish: Wish) -> tup
     assert line.group is not None
     engine.check_config(config, line.group, ctx.local_rank)
     check_optimizers("zero_partition", module, ctx, (optimizer,))
+    if any(place != "cpu" for place in places.values()):
+        _load_async_io(engine, ctx)
     on_meta = wish.stage == 3 and is_meta(module)
     if not on_meta:
         check_place("zero_partition", module, ctx)
@@ -126,6 +128,14 @@ def with_deepspeed(module: M, optimizer: O, ctx: DistContext, wish: Wish) -> tup
     )
     mesh = None if ctx.mesh is None else ctx.mesh[axes[-1]]
     return module, optimizer, ctx.offering(engine.partition(module, optimizer, line.group, mesh, order))
+
+
+def _load_async_io(engine: Any, ctx: DistContext) -> None:
+    """One rank per node first: it compiles what the others find."""
+    if ctx.is_local_main:
+        engine.load_async_io()
+    ctx.agree("zero_partition: the extension for disks")
+    engine.load_async_io()
 
 
 def _check_wish(wish: Wish) -> None:
