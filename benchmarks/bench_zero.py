@@ -37,7 +37,7 @@ def job(ctx: weft.DistContext, case: dict[str, Any]) -> Any:
 
     def step() -> None:
         tokens = torch.randint(SIZE[0], (4, 65))
-        cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
 

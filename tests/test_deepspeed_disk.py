@@ -39,7 +39,7 @@ def _net():
 
 def _step(model, optimizer, ctx, number, split=1):
     draw = torch.Generator().manual_seed(number)
-    for k in range(2):
+    for _ in range(2):
         x, y = (_mine(ctx, torch.randn(8, size, generator=draw)).chunk(split) for size in (6, 3))
         for some_x, some_y in zip(x, y, strict=True):
             (nn.functional.mse_loss(model(some_x), some_y) / 2 / split).backward()

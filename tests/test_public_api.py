@@ -25,7 +25,7 @@ TRANSFORMS = [
 FUNCTIONS = [
     *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "broadcast", "checkpointable", "clip_grads", "compose",
     "creation_dtype", "explain", "export", "full_grads", "gather", "gather_objects", "gathered",
-    "latest", "load_weights", "local",
+    "import_deepspeed", "latest", "load_weights", "local",
     "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "plain", "print_once",
     "reduce", "restore", "save", "save_async", "skipped", "start", "to_device", "together", "topology", "transform",
     "verify",
@@ -132,7 +132,7 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     names = [p.name for p in parameters]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "ctx" not in names:
-        assert len(positional) <= 2 and (len(positional) < 2 or name in ("export", "offered"))
+        assert len(positional) <= 2 and (len(positional) < 2 or name in ("export", "import_deepspeed", "offered"))
         return
     ctx = parameters[names.index("ctx")]
     assert ctx.default is ctx.empty

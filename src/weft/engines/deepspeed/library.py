@@ -228,7 +228,7 @@ class Attributes:
         for target, names in self._hung:
             one = target()
             for name in list(vars(one)) if one is not None else ():
-                if name in names or name.startswith("ds_"):
+                if name in names or name.startswith(("ds_", "applied_pre_backward")):
                     delattr(one, name)
             if isinstance(one, nn.Module):
                 one._parameters = dict(one._parameters)
