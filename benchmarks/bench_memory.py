@@ -113,6 +113,27 @@ def deepspeed(stage: int) -> Setup:
     return setup
 
 
+def weft_deepspeed(stage: Any, **options: Any) -> Setup:
+    def setup(model: nn.Module, ranks: int) -> tuple[nn.Module, Any]:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        optimizer = make_optimizer(model)
+        model, optimizer, _ = weft.zero_partition(
+            model, optimizer, weft.adopt(), stage=stage, engine="deepspeed", **options
+        )
+        (engine,) = [offer.engine for offer in weft.offered(model, weft.Undoable) if hasattr(offer, "engine")]
+        return model, WeftDeepSpeedStep(engine, model, optimizer)
+
+    return setup
+
+
+class WeftDeepSpeedStep(DeepSpeedStep):
+    """The user's optimizer, and what DeepSpeed's engine under it holds."""
+
+    def __init__(self, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(engine, model)
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+
+
 STRATEGIES: dict[str, Setup] = {
     "torch ddp": torch_ddp,
     "replicate": weft_replicate,
@@ -126,6 +147,8 @@ STRATEGIES: dict[str, Setup] = {
     "fabric": fabric,
     "fully_shard": weft_fully_shard,
     **{f"deepspeed {stage}": deepspeed(stage) for stage in (1, 2, 3)},
+    **{f"zero{stage} deepspeed": weft_deepspeed(stage) for stage in (1, 2, 3)},
+    "zero3 ds offload": weft_deepspeed(3, offload="cpu"),
 }
 PEERS = {  # whose peak weft's is compared with
     "replicate": ["torch ddp"],
@@ -140,6 +163,7 @@ def theory(name: str, ranks: int) -> float:
     """Bytes per parameter of parameters, gradients and two moments."""
     if name in ("torch ddp", "replicate"):
         return 16
+    name = name.removesuffix(" ds offload").removesuffix(" deepspeed")
     if name in ("torch zero1", "zero1", "deepspeed 1"):
         return 8 + 8 / ranks
     return 4 + 12 / ranks if name in ("zero2", "deepspeed 2") else 16 / ranks

@@ -278,6 +278,8 @@ NEEDS = {
     "accelerate": "accelerate",
     "fabric": "lightning",
     **{f"deepspeed {stage}": "deepspeed" for stage in (1, 2, 3)},
+    **{f"zero{stage} deepspeed": "deepspeed" for stage in (1, 2, 3)},
+    "zero3 ds offload": "deepspeed",
 }
 
 

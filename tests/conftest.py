@@ -1,5 +1,6 @@
 """The leak police: a test leaves environment, defaults, random state and threads as they were."""
 
+import importlib.util
 import os
 import random
 import threading
@@ -15,6 +16,19 @@ hypothesis.settings.register_profile("explore")
 hypothesis.settings.load_profile("same")
 
 torch.manual_seed(0)  # parameters of tests that are drawn are the same in all workers of pytest-xdist
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests of the DeepSpeed engine are a suite of their own: `pytest -m deepspeed`, with the extra installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        reason = "needs the extra deepspeed"
+    elif "deepspeed" not in config.option.markexpr:
+        reason = "in a suite of its own: pytest -m deepspeed"
+    else:
+        return
+    for item in items:
+        if item.get_closest_marker("deepspeed"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _state():

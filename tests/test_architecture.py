@@ -209,6 +209,7 @@ ENVIRONMENT = {
     "weft/cli/launch.py",  # asks `topology` which rank failed
     "weft/cli/explain.py",  # tells what is in it
     "weft/cli/doctor.py",  # checks it
+    "weft/engines/deepspeed/library.py",  # puts back what DeepSpeed changes, and lends what it reads
     "weft/testing/laws.py",  # law 7 compares it
     "weft/testing/ranks.py",  # hands it to the ranks ...
     "weft/testing/rank_worker.py",  # ... which put it back before each job

@@ -23,13 +23,13 @@ TRANSFORMS = [
     "replicate", "shard_data", "sync_batch_norm", "with_precision", "zero_partition",
 ]  # fmt: skip
 FUNCTIONS = [
-    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "batch_math", "broadcast", "checkpointable", "clip_grads",
-    "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size", "gather", "gather_metrics",
-    "gather_objects", "keyed_uniform", "latest", "length_batches", "load_weights", "local", "log", "logger",
-    "loss_scale", "main_first", "offered", "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share",
-    "plain", "print_once", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped",
-    "split_between", "start", "sync_rng", "to_device", "together", "topology", "transform", "verify", "weighted_mean",
-    "worker_seeds",
+    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "batch_math", "broadcast", "checkpointable",
+    "clip_grads", "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size", "full_grads",
+    "gather", "gather_metrics", "gather_objects", "gathered", "import_deepspeed", "keyed_uniform", "latest",
+    "length_batches", "load_weights", "local", "log", "logger", "loss_scale", "main_first", "offered",
+    "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "plain", "print_once", "progress",
+    "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start", "sync_rng",
+    "to_device", "together", "topology", "transform", "verify", "weighted_mean", "worker_seeds",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
@@ -143,7 +143,8 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     names = [p.name for p in parameters]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "ctx" not in names:
-        assert len(positional) <= 2 and (len(positional) < 2 or name in ("export", "offered", "padding_share"))
+        by_two = ("export", "import_deepspeed", "offered", "padding_share")
+        assert len(positional) <= 2 and (len(positional) < 2 or name in by_two)
         return
     ctx = parameters[names.index("ctx")]
     assert ctx.default is ctx.empty

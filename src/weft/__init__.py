@@ -65,9 +65,11 @@ from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
 from weft.transforms.average_weights import Averages, average_weights, averages
 from weft.transforms.clip_grads import clip_grads
 from weft.transforms.compiled import compiled
+from weft.transforms.full_grads import full_grads
 from weft.transforms.fully_shard import fully_shard
 from weft.transforms.fuse_step import fuse_step
 from weft.transforms.gather_step import gather_step
+from weft.transforms.gathered import gathered
 from weft.transforms.plain import plain
 from weft.transforms.recompute import recompute
 from weft.transforms.replicate import replicate
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
         RunningSave,
         checkpointable,
         export,
+        import_deepspeed,
         latest,
         load_weights,
         restore,
@@ -175,12 +178,15 @@ __all__ = [
     "explain",
     "export",
     "find_batch_size",
+    "full_grads",
     "fully_shard",
     "fuse_step",
     "gather",
     "gather_metrics",
     "gather_objects",
     "gather_step",
+    "gathered",
+    "import_deepspeed",
     "interop",
     "keyed_uniform",
     "latest",

@@ -23,6 +23,7 @@ import hashlib
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
 
@@ -35,12 +36,14 @@ from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, l
 
 __all__ = [
     "GradSync",
+    "KeepsParameters",
     "ReducesIn",
     "Stateful",
     "Undoable",
     "agree_on_parameters",
     "check_known",
     "check_methods",
+    "check_not_elsewhere",
     "compose",
     "forget",
     "offered",
@@ -98,6 +101,34 @@ class Undoable(Protocol):
 
     def undo(self) -> None:
         """Leave the object as it was before the transform."""
+
+
+@runtime_checkable
+class KeepsParameters(Protocol):
+    """Offered by transforms that keep parameters or their state elsewhere than in module and optimizer.
+
+    Attributes:
+        elsewhere: Whether the module has no values of its parameters between steps.
+    """
+
+    elsewhere: bool
+
+    def parameter_shards(self) -> dict[str, torch.Tensor]:
+        """Values of the parameters that the module itself has none of, by name, cut over the ranks; a collective."""
+        ...
+
+    def parameters_changed(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Take new values: from `shards` for the parameters named there, else from the module; a collective."""
+
+    def state_layout(self, name: str) -> torch.Tensor | None:
+        """A tensor without values, cut up as the optimizer's state of this parameter is to be given."""
+
+    def gathered(self, *, write: bool) -> AbstractContextManager[None]:
+        """A context in which the module has all parameters whole."""
+        ...
+
+    def full_gradient(self, name: str) -> torch.Tensor | None:
+        """The whole gradient of a parameter, None if it has none; a collective."""
 
 
 @runtime_checkable
@@ -550,6 +581,25 @@ def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
                 fix=f"weft.{what}(module, ctx, methods=())",
             )
         )
+
+
+def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
+    """Raise if a part of `module` has no values of its parameters between steps; see `KeepsParameters`.
+
+    Raises:
+        OrderError: One has none; the text names the transform that made it so.
+    """
+    for part in module.modules():
+        for mark in _marks_of(part):
+            if any(isinstance(offer, KeepsParameters) and offer.elsewhere for offer in mark.offers):
+                raise OrderError(
+                    message(
+                        f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
+                        found=str(mark.record),
+                        expected=f"{what} on parameters that are there between steps: {why}",
+                        fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
+                    )
+                )
 
 
 @overload

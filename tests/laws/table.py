@@ -211,6 +211,24 @@ ZERO3 = Row(
     synchronizes=True,
     break_input=partial(partition, stage=3, engine="nothing"),
 )
+# DeepSpeed steps in float32. `bucket_bytes` small: several messages per backward pass.
+DEEPSPEED = [
+    Row(
+        name=f"zero_partition[deepspeed{kind}]",
+        apply=partial(partition, engine="deepspeed", **options),
+        on_both=True,
+        synchronizes=True,
+        dtype=torch.float32,
+        tolerance=2e-6,
+        break_input=partial(partition, engine="deepspeed", **{**options, **wrong}),
+    )
+    for kind, options, wrong in (
+        ("", {"stage": 3}, {"units": torch.nn.Linear}),
+        (" 1", {"stage": 1}, {"offload": "nvme"}),
+        (" 2", {"stage": 2, "bucket_bytes": 256}, {"config": {"zero_optimization": {"stage": 3}}}),
+        (" 3, small", {"stage": 3, "bucket_bytes": 256}, {"config": {"no such key": 1, "gradient_clipping": "much"}}),
+    )
+]
 GATHER = Row(name="gather_step", apply=gather, on_optimizer=True, needs=(FULLY,), break_input=gather_wrong)
 RECOMPUTE = Row(
     name="recompute",

@@ -18,7 +18,7 @@ writing.py    what a rank brings, and how the main rank makes a whole of it
 reading.py    tensors out of the files, cut up as they are needed
 loading.py    from the files into the objects, all or nothing
 restoring.py  `restore`
-weights/      `export` and `load_weights`: weights in the layout of Hugging Face, without the rest
+weights/      `export`, `load_weights`, `import_deepspeed`: weights in the layout of Hugging Face, without the rest
 ranks.py      work that fails on one rank fails on all
 
 [Note: format] A checkpoint is a folder `step-<number>` with one safetensors file per rank and
@@ -33,7 +33,7 @@ from weft.checkpoint.restoring import Restored, restore
 from weft.checkpoint.saving import save
 from weft.checkpoint.saving_async import RunningSave, save_async
 from weft.checkpoint.state import Checkpoint, checkpointable
-from weft.checkpoint.weights import LoadedWeights, export, load_weights
+from weft.checkpoint.weights import LoadedWeights, export, import_deepspeed, load_weights
 
 __all__ = [
     "Checkpoint",
@@ -42,6 +42,7 @@ __all__ = [
     "RunningSave",
     "checkpointable",
     "export",
+    "import_deepspeed",
     "latest",
     "load_weights",
     "restore",

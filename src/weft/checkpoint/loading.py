@@ -31,7 +31,7 @@ from weft.checkpoint.pieces import local_part
 from weft.checkpoint.randomness import drawn_state, prepare_random_state, random_state
 from weft.checkpoint.ranks import num_threads
 from weft.checkpoint.reading import Reader
-from weft.checkpoint.state import Checkpoint, Stateful, collect, kept_by, parameter_names, plain_name
+from weft.checkpoint.state import Checkpoint, Stateful, collect, keepers, kept_by, parameter_names, plain_name
 from weft.checkpoint.values import decode, encode
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
@@ -179,12 +179,20 @@ class Loading:
         parameters = {names[id(p)]: p for entry in optimizer.param_groups for p in entry["params"]}
         order = {name: index for index, name in enumerate(name for group in groups for name in group)}
 
+        layouts = {
+            id(p): layout
+            for obj in self._state.objects.values()
+            for part, offer in (keepers(obj) if isinstance(obj, nn.Module) else ())
+            for own, p in part.named_parameters()
+            if (layout := offer.state_layout(own)) is not None
+        }
+
         def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
             """Reads state cut up as its parameter, if it has its shape."""
 
             def read(name: str) -> torch.Tensor:
-                shape = self.manifest.tensors[name].shape
-                return reader.read(name, parameter if shape and shape == tuple(parameter.shape) else None)
+                shape, layout = self.manifest.tensors[name].shape, layouts.get(id(parameter), parameter)
+                return reader.read(name, layout if shape and shape == tuple(layout.shape) else None)
 
             return read
 
@@ -286,6 +294,11 @@ class Loading:
         else:
             for pair in pairs:
                 _copy(pair)
+        for key, obj in self._state.objects.items():
+            for part, offer in keepers(obj) if isinstance(obj, nn.Module) else ():
+                names = {id(p): plain_name(name) for name, p in obj.named_parameters()}
+                full = {own: f"{key}/{names[id(p)]}" for own, p in part.named_parameters()}
+                offer.parameters_changed({own: self._live.tensors[n] for own, n in full.items() if n in self._tensors})
         if self._set_random is not None:
             self._set_random()
 

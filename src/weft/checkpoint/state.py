@@ -19,7 +19,7 @@ from weft.checkpoint.generators import generator_kind, generator_state, is_gener
 from weft.checkpoint.values import check_tensor, encode
 from weft.context import Applied, DistContext
 from weft.context.watching import watch
-from weft.contract import Stateful, offered
+from weft.contract import KeepsParameters, Stateful, offered
 from weft.engines.torch.shards import resting_parameters
 from weft.errors import listed, message
 
@@ -32,6 +32,7 @@ __all__ = [
     "checkpointable",
     "collect",
     "is_extra",
+    "keepers",
     "kept_by",
     "parameter_names",
     "plain_name",
@@ -207,15 +208,21 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
 def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[int, str]) -> None:
     values: dict[str, Any] = {}
     found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    elsewhere = {
+        id(dict(part.named_parameters())[name]): shard
+        for part, offer in keepers(module)
+        for name, shard in offer.parameter_shards().items()
+    }
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
     for name, value in ((plain_name(name), value) for name, value in found.items()):
         full = f"{key}/{name}"
         if id(value) in seen:
             content.same_as[full] = seen[id(value)]
         elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
-            check_tensor(full, value)
-            check_memory("save", full, value)
-            content.tensors[full] = value
+            tensor: Any = elsewhere.get(id(value), value)
+            check_tensor(full, tensor)
+            check_memory("save", full, tensor)
+            content.tensors[full] = tensor
             seen[id(value)] = full
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)
@@ -249,6 +256,11 @@ def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
                 fix='self.register_buffer("name", value.expand(shape).clone())',
             )
         )
+
+
+def keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:
+    """Parts of a module whose parameters or state lie elsewhere, and who knows where."""
+    return [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
 
 
 def is_extra(name: str) -> bool:

@@ -16,6 +16,7 @@ and raises `AssertionError` if the transform breaks it. `check_laws(row)` runs t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -36,11 +37,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from weft.collectives import reduce
 from weft.context import DistContext, local
-from weft.contract import GradSync, offered
+from weft.contract import GradSync, KeepsParameters, offered
 from weft.engines.torch import shards
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
 from weft.testing.equivalence import largest_difference
 from weft.testing.ranks import run_ranks
+from weft.transforms.clip_grads import clip_grads
 
 __all__ = [
     "LAWS",
@@ -209,8 +211,11 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
                 batches = [window]
             for features, classes in batches:
                 _loss(parts.module, features, classes, total).backward()
-            _finish_step(parts.module, parts.optimizer, job)
-    return [_whole(p).clone() for p in parts.module.parameters()]
+            _finish_step(parts.module, parts.optimizer, job, ctx)
+    with contextlib.ExitStack() as stack:
+        for offer in offered(parts.module, KeepsParameters):
+            stack.enter_context(offer.gathered(write=False))
+        return [_whole(p).clone() for p in parts.module.parameters()]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,8 +234,11 @@ def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> 
     return nn.functional.cross_entropy(module(x), y, reduction="sum") / total
 
 
-def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> None:
-    torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
+def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
+    if ctx is not None and offered(module, KeepsParameters):
+        clip_grads(module, ctx, max_norm=job.clip)  # torch sees no gradients
+    else:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -295,7 +303,8 @@ def _check_names(ctx: DistContext, row: Row) -> None:
     kept = ("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "prefetch_factor")
     changed = [name for name in kept if getattr(parts.loader, name) != getattr(plain_loader, name)]
     assert not changed, f"{row.name}: the loader lost {changed}"
-    if any(shards.is_sharded(p) for p in module.parameters()):
+    elsewhere = any(offer.elsewhere for offer in offered(module, KeepsParameters))
+    if elsewhere or any(shards.is_sharded(p) for p in module.parameters()):
         return  # the parts of other ranks cannot be copied
     copied = copy.deepcopy(module)
     x = job.dataset().tensors[0][:2]
@@ -408,7 +417,7 @@ def _check_trace(ctx: DistContext, row: Row) -> None:
     parts, after = _build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
     after = _apply_on_optimizer(parts, after, row, job)
     if any(r.synchronizes for r in _with_needs(row)):
-        _train_once(parts, job)
+        _train_once(parts, job, after)
     assert _process_state() == before, f"{row.name}: {_changes(before, _process_state())}"
     refs = [weakref.ref(part) for part in (parts.module, parts.loader, parts.optimizer) if part is not None]
     first = next(parts.module.parameters())
@@ -420,7 +429,7 @@ def _check_trace(ctx: DistContext, row: Row) -> None:
     del after
 
 
-def _train_once(parts: Parts, job: Job) -> None:
+def _train_once(parts: Parts, job: Job, ctx: DistContext) -> None:
     """One backward pass and step, so that whatever is made lazily is there."""
     assert parts.optimizer is not None
     with torch.random.fork_rng(devices=[]):  # torch's own DataLoader draws a seed for its workers
@@ -428,7 +437,7 @@ def _train_once(parts: Parts, job: Job) -> None:
         batch = next(iter(window)) if hasattr(window, "denominator") else window
     features, classes = batch
     _loss(parts.module, features, classes, 1.0).backward()
-    _finish_step(parts.module, parts.optimizer, job)
+    _finish_step(parts.module, parts.optimizer, job, ctx)
 
 
 def _process_state() -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import offered, transform
+from weft.contract import check_not_elsewhere, offered, transform
 from weft.errors import ContractError, listed, message
 
 __all__ = ["Averages", "average_weights", "averages"]
@@ -215,7 +215,7 @@ def average_weights(
 
     Raises:
         AlreadyApplied: It was applied to `module` before.
-        OrderError: A strategy is applied after it.
+        OrderError: A strategy is applied after it; or stage 3 of DeepSpeed was before it.
         ContextError: The ranks ask for different averages.
         TypeError: `module` is no module.
         ValueError: An option is out of range, or no parameter is trained.
@@ -235,6 +235,7 @@ def average_weights(
         4.0
     """
     _check_options(module, decay, every, start, buffers)
+    check_not_elsewhere("average_weights", module, "averages are kept of what the module holds")
     facts = {
         "decay": decay if not callable(decay) else "a function",
         "every": every,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import transform
+from weft.contract import check_not_elsewhere, transform
 from weft.engines.options import CompileOptions
 from weft.errors import AlreadyApplied, listed, message
 from weft.selecting import Selection, select_apart
@@ -83,6 +83,7 @@ def compiled(
         (torch.Size([1, 2]), ['0.weight', '0.bias'])
     """
     _check_new(module, ctx)
+    check_not_elsewhere("compiled", module, "graphs are made of parameters that stay where they are")
     parts = select_apart("compiled", module, module if blocks is None else blocks)
     _check_options(backend, mode, options)
     if isinstance(backend, str):

@@ -1,6 +1,7 @@
 """Weights alone: out of a checkpoint into the layout of Hugging Face, and from files into any module.
 
 exporting.py  `export`
+importing.py  `import_deepspeed`, which trusts what it reads
 shards.py     which tensors in which of its files
 publishing.py a folder that appears when it is complete
 loading.py    `load_weights`
@@ -12,6 +13,7 @@ converting.py values in other dtypes
 """
 
 from weft.checkpoint.weights.exporting import export
+from weft.checkpoint.weights.importing import import_deepspeed
 from weft.checkpoint.weights.loading import LoadedWeights, load_weights
 
-__all__ = ["LoadedWeights", "export", "load_weights"]
+__all__ = ["LoadedWeights", "export", "import_deepspeed", "load_weights"]

@@ -17,6 +17,8 @@ rebinding.py   optimizers moved to exchanged parameters
 partitioned_step.py  the step on this rank's rows (ZeRO stage 1)
 whole_step.py  the step on whole parameters, where they are cut
 gradient_norm.py  the norm of gradients in shards, and clipping
+cut_gradient.py  what stands for a gradient that lies in other memory
+gathering.py   whole parameters for a moment
 averages.py    averages of weights, shard by shard
 checkpointing.py  activations computed again
 compiling.py   torch.compile in place

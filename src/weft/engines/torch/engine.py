@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -154,6 +155,20 @@ class TorchEngine:
     def drop_gathered(self, module: nn.Module) -> None:
         """Let `module.parameters()` be what is trained, and not the whole copies FSDP2 computes with."""
         drop_gathered(module)
+
+    def gathered(
+        self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
+    ) -> AbstractContextManager[None]:
+        """Let a module have whole parameters inside of the body; see `gathering.gathered`."""
+        from weft.engines.torch.gathering import gathered  # noqa: PLC0415  (as in `shard`)
+
+        return gathered(module, parameters, group, write=write)
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All of a tensor, also if it is cut over the ranks."""
+        from weft.engines.torch.gathering import whole  # noqa: PLC0415  (as in `shard`)
+
+        return whole(tensor)
 
     def gradients(self, parameters: Iterable[torch.Tensor], device: torch.device) -> Gradients:
         """The gradients of `parameters` as this rank holds them, to take their norm and clip them."""

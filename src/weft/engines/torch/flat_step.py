@@ -23,7 +23,7 @@ from weft.engines.torch.flat import FlatBuffer, FlatPiece
 from weft.engines.torch.reducer import GradientReducer
 from weft.errors import ContractError, OrderError, listed, message
 
-__all__ = ["FlatStep", "check_elementwise", "flat_buffer_of", "is_elementwise"]
+__all__ = ["SHARED_STATE", "FlatStep", "check_elementwise", "flat_buffer_of", "is_elementwise"]
 
 # Optimizers whose update of an element depends on that element alone.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -40,7 +40,7 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
 )
 # What their state holds once per parameter; everything else has the parameter's shape.
-_SHARED = frozenset({"step", "eta", "mu", "mu_product"})
+SHARED_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -118,7 +118,7 @@ class _Run:
         for key, value in self.state.items():
             if not isinstance(value, torch.Tensor):
                 parts[key] = [value] * len(sizes)
-            elif key in _SHARED:
+            elif key in SHARED_STATE:
                 self._copies[key] = copies = value.expand(len(sizes)).clone()
                 parts[key] = [copies[index] for index in range(len(sizes))]
             else:
@@ -138,7 +138,7 @@ class _Run:
         for key in dict.fromkeys(key for state in states for key in state):
             values = [state.get(key) for state in states]
             whole = all(isinstance(value, torch.Tensor) for value in values)
-            if whole and key not in _SHARED:
+            if whole and key not in SHARED_STATE:
                 self.state[key] = torch.cat([value.reshape(-1) for value in values])
             elif any(value is not values[0] and not (whole and torch.equal(value, values[0])) for value in values):
                 raise ContractError(

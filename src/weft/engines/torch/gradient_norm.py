@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 
+from weft.engines.torch.cut_gradient import CutGradient
 from weft.engines.torch.shards import local
 from weft.errors import message
 
@@ -69,6 +70,10 @@ class Gradients:
 
         for p in parameters:
             gradient = p.grad
+            if isinstance(gradient, CutGradient):
+                pieces.setdefault(self._ranks_of(gradient), []).append(gradient.piece())
+                self._dtype = torch.promote_types(self._dtype, gradient.dtype)
+                continue
             layout = gradient if is_sharded(gradient) else p
             if not is_sharded(layout):
                 if gradient is not None:
@@ -83,6 +88,13 @@ class Gradients:
                 # Without grad mode no detach is needed, which is ten times the work on a DTensor.
                 layouts[key].append(gradient.to_local() if is_sharded(gradient) else gradient)
         return pieces
+
+    def _ranks_of(self, gradient: CutGradient) -> Cut:
+        if gradient.group is None or dist.get_world_size(gradient.group) == 1:
+            return ()
+        ranks = tuple(dist.get_process_group_ranks(gradient.group))
+        self._groups.setdefault(ranks, gradient.group)
+        return (ranks,)
 
     def _cut_of(self, tensor: DTensor) -> Cut:
         cut: list[Ranks] = []

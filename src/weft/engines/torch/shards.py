@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.engines.torch.cut_gradient import CutGradient
+
 __all__ = ["forget_groups", "groups_of", "is_sharded", "local", "resting_parameters"]
 
 
@@ -23,6 +25,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, in the same memory; the tensor itself if it is not cut."""
+    if isinstance(tensor, CutGradient):
+        return tensor.piece()
     if not is_sharded(tensor):
         return tensor
     cut: Any = tensor.detach()

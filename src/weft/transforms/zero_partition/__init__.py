@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from weft.errors import ContractError, listed, message
 from weft.placing import place_module
 from weft.selecting import Selection
 from weft.sharding import Request, check_module, layouts, shard_module, sharding_axes
+from weft.transforms.zero_partition.deepspeed import Offload, Wish, check_for_deepspeed_alone, with_deepspeed
 
 __all__ = ["zero_partition"]
 
@@ -34,13 +36,15 @@ def zero_partition(
     ctx: DistContext,
     *,
     stage: Literal[1, 2, 3],
-    engine: Literal["torch"] = "torch",
+    engine: Literal["torch", "deepspeed"] = "torch",
     axis: str | Sequence[str] | None = None,
     units: Selection | None = None,
     unused: Literal["error", "zero"] = "error",
     buffers: Literal["broadcast", "local"] = "broadcast",
     bucket_bytes: int = 25 * 2**20,
     methods: Sequence[str] = (),
+    offload: Offload = None,
+    config: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[M, O, DistContext]:
     """Divide optimizer state (stage 1), also gradients (2), also parameters (3) among the ranks.
 
@@ -56,6 +60,13 @@ def zero_partition(
     depends on others (Adafactor, Muon, one that is not torch's) steps on whole parameters, one
     after the other, on every rank; its state of the parameters' shape is divided all the same.
 
+    With `engine="deepspeed"` the real DeepSpeed does it, under the same loop and with the same numbers
+    in float32. It can keep the optimizer's state, and in stage 3 the parameters, in the memory of the
+    CPU or on a disk (`offload`), and takes its own configuration (`config`). It steps on all
+    parameters of a group together, so each must get a gradient; gradients lie in pieces, so they are
+    clipped by `weft.clip_grads` and read by `weft.full_grads`; and one forward pass allows one
+    backward pass. Nothing of it is imported otherwise. Its collectives are its own.
+
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models", SC 2020; `torch.distributed.optim.ZeroRedundancyOptimizer`, `torch.distributed.fsdp`.
 
@@ -70,13 +81,17 @@ def zero_partition(
         optimizer: Over parameters of `module`, with or without state.
         ctx: Where we run.
         stage: 1, 2 or 3.
-        engine: Who does it; "torch".
+        engine: Who does it: "torch", or "deepspeed", which is an extra to install.
         axis: Mesh axis to divide over, or (replica, shard). Default: the data axes.
         units: For stages 2 and 3; as for `fully_shard`.
         unused: What it means when a parameter gets no gradient; as for `replicate`.
         buffers: As for `replicate`.
         bucket_bytes: For stage 1; as for `replicate`.
         methods: Methods besides forward through which gradients flow.
+        offload: With DeepSpeed: where the optimizer's state lies between steps: "cpu", or a directory
+            on a fast disk (stage 3). Or a mapping, of "optimizer" and "parameters" (stage 3).
+        config: With DeepSpeed: its configuration, a dict or a JSON file. What weft decides may be left
+            out or "auto"; everything else reaches DeepSpeed as it is.
 
     Returns:
         `module` and `optimizer` themselves, and `ctx` with this transform in `applied`.
@@ -85,9 +100,11 @@ def zero_partition(
         AlreadyApplied: A part of `module` is sharded or replicated already.
         OrderError: Another optimizer holds its parameters, or a transform that comes later was applied.
         ContractError: The optimizer holds parameters of something else; or LBFGS, which couples all
-            parameters.
+            parameters; or DeepSpeed cannot train this with this.
         ContextError: There is no such axis, or the ranks bring different models or options.
-        ValueError: An option is out of range.
+        ValueError: An option is out of range, or a configuration contradicts the pipeline; the text
+            lists all keys that do.
+        MissingExtra: DeepSpeed is asked for and not installed.
         PeerError: Another rank failed.
 
     Example:
@@ -99,6 +116,10 @@ def zero_partition(
         ['zero_partition']
     """
     _check(module, optimizer, stage, engine)
+    if engine == "deepspeed":
+        wish = Wish(stage, axis, units, unused, buffers, bucket_bytes, tuple(methods), offload, config)
+        return with_deepspeed(module, optimizer, ctx, wish)
+    check_for_deepspeed_alone(offload, config)
     axes = sharding_axes("zero_partition", ctx, axis)
     line = ctx.on(axes)
     if stage > 1:
@@ -179,12 +200,12 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engi
                 fix="weft.replicate(model, ctx)" if stage == 0 else "stage=1",
             )
         )
-    if engine != "torch":
+    if engine not in ("torch", "deepspeed"):
         raise ValueError(
             message(
                 f"zero_partition: engine = {engine!r} is unknown",
                 found=repr(engine),
-                expected="'torch'",
+                expected="'torch' or 'deepspeed'",
                 fix="weft.zero_partition(model, optimizer, ctx, stage=1, engine='torch')",
             )
         )

@@ -1,0 +1,341 @@
+"""Where DeepSpeed's optimizers keep things: gradients, the weights it steps on, their state.
+
+Both of its optimizers step on flat tensors, of which each rank holds one part. `Place` says which elements of
+a parameter lie where in them; the two classes answer the same questions for stages 1 and 2, and for stage 3.
+
+[Note: always add] DeepSpeed overwrites its gradient buffers in the first backward pass after a step, which
+leaves the gradient of a parameter that did not take part in it as it was. Here it always adds, and the
+buffers are set to zero when their gradients are used or dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["Buffers", "BuffersOfStage3", "BuffersOfStages12", "Place"]
+
+
+class Place(NamedTuple):
+    """Which elements of a flattened parameter this rank holds, and where.
+
+    Attributes:
+        group: Number of the flat tensor.
+        at: Where they begin in it.
+        start: The first of them in the parameter.
+        number: How many.
+    """
+
+    group: int
+    at: int
+    start: int
+    number: int
+
+
+class Buffers(Protocol):
+    """What the rest asks of one of DeepSpeed's optimizers."""
+
+    places: dict[nn.Parameter, Place]
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Hand a gradient over, to be averaged and cut."""
+
+    def finish(self) -> None:
+        """Average what was handed over."""
+
+    def end(self) -> None:
+        """A backward pass has ended."""
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's piece of an averaged gradient."""
+        ...
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+
+    def reset(self) -> None:
+        """Forget a backward pass that was torn."""
+
+    def before_step(self) -> None:
+        """The engine's step is about to be called."""
+
+    def groups(self) -> int:
+        """How many flat tensors there are."""
+        ...
+
+    def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A flat tensor of weights, and the optimizer's state of it, in memory."""
+        ...
+
+    def close(self, group: int, *, changed: bool) -> None:
+        """Put them where they belong."""
+
+    def take_weights(self, parameter: nn.Parameter) -> None:
+        """The parameter was changed: step on the new values."""
+
+
+class BuffersOfStages12:
+    """Of `DeepSpeedZeroOptimizer`."""
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+        self._number: dict[nn.Parameter, int] = {}
+        self._row: dict[nn.Parameter, int] = {}
+        self.places: dict[nn.Parameter, Place] = {}
+        for group, parameters in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[group])
+            begin = size * dist.get_rank(zero.real_dp_process_group[group])
+            for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
+                start = max(begin - offset, 0)
+                count = max(min(offset + parameter.numel(), begin + size) - offset - start, 0)
+                self.places[parameter] = Place(group, max(offset - begin, 0), start, count)
+                self._number[parameter] = group
+            self._row.update({p: row for row, p in enumerate(zero.params_in_partition[group])})
+        for hook in zero._grad_acc_hooks:
+            hook.remove()
+        zero._grad_acc_hooks = []
+        self._shares = not zero.cpu_offload and all(
+            flat.dtype == part[0].dtype
+            for flat, part in zip(
+                zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True
+            )
+        )
+        if self._shares:
+            # One memory for the weights that are stepped on and those that are computed with.
+            for group, flat in enumerate(zero.single_partition_of_fp32_groups):
+                flat.data = self._own_part(group)
+        zero._hp_optimizer_states_linked = True  # else the first step hangs views of the state on parameters
+
+    def _own_part(self, group: int) -> torch.Tensor:
+        zero = self._zero
+        part: torch.Tensor = zero.parallel_partitioned_bit16_groups[group][
+            dist.get_rank(zero.real_dp_process_group[group])
+        ]
+        return part.detach()
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        zero = self._zero
+        zero.set_gradient_accumulation_boundary(is_boundary=False)
+        zero.micro_step_id = 0  # `setup_buckets` counts on: 1, see [Note: always add]
+        zero.setup_buckets()
+
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Hand a gradient over, to be averaged and cut."""
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_contiguous():
+            parameter.grad = gradient.contiguous()
+        if self._zero.use_grad_accum_attribute:
+            self._zero._fill_param_grad_accum_attribute(parameter)
+        self._zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._number[parameter])
+
+    def finish(self) -> None:
+        """Average what was handed over."""
+        zero = self._zero
+        zero.overlapping_partition_gradients_reduce_epilogue()
+        for parameter in self._number:
+            parameter.grad_accum = None  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        """A backward pass has ended."""
+        self._zero.ready_for_gradients = False
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's piece of an averaged gradient."""
+        zero, (group, _, start, count) = self._zero, self.places[parameter]
+        if not count:
+            return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if zero._use_compact_grad_partition_buffer(group):
+            rank = dist.get_rank(zero.real_dp_process_group[group])
+            piece: torch.Tensor = zero._get_compact_grad_partition_slice(
+                group, rank, zero.get_param_id(parameter), count
+            )
+            return piece
+        if zero.cpu_offload:
+            whole = zero.accumulated_grads_in_cpu[zero.get_param_id(parameter)]
+        else:
+            whole = zero.all_grad_tensors[group][self._row[parameter]]
+        found: torch.Tensor = whole.view(-1)[start : start + count]
+        return found
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        zero = self._zero
+        zero.averaged_gradients.update(dict.fromkeys(zero.averaged_gradients))
+        zero.all_grad_tensors.clear()
+        for parameter in self._number:
+            parameter.grad_accum = None  # type: ignore[attr-defined]
+        if zero.cpu_offload:
+            zero._offload_accumulated_param_ids = set()
+            zero.reset_cpu_buffers()
+            for whole in zero.accumulated_grads_in_cpu.values():
+                whole.zero_()
+
+    def reset(self) -> None:
+        """Forget a backward pass that was torn."""
+        zero = self._zero
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.extra_large_param_to_reduce.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        zero._release_ipg_buffers()
+        self.drop()
+
+    def before_step(self) -> None:
+        """The engine's step is about to be called."""
+        zero = self._zero
+        for group, parameters in enumerate(zero.round_robin_bit16_groups):
+            flat = zero.bit16_groups_flat[group]
+            offsets = zero.round_robin_bit16_offsets[group]
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                if parameter.data_ptr() != flat.data_ptr() + offset * flat.element_size() and parameter.numel():
+                    # Somebody gave it other memory, which the step would put out of use.
+                    flat[offset : offset + parameter.numel()].copy_(parameter.data.reshape(-1))
+                    self.take_weights(parameter)
+        if not zero.partition_gradients:  # in stage 2 the engine's step does it
+            zero.finalize_gradient_accumulation_boundary()
+
+    def groups(self) -> int:
+        """How many flat tensors there are."""
+        return len(self._zero.single_partition_of_fp32_groups)
+
+    def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A flat tensor of weights, and the optimizer's state of it, in memory."""
+        flat: torch.Tensor = self._zero.single_partition_of_fp32_groups[group]
+        return flat.data, self._zero.optimizer.state[flat]
+
+    def close(self, group: int, *, changed: bool) -> None:
+        """Nothing was moved."""
+
+    def take_weights(self, parameter: nn.Parameter) -> None:
+        """The parameter was changed: step on the new values."""
+        if not self._shares:
+            group, at, _, count = self.places[parameter]
+            flat: torch.Tensor = self._zero.single_partition_of_fp32_groups[group]
+            flat.data[at : at + count].copy_(self._own_part(group)[at : at + count])
+
+
+class BuffersOfStage3:
+    """Of `DeepSpeedZeroOptimizer_Stage3`."""
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+        self.places: dict[nn.Parameter, Place] = {}
+        self._gradient_at: dict[nn.Parameter, int] = {}
+        at = 0
+        for parameter in itertools.chain.from_iterable(zero.fp16_groups):
+            group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+            size = parameter.partition_numel()
+            start = min(size * zero._get_param_partition_rank(parameter), parameter.ds_numel)
+            count = min(size, parameter.ds_numel - start)
+            self.places[parameter] = Place(group, offset, start, count)
+            self._gradient_at[parameter] = at
+            at += size
+        for hook in zero._grad_acc_hooks:
+            hook.remove()
+        zero._grad_acc_hooks = []
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        zero = self._zero
+        zero.set_gradient_accumulation_boundary(is_boundary=False)
+        zero.micro_step_id = 1  # see [Note: always add]
+        zero.backward_prologue()
+
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Hand a gradient over, to be averaged and cut."""
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_contiguous():
+            parameter.grad = gradient.contiguous()
+        self._zero.reduce_ready_partitions_and_remove_grads(parameter)
+
+    def finish(self) -> None:
+        """Average what was handed over."""
+        self._zero.overlapping_partition_gradients_reduce_epilogue()
+
+    def end(self) -> None:
+        """A backward pass has ended."""
+        self._zero.backward_epilogue()
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's piece of an averaged gradient."""
+        at = self._gradient_at[parameter]
+        found: torch.Tensor = self._zero.grad_partitions_flat_buffer[at : at + self.places[parameter].number]
+        return found
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        zero = self._zero
+        zero.averaged_gradients = {}
+        zero._offload_boundary_param_ids = set()
+        zero.grad_partitions_flat_buffer.zero_()
+
+    def reset(self) -> None:
+        """Forget a backward pass that was torn."""
+        zero = self._zero
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear_params()
+        zero.params_already_reduced.update(dict.fromkeys(zero.params_already_reduced, False))
+        self.drop()
+
+    def before_step(self) -> None:
+        """The engine's step is about to be called."""
+        zero = self._zero
+        if not zero.swap_optimizer:
+            return
+        # DeepSpeed would write gradients to the disk and read them back at once, some of them wrongly: its
+        # reads begin where the gradient of a parameter does, which the disk need not allow. They stay in memory.
+        gradients: dict[int, list[torch.Tensor]] = {}
+        offsets: dict[int, list[int]] = {}
+        for parameter, at in self._gradient_at.items():
+            mine: Any = parameter
+            whole = zero.grad_partitions_flat_buffer[at : at + mine.partition_numel()]
+            zero._offload_grad_partition_at_boundary(parameter, whole, gradients, offsets)
+        for group, found in gradients.items():
+            key = zero.optimizer_swapper.parameter_id(zero.fp32_partitioned_groups_flat[group])
+            info = zero.optimizer_swapper.swap_params_info[key]
+            info.unswapped_gradients.update(zip(offsets[group], found, strict=True))
+        zero._offload_boundary_param_ids = set()  # nothing is left for the engine to do
+
+    def groups(self) -> int:
+        """How many flat tensors there are."""
+        return len(self._zero.fp32_partitioned_groups_flat)
+
+    def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A flat tensor of weights, and the optimizer's state of it, in memory."""
+        zero = self._zero
+        if zero._swappable_optimizer_subgroup(group):
+            zero._optimizer_states_and_gradient_swap_in(group)
+        flat: torch.Tensor = zero.fp32_partitioned_groups_flat[group]
+        return flat.data, zero.optimizer.state[flat]
+
+    def close(self, group: int, *, changed: bool) -> None:
+        """Put them where they belong."""
+        zero = self._zero
+        if not zero._swappable_optimizer_subgroup(group):
+            return
+        if changed:
+            zero._optimizer_states_and_gradient_swap_out(group)
+        else:
+            zero._release_swap_buffers(group)
+
+    def take_weights(self, parameter: nn.Parameter) -> None:
+        """The parameter was changed: step on the new values."""
+        group, at, _, count = self.places[parameter]
+        flat, _ = self.opened(group)
+        mine: Any = parameter
+        flat[at : at + count].copy_(mine.ds_tensor.data[:count])
+        self.close(group, changed=True)
+
+
+def chunks_of(places: dict[nn.Parameter, Place], group: int) -> Iterator[tuple[nn.Parameter, Place]]:
+    """The parameters in one flat tensor."""
+    yield from ((p, place) for p, place in places.items() if place.group == group)

@@ -1,0 +1,276 @@
+"""Getting hold of DeepSpeed, and what it leaves in the process taken back.
+
+DeepSpeed is imported when the first engine is asked for and not before. What it changes outside of itself
+is put back: a variable that it sets on import, the `mpu` that `initialize` leaves behind, its log level while
+an engine is made. `LOCAL_RANK`, which it wants to read, is there for the time of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.errors import ContextError, MissingExtra, message
+
+__all__ = [
+    "Attributes",
+    "GroupView",
+    "Lent",
+    "check_accelerator",
+    "deepspeed",
+    "load_async_io",
+    "quietly",
+    "without_broadcasts",
+]
+
+_TESTED = (0, 19)
+
+
+def deepspeed() -> Any:
+    """DeepSpeed itself.
+
+    Raises:
+        MissingExtra: It is not installed, or in a version that was never tried.
+    """
+    if "deepspeed" in sys.modules:
+        return sys.modules["deepspeed"]
+    before, disabled = dict(os.environ), logging.root.manager.disable
+    try:
+        logging.disable(logging.WARNING)  # it tells which accelerator it found
+        library = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise MissingExtra(
+            message(
+                'zero_partition: engine="deepspeed" needs the package deepspeed',
+                found=f"{type(error).__name__}: {error}",
+                expected="DeepSpeed 0.19, which is not installed with weft",
+                fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
+            )
+        ) from error
+    finally:
+        logging.disable(disabled)
+        _put_back(before)
+    version = tuple(int(part) for part in library.__version__.split(".")[:2])
+    if version != _TESTED:
+        raise MissingExtra(
+            message(
+                'zero_partition: engine="deepspeed" does not know this version',
+                found=f"deepspeed {library.__version__}",
+                expected="deepspeed 0.19: weft reaches into its optimizers, which change from version to version",
+                fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
+            )
+        )
+    # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
+    operations = importlib.import_module("deepspeed.ops").__compatible_ops__
+    operations["deepspeed_shm_comm"] = False
+    return library
+
+
+def _put_back(before: dict[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def check_accelerator(device: torch.device) -> None:
+    """Raise if DeepSpeed computes elsewhere than the context.
+
+    Raises:
+        ContextError: It does; it chose when it was imported.
+    """
+    chosen = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    if chosen.partition(":")[0] != device.type:
+        raise ContextError(
+            message(
+                "zero_partition: DeepSpeed computes on another device than the context",
+                found=f"{chosen}, and {device}",
+                expected="one kind of device for both",
+                fix=f"DS_ACCELERATOR={device.type}  # in the environment, before the program starts",
+            )
+        )
+
+
+def load_async_io() -> None:
+    """Load the extension that reads and writes disks; compile it first, for minutes, if nobody has.
+
+    Raises:
+        MissingExtra: A library or the compiler is missing, or compiling failed.
+    """
+    builder = importlib.import_module("deepspeed.accelerator").get_accelerator().create_op_builder("AsyncIOBuilder")
+    before = dict(os.environ)
+    # ninja is installed beside python, which need not be on the path.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before.get("PATH", "")])
+    try:
+        if not builder.is_compatible(verbose=False):
+            _raise_no_async_io("the library libaio is missing")
+        builder.load(verbose=False)
+    except (OSError, RuntimeError) as error:
+        _raise_no_async_io(f"{type(error).__name__}: {error}")
+    finally:
+        _put_back(before)
+
+
+def _raise_no_async_io(why: str) -> NoReturn:
+    raise MissingExtra(
+        message(
+            "zero_partition: DeepSpeed cannot offload to a disk here",
+            found=why,
+            expected="a C++ compiler, ninja and libaio, from which DeepSpeed compiles its extension",
+            fix="apt-get install g++ libaio-dev",
+        )
+    )
+
+
+@contextlib.contextmanager
+def quietly(local_rank: int) -> Iterator[None]:
+    """Around the making of an engine: what that changes in the process is as before afterwards."""
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    logger = importlib.import_module("deepspeed.utils").logger
+    stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    depth = len(stack)
+    level, mpu, before = logger.level, groups.mpu, dict(os.environ)
+    loaded: Any = torch.nn.functional
+    linear = loaded.linear
+    handlers = list(logging.getLogger().handlers)
+    logger.setLevel(max(level, logging.ERROR))
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    try:
+        yield
+    finally:
+        _put_back(before)
+        del stack[depth:]
+        logger.setLevel(level)
+        groups.mpu = mpu
+        loaded.linear = linear
+        logging.getLogger().handlers[:] = handlers
+
+
+@contextlib.contextmanager
+def without_broadcasts() -> Iterator[None]:
+    """Around the making of an engine for a module whose values are equal on all ranks already.
+
+    DeepSpeed's own broadcasts cannot send a parameter that is a single number.
+    """
+    engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
+    kept = engine._broadcast_model, init._zero_init_param
+
+    def nothing(self: object) -> None:
+        """Instead of a broadcast of all parameters."""
+
+    def cut(self: Any, parameter: Any) -> None:
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    engine._broadcast_model, init._zero_init_param = nothing, cut
+    try:
+        yield
+    finally:
+        engine._broadcast_model, init._zero_init_param = kept
+
+
+class Lent:
+    """What DeepSpeed wants to find in the process during a forward pass of stage 3, there for that time only.
+
+    `LOCAL_RANK` in the environment, and the module at the bottom of a stack that it keeps for the process.
+    """
+
+    def __init__(self, module: nn.Module, local_rank: int) -> None:
+        self._module = weakref.ref(module)
+        self._local_rank = str(local_rank)
+        self._stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+        self._depths: list[int] = []
+        self._names = False
+
+    def lend(self) -> None:
+        """Put it there."""
+        self._depths.append(len(self._stack))
+        self._stack.append(self._module())
+        if "LOCAL_RANK" not in os.environ:
+            os.environ["LOCAL_RANK"] = self._local_rank
+            self._names = True
+
+    def take_back(self) -> None:
+        """Take it away, and what a forward pass that raised has left."""
+        if self._depths:
+            del self._stack[self._depths.pop() :]
+        if self._names and not self._depths:
+            os.environ.pop("LOCAL_RANK", None)
+            self._names = False
+
+
+class Attributes:
+    """What DeepSpeed hangs on a module and its parameters, so that it can be taken off."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found: list[Any] = [*module.modules(), *module.parameters()]
+        self._before = [(weakref.ref(one), frozenset(vars(one))) for one in found]
+        self._hung: list[tuple[weakref.ref[Any], frozenset[str]]] = []
+
+    def note(self) -> None:
+        """The engine was made: what is new is DeepSpeed's."""
+        alive = [(target, target(), before) for target, before in self._before]
+        self._hung = [(target, frozenset(vars(one)) - before) for target, one, before in alive if one is not None]
+
+    def take_off(self) -> None:
+        """Take it off, and what it hung there later."""
+        for target, names in self._hung:
+            one = target()
+            for name in list(vars(one)) if one is not None else ():
+                if name in names or name.startswith(("ds_", "applied_pre_backward")):
+                    delattr(one, name)
+            if isinstance(one, nn.Module):
+                one._parameters = dict(one._parameters)
+
+
+class GroupView:
+    """The protocol by which DeepSpeed asks for process groups, over one group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+
+    def release(self) -> None:
+        """Let the group go."""
+        self._group = None
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks it divides over."""
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return dist.get_world_size(self._group)
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among them."""
+        return dist.get_rank(self._group)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their global numbers."""
+        return dist.get_process_group_ranks(self._group) if self._group is not None else []
+
+    def get_model_parallel_group(self) -> None:
+        """No rank holds a part of the model only."""
+
+    def get_model_parallel_world_size(self) -> int:
+        """One."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """The first."""
+        return 0
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank

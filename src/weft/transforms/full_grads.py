@@ -1,0 +1,61 @@
+"""`full_grads`: whole gradients by name, wherever they lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import KeepsParameters, offered
+from weft.errors import message
+
+__all__ = ["full_grads"]
+
+
+def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
+    """Give the gradients of a module, whole, by name; for looking at them.
+
+    Between backward and `optimizer.step()`. A parameter without gradient is left out. Every rank
+    calls it, and needs the memory of all gradients.
+
+    Changes: nothing. Collectives: one message per gradient that is cut.
+
+    Args:
+        module: With or without transforms.
+        ctx: Where we run.
+
+    Returns:
+        Plain tensors, the same on all ranks if gradients are averaged; where they are whole anyway,
+        the gradients themselves.
+
+    Raises:
+        TypeError: `module` is no module.
+        ContractError: The gradients were used by a step.
+        CollectiveRefused: The context speaks for some ranks only.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = nn.Linear(1, 1), weft.local()
+        >>> (3 * model.weight).sum().backward()
+        >>> weft.full_grads(model, ctx)
+        {'weight': tensor([[3.]])}
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            message(
+                "full_grads: this is not a module",
+                found=type(module).__name__,
+                expected="a torch.nn.Module",
+                fix="gradients = weft.full_grads(model, ctx)",
+            )
+        )
+    ctx.require_collective("full_grads")
+    ctx.engine.drop_gathered(module)
+    found: dict[str, torch.Tensor | None] = {name: p.grad for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in module.named_parameters()}
+    keepers = [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
+    for part, offer in keepers:
+        for own, p in part.named_parameters():
+            found[names[id(p)]] = offer.full_gradient(own)
+    kept = {names[id(p)] for part, _ in keepers for p in part.parameters()}
+    return {name: g if name in kept else ctx.engine.whole(g) for name, g in found.items() if g is not None}
