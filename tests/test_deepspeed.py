@@ -114,6 +114,8 @@ def _differential(ctx, engine, offloads):
             for clip in (0, 0.05):
                 for micro, reduce in ((1, "last"), (3, "last"), (3, "every")):
                     for offload in offloads:
+                        if offload and (reduce == "every" or (micro == 1 and clip)):
+                            continue
                         if stage == 3 or not isinstance(OFFLOADS[offload], dict):
                             options = {"offload": OFFLOADS[offload]} if offload else {}
                             key = stage, kind, clip, micro, reduce, offload
@@ -281,14 +283,21 @@ LOOPS = {
 }
 
 
-def _all_loops(ctx, **options):
-    return {(name, stage): loop(ctx, stage, **options) for name, loop in LOOPS.items() for stage in STAGES}
+def _all_loops(ctx, names, **options):
+    return {(name, stage): LOOPS[name](ctx, stage, **options) for name in names for stage in STAGES}
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}, {"bucket_bytes": 300}], ids=str)
-def test_every_way_to_write_the_loop_gives_the_reference(options):
-    expected = {name: loop(None, None) for name, loop in LOOPS.items()}
-    for found in run_ranks(_all_loops, 2, **options):
+MAIN_LOOPS = ["two forwards", "interleaved", "dropped, none", "dropped, zero", "held back", "torn", "other memory"]
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [(list(LOOPS), {}), (MAIN_LOOPS, {"offload": "cpu"}), (MAIN_LOOPS[:2], {"bucket_bytes": 300})],
+    ids=["all", "offload", "small messages"],
+)
+def test_every_way_to_write_the_loop_gives_the_reference(names, options):
+    expected = {name: LOOPS[name](None, None) for name in names}
+    for found in run_ranks(_all_loops, 2, names, **options):
         for (name, stage), parameters in found.items():
             # One or two units in the last place of numbers below 1/2.
             assert largest_difference(parameters, expected[name]) <= 6e-8, (name, stage)
