@@ -19,7 +19,11 @@ torch.manual_seed(0)  # parameters of tests that are drawn are the same in all w
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests of the DeepSpeed engine are a suite of their own: `pytest -m deepspeed`, with the extra installed."""
+    """Two suites of their own: `pytest -m slow`, and `pytest -m deepspeed` with the extra installed."""
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     if importlib.util.find_spec("deepspeed") is None:
         reason = "needs the extra deepspeed"
     elif "deepspeed" not in config.option.markexpr:

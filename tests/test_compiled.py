@@ -392,6 +392,7 @@ def _permutation(ctx, order):
     return losses
 
 
+@pytest.mark.slow
 def test_every_permutation_gives_the_same_losses_or_names_the_order():
     names = ["with_precision", "recompute", "replicate", "compiled"]
     right = run_ranks(_permutation, 2, names[:3])

@@ -195,6 +195,7 @@ def test_explain_tells_every_value_and_its_source(tmp_path, capsys, monkeypatch)
     assert weft.cli.main(["explain"]) == 2 and "WEFT_SED" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_ranks_get_the_file_of_the_launcher(tmp_path):
     (tmp_path / "run.toml").write_text("[start]\nseed = 7\n[launch]\nnproc = 2\nthreads = 1\naffinity = true\n")
     (tmp_path / "train.py").write_text(

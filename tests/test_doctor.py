@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 import weft.cli
 from weft.cli.doctor import _NEXT, _devices, _disk, _versions, check_environment, check_network
 from weft.cli.rank_checks import CHECKS
@@ -17,6 +19,7 @@ def _doctor(*arguments, **variables):
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
 
 
+@pytest.mark.slow
 def test_all_is_well_here(tmp_path):
     done = _doctor("--folder", str(tmp_path / "shared"))
     lines = done.stdout.splitlines()
@@ -26,6 +29,7 @@ def test_all_is_well_here(tmp_path):
     assert "2 ranks on" in done.stdout and list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_broken_network_is_named_soon():
     begin = time.monotonic()
     done = _doctor(GLOO_SOCKET_IFNAME="no_such_interface")

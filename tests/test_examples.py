@@ -20,7 +20,9 @@ from weft.testing import run_ranks
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BASE = EXAMPLES / "base_loop.py"
 SMALL = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in ("base_loop", "test_my_step", "train_lm"))
-RUNNABLE = [pytest.param(path, marks=pytest.mark.deepspeed) if path.stem == "zero_offload" else path for path in SMALL]
+SLOW = {"gather_step", "sync_batch_norm", "recompute"}  # a good part of the suite; `pytest -m slow` runs them
+MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [pytest.mark.slow] for name in SLOW}}
+RUNNABLE = [pytest.param(path, marks=MARKS.get(path.stem, []), id=path.stem) for path in SMALL]
 DERIVED = [path for path in SMALL if path.stem != "two_models"]
 
 
@@ -40,7 +42,7 @@ def _losses(text, pattern=r"loss ([\d.]+)"):
 # -- the small ones ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUNNABLE)
 def test_an_example_gives_the_same_losses_on_one_rank_and_on_two(path):
     (one,) = run_ranks(_run, 1, str(path))
     main, other = run_ranks(_run, 2, str(path))

@@ -170,10 +170,10 @@ with weft.start(timeout_s=60) as ctx:
 @pytest.mark.parametrize(
     ("how", "code", "text"),
     [
-        ("0", 0, r"^$"),
+        pytest.param("0", 0, r"^$", marks=pytest.mark.slow),
         ("kill", 137, r"weft launch: rank 1 .*(signal 9|its process is gone)"),
-        ("text", 1, r"rank 1 gives up\n(?s:.*)weft launch: rank 1 .*exit code 1"),
-        ("os", 9, r"weft launch: rank 1 .*(exit code 9|its process is gone)"),
+        pytest.param("text", 1, r"rank 1 gives up\n(?s:.*)weft launch: rank 1 .*exit code 1", marks=pytest.mark.slow),
+        pytest.param("os", 9, r"weft launch: rank 1 .*(exit code 9|its process is gone)", marks=pytest.mark.slow),
         ("module", 1, r'^Traceback[^\n]*\n  File "[^"]*ends.py", line 8.*\nweft launch: rank 1 failed: ValueError'),
     ],
 )
@@ -225,7 +225,9 @@ def _until(condition, limit_s):
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
-@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "whole_group"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
     _write(tmp_path, "sleeps.py", SLEEPS)
     process = subprocess.Popen(
@@ -263,7 +265,7 @@ with weft.start() as ctx:
 """
 
 
-@pytest.mark.parametrize("ranked", [True, False])
+@pytest.mark.parametrize("ranked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_nodes_meet(tmp_path, ranked):
     _write(tmp_path, "nodes.py", NODES)
     with socket.socket() as probe:

@@ -283,6 +283,7 @@ def _main(ctx, out, *options):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # two launches, one of which starts twice
 def test_the_main_job_goes_on_after_sigterm_and_after_a_killed_rank(tmp_path):
     out, undisturbed, alone, exported = (tmp_path / name for name in ("out", "undisturbed", "alone", "exported"))

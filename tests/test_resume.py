@@ -344,7 +344,7 @@ def _some_windows(ctx, folder, run, workers, remainder, *, last):
 
 @pytest.mark.parametrize(
     ("workers", "remainder", "ranks"),
-    [(0, "carry", (2, 1, 4, 2)), (2, "step", (2, 1, 2, 1))],
+    [(0, "carry", (2, 1, 4, 2)), pytest.param(2, "step", (2, 1, 2, 1), marks=pytest.mark.slow)],
 )
 def test_each_sample_once_over_three_interruptions_at_other_numbers_of_ranks(tmp_path, workers, remainder, ranks):
     used, read = [], []

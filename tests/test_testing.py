@@ -236,6 +236,7 @@ def test_an_interrupted_call_leaves_no_ranks_behind(tmp_path):
     assert len(pids) == 2 and not any(map(_is_alive, pids))
 
 
+@pytest.mark.slow
 def test_a_pool_of_its_own_ends_with_close():
     pool = RankPool()
     pids = [r[5] for r in pool.run(_where, 2)]

@@ -22,13 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from weft import errors as errors
 from weft.collectives import (
-    Rows,
     any_rank,
     barrier,
     broadcast,
-    denominator,
     gather,
-    gather_metrics,
     gather_objects,
     main_first,
     on_rank,
@@ -37,7 +34,6 @@ from weft.collectives import (
     reduce,
     sync_rng,
     together,
-    weighted_mean,
 )
 from weft.context import Applied, DistContext, Preemption, adopt, explain, local, on_preemption, start
 from weft.contract import GradSync, ReducesIn, Undoable, compose, offered, transform
@@ -57,10 +53,8 @@ from weft.errors import (
     WeftError,
 )
 from weft.launchers import Topology, topology
-from weft.padding import length_batches, pad_collate, padding_share
 from weft.placing import to_device
 from weft.seeding import Seeded, Seeds, keyed_uniform, set_seed, worker_seeds
-from weft.sizing import BatchMath, batch_math, find_batch_size, split_between
 from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
 from weft.transforms.average_weights import Averages, average_weights, averages
 from weft.transforms.clip_grads import clip_grads
@@ -73,7 +67,6 @@ from weft.transforms.gathered import gathered
 from weft.transforms.plain import plain
 from weft.transforms.recompute import recompute
 from weft.transforms.replicate import replicate
-from weft.transforms.shard_data import DataPlan, SeekableStream, shard_data
 from weft.transforms.sync_batch_norm import sync_batch_norm
 from weft.transforms.with_precision import (
     LossScaling,
@@ -105,18 +98,33 @@ if TYPE_CHECKING:
         save_async,
         verify,
     )
+    from weft.collectives.metrics import Rows, denominator, gather_metrics, weighted_mean
+    from weft.padding import length_batches, pad_collate, padding_share
+    from weft.sizing import BatchMath, batch_math, find_batch_size, split_between
     from weft.tracking import log, logger, progress
+    from weft.transforms.shard_data import DataPlan, SeekableStream, shard_data
 
 __version__ = "0.1.0"
 
 
+# Rooms that are imported when somebody asks for one of their names: most of the package, of which a program needs some.
+LATER = {
+    "checkpoint": "Checkpoint LoadedWeights Restored RunningSave checkpointable export import_deepspeed "
+    "latest load_weights restore save save_async verify",
+    "collectives.metrics": "Rows denominator gather_metrics weighted_mean",
+    "padding": "length_batches pad_collate padding_share",
+    "sizing": "BatchMath batch_math find_batch_size split_between",
+    "tracking": "log logger progress",
+    "transforms.shard_data": "DataPlan SeekableStream shard_data",
+}
+_ROOM_OF = {name: room for room, names in LATER.items() for name in names.split()}
+
+
 def __getattr__(name: str) -> Any:
-    """Import some rooms when they are first asked for: half of the package, of which many programs need nothing."""
     if name in ("checkpoint", "interop", "testing", "tracking"):
         return importlib.import_module(f"weft.{name}")
-    if name in __all__:  # and not here: see the names above
-        room = "tracking" if name in ("log", "logger", "progress") else "checkpoint"
-        return getattr(importlib.import_module(f"weft.{room}"), name)
+    if name in _ROOM_OF:
+        return getattr(importlib.import_module(f"weft.{_ROOM_OF[name]}"), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 

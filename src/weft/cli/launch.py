@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -201,6 +201,7 @@ def run_target(
     """  # noqa: DOC501  (the script's own)
     sys.argv = [target, *arguments]
     os.environ.update(variables)  # noqa: TID251
+    _interrupt_once()
     for number in signal.SIGTERM, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)):
         signal.signal(number, signal.SIG_DFL)  # the process that ranks are forked from ignores them
     place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
@@ -233,6 +234,19 @@ def run_target(
         (Path(reports) / f"{place.rank}.json").write_text(json.dumps(report), encoding="utf-8")
         sys.stdout.flush()
         sys.exit(1)
+
+
+def _interrupt_once() -> None:
+    """One Ctrl-C is one KeyboardInterrupt: the terminal sends it to every process, and the launcher passes it on."""
+    last_s = [-1.0]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - last_s[0] > 1.0:
+            last_s[0] = now_s
+            signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def _say_why(error: Exception, place: Topology) -> None:

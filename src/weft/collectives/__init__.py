@@ -4,25 +4,21 @@ Values are nested as in `weft.nested`. Nothing is pickled: what is not a tensor 
 With one rank every function returns at once what its formula gives for one rank. With
 `debug=True` the ranks compare operation, structure, shapes and dtypes before they communicate.
 
-Collective (all ranks of the context call them): reduce, gather, gather_metrics, weighted_mean, denominator,
-pad_across, broadcast, gather_objects, sync_rng, any_rank, barrier, together, main_first. Local: on_rank,
+Collective (all ranks of the context call them): reduce, gather, pad_across, broadcast, gather_objects, sync_rng,
+any_rank, barrier, together, main_first; of metrics.py gather_metrics, weighted_mean, denominator. Local: on_rank,
 print_once.
 """
 
 from weft.collectives.meetings import any_rank, barrier, main_first, on_rank, print_once, together
-from weft.collectives.metrics import Rows, denominator, gather_metrics, weighted_mean
 from weft.collectives.objects import broadcast, gather_objects
 from weft.collectives.random_states import sync_rng
 from weft.collectives.tensors import gather, pad_across, reduce
 
 __all__ = [
-    "Rows",
     "any_rank",
     "barrier",
     "broadcast",
-    "denominator",
     "gather",
-    "gather_metrics",
     "gather_objects",
     "main_first",
     "on_rank",
@@ -31,5 +27,4 @@ __all__ = [
     "reduce",
     "sync_rng",
     "together",
-    "weighted_mean",
 ]

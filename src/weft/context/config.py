@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +79,8 @@ def read_config(path: str | Path) -> Config:
     Raises:
         ContextError: It cannot be read, has a key that means nothing, or a value of the wrong type.
     """
+    import tomllib  # noqa: PLC0415  (few programs have a file)
+
     try:
         text = Path(path).read_text(encoding="utf-8")
         data = tomllib.loads(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
@@ -29,6 +30,9 @@ def main(fd: int) -> None:
     import torch  # noqa: PLC0415  (after the arguments are known to be right)
     import torch._dynamo  # noqa: PLC0415, F401  (any optimizer imports it; here once for all ranks)
     import torch.distributed.fsdp  # noqa: PLC0415, F401
+
+    for room in importlib.import_module("weft").LATER:
+        importlib.import_module(f"weft.{room}")
 
     torch.set_num_threads(1)
     gc.collect()
