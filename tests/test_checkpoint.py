@@ -405,6 +405,7 @@ def _restore_and_train(ctx, cases, folders):
     return found
 
 
+@pytest.mark.slow
 def test_every_strategy_restores_what_every_other_saved(tmp_path):
     saved = [run_ranks(_train_and_save, n, strategy, tmp_path / f"{strategy}{n}")[0] for strategy, n in CASES]
     paths = [tmp_path / f"{strategy}{n}" for strategy, n in CASES]
@@ -745,7 +746,7 @@ with weft.start() as ctx:
 """
 
 
-@pytest.mark.parametrize("instead", ["trains", "leaves"])
+@pytest.mark.parametrize("instead", ["trains", pytest.param("leaves", marks=pytest.mark.slow)])
 def test_save_on_one_rank_only_ends_the_job_soon(tmp_path, instead):
     script = tmp_path / "alone.py"
     script.write_text(_ALONE)

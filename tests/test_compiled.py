@@ -168,6 +168,7 @@ def _with_inductor(ctx):
     return _train(model, ctx)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_generates_code():
     # In a process of its own: inductor starts threads and sets variables.

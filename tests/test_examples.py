@@ -20,7 +20,14 @@ from weft.testing import run_ranks
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BASE = EXAMPLES / "base_loop.py"
 SMALL = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in ("base_loop", "test_my_step", "train_lm"))
-SLOW = {"gather_step", "sync_batch_norm", "recompute"}  # a good part of the suite; `pytest -m slow` runs them
+SLOW = {
+    "clip_grads",
+    "compiled",
+    "fully_shard",
+    "gather_step",
+    "recompute",
+    "sync_batch_norm",
+}  # a good part of the suite; `pytest -m slow` runs them
 MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [pytest.mark.slow] for name in SLOW}}
 RUNNABLE = [pytest.param(path, marks=MARKS.get(path.stem, []), id=path.stem) for path in SMALL]
 DERIVED = [path for path in SMALL if path.stem != "two_models"]

@@ -87,12 +87,13 @@ def script(tmp_path):
     [
         ("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad"),
         ("kill", 2, "rank 1 failed.*its process is gone"),
-        ("kill", 4, "rank 1 failed.*its process is gone"),
+        pytest.param("kill", 4, "rank 1 failed.*its process is gone", marks=pytest.mark.slow),
         ("hang", 2, "rank 1 failed.*rank 1 did not arrive within 3 s"),
-        (
+        pytest.param(
             "only",
             2,
             "rank 1 failed.*CollectiveRefused: reduce: refused on a context for rank 1 only, at .*train.py:\\d+",
+            marks=pytest.mark.slow,
         ),
     ],
 )

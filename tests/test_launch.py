@@ -135,6 +135,7 @@ def test_a_module_and_the_users_thread_count(tmp_path):
         assert (tmp_path / f"{rank}.txt").read_text() == f"{rank}/2 __main__ pkg 7 ['-m', 'x'] train.py"
 
 
+@pytest.mark.slow
 def test_a_script_without_guard_runs_once_per_rank(tmp_path):
     text = 'import os\nopen(f"{os.environ[\'RANK\']}-{os.getpid()}", "w")\n'
     _write(tmp_path, "bare.py", text)

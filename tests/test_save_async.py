@@ -384,7 +384,7 @@ if kind == "raises":
 """
 
 
-@pytest.mark.parametrize("kind", ["raises", "fails"])
+@pytest.mark.parametrize("kind", ["raises", pytest.param("fails", marks=pytest.mark.slow)])
 def test_the_end_of_the_program_waits_and_tells_of_a_failure(tmp_path, kind):
     command = [sys.executable, "-c", _PROGRAM, kind, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -490,7 +490,10 @@ def _saves_until_killed(ctx, folder, victims, delay):
             (folder / f"done-{ctx.rank}-{step}").touch()
 
 
-@pytest.mark.parametrize(("ranks", "trials"), [(1, NUM_TRIALS // 2), (2, NUM_TRIALS - NUM_TRIALS // 2)])
+@pytest.mark.parametrize(
+    ("ranks", "trials"),
+    [(1, NUM_TRIALS // 2), pytest.param(2, NUM_TRIALS - NUM_TRIALS // 2, marks=pytest.mark.slow)],
+)
 def test_kills_at_random_moments_lose_nothing(tmp_path, ranks, trials):
     chance = random.Random(11)
     for trial in range(trials):

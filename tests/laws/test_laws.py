@@ -4,7 +4,20 @@ import pytest
 
 from weft.testing import laws
 
-from .table import ACCUMULATE, AVERAGE, BF16, COMPILED, DEEPSPEED, FP16_MODULE, NORMS, PAIRS, RECOMPUTE, SHARD, TABLE
+from .table import (
+    ACCUMULATE,
+    AVERAGE,
+    BF16,
+    COMPILED,
+    DEEPSPEED,
+    FP16_MODULE,
+    NORMS,
+    OTHERS,
+    PAIRS,
+    RECOMPUTE,
+    SHARD,
+    TABLE,
+)
 
 ROWS = [*TABLE, *(pytest.param(row, marks=pytest.mark.deepspeed) for row in DEEPSPEED)]
 
@@ -48,6 +61,11 @@ def _name(row):
 DIFFERENT = [(one, two) for one, two in PAIRS if _name(one) != _name(two)]
 
 
+def _is_other(pair):
+    """Pairs with the later transforms belong to the slow suite."""
+    return any(row is other for row in pair for other in OTHERS)
+
+
 WITH_DEEPSPEED = [
     pair
     for row in DEEPSPEED[:2]
@@ -58,7 +76,10 @@ WITH_DEEPSPEED = [
 
 @pytest.mark.parametrize(
     ("one", "two"),
-    [*DIFFERENT, *(pytest.param(*pair, marks=pytest.mark.deepspeed) for pair in WITH_DEEPSPEED)],
+    [
+        *(pytest.param(*pair, marks=[pytest.mark.slow] if _is_other(pair) else []) for pair in DIFFERENT),
+        *(pytest.param(*pair, marks=pytest.mark.deepspeed) for pair in WITH_DEEPSPEED),
+    ],
     ids=lambda row: row.name,
 )
 def test_pair_agrees_or_names_the_right_order(one, two):
