@@ -21,7 +21,7 @@ def _doctor(*arguments, **variables):
 
 @pytest.mark.slow
 def test_all_is_well_here(tmp_path):
-    done = _doctor("--folder", str(tmp_path / "shared"))
+    done = _doctor("--folder", str(tmp_path / "shared"), "--limit-s", "80")
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "weft doctor: all is well", done.stdout
     names = ["versions", "devices", "environment", "network", "disk", *_NEXT]

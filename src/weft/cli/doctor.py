@@ -67,6 +67,7 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("-n", "--nproc", type=int, default=2, help="ranks (default 2)")
     sub.add_argument("--rdzv", metavar="HOST:PORT", help="see whether the first node can be reached")
     sub.add_argument("--folder", type=Path, help="of checkpoints, such as a shared file system; default: temporary")
+    sub.add_argument("--limit-s", type=float, default=_LIMIT_S, help="seconds for the work on N ranks")
     sub.set_defaults(run=run)
 
 
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         verdict = check()
         failed |= verdict.state == "FAIL"
         print(verdict.line(), flush=True)  # noqa: T201
-    for verdict in _ranks(options.nproc, options.folder):
+    for verdict in _ranks(options.nproc, options.folder, options.limit_s):
         failed |= verdict.state == "FAIL"
         print(verdict.line(), flush=True)  # noqa: T201
     print("weft doctor: " + ("something is wrong, see above" if failed else "all is well"))  # noqa: T201
@@ -186,7 +187,7 @@ def _disk(folder: Path | None) -> Verdict:
     return Verdict("disk", "ok", f"{where}: {free:.0f} GB free, {rate:.0f} MB/s to the disk")
 
 
-def _ranks(nproc: int, folder: Path | None) -> Iterator[Verdict]:
+def _ranks(nproc: int, folder: Path | None, limit_s: float) -> Iterator[Verdict]:
     """Real work on N ranks, started as a user would; yields a verdict for each part of it."""
     with tempfile.TemporaryDirectory(prefix="weft-doctor-", dir=folder) as scratch:
         command = [sys.executable, "-m", "weft", "launch", "-n", str(nproc), "-m", _MODULE, scratch]
@@ -194,10 +195,10 @@ def _ranks(nproc: int, folder: Path | None) -> Iterator[Verdict]:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         try:
-            output, _ = process.communicate(timeout=_LIMIT_S)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            output = process.communicate()[0] + f"\nit did not end within {_LIMIT_S:.0f} s"
+            output = process.communicate()[0] + f"\nit did not end within {limit_s:.0f} s"
         found = Path(scratch) / "results.json"
         done: dict[str, str] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
     for name, step in _NEXT.items():
