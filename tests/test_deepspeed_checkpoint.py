@@ -1,7 +1,6 @@
 """Checkpoints under DeepSpeed, from any strategy to any; whole parameters and gradients; back to plain torch."""
 
 import itertools
-import pathlib
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import weft
 from weft.contract import KeepsParameters
 from weft.testing import largest_difference, run_ranks
 
-from .test_deepspeed import STAGES, _loss, _mine, _net, _prepared, _whole
+from .test_deepspeed import STAGES, _loss, _prepared, _whole
 
 pytestmark = pytest.mark.deepspeed
 
@@ -127,6 +126,37 @@ def test_saved_under_one_strategy_restored_under_another(tmp_path):
     assert largest_difference(list(model.parameters()), list(other.parameters())) <= 6e-8
 
 
+def _loaded(ctx, folder):
+    found = {}
+    for strategy in OURS:
+        model, optimizer, _, after = _made(ctx, strategy, "adamw", seed=7)
+        before = _whole(model, after)
+        with pytest.raises(weft.CheckpointError, match=r"only in the file: new\.(.|\n)*fix:"):
+            weft.load_weights(model, f"{folder}/other", after)
+        assert all(map(torch.equal, _whole(model, after), before))
+        weft.load_weights(model, f"{folder}/weights", after)
+        loaded = _whole(model, after)
+        _steps(model, optimizer, after, range(3))
+        found[strategy] = loaded, _whole(model, after)
+    return found
+
+
+def test_weights_are_loaded_into_parameters_that_deepspeed_keeps(tmp_path):
+    model, optimizer, state, ctx = _made(weft.local(), "local", "adamw", seed=3)
+    weft.export(weft.save(state, tmp_path / "run", 0, ctx), tmp_path / "weights")
+    start = [p.detach().clone() for p in model.parameters()]
+    _steps(model, optimizer, None, range(3))
+    model.new = nn.Linear(2, 2)
+    other, ctx = weft.checkpointable({"model": model}, weft.local())
+    weft.export(weft.save(other, tmp_path / "run", 1, ctx), tmp_path / "other")
+    for ranks in (1, 2):
+        for found in run_ranks(_loaded, ranks, str(tmp_path)):
+            for strategy, (loaded, trained) in found.items():
+                assert all(map(torch.equal, loaded, start)), strategy
+                expected = [p.detach() for name, p in model.named_parameters() if not name.startswith("new")]
+                assert largest_difference(trained, expected) <= 6e-8, strategy
+
+
 def _alone(ctx, folder):
     model, optimizer, state, after = _made(ctx, "deepspeed 2", "adamw")
     _steps(model, optimizer, after, range(1))
@@ -237,38 +267,57 @@ def _their_own(ctx, folder):
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ["LOCAL_RANK"] = str(ctx.rank)
-    for stage in STAGES:
-        model = _net()
+    for stage, kind in THEIRS:
+        model, optimizer, _, _ = _made(None, "local", kind)
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": stage, "memory_efficient_linear": False},
         }
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        x = _mine(ctx, torch.ones(8, 6))
-        engine.backward(engine(x).square().mean())
-        engine.step()
-        engine.save_checkpoint(f"{folder}/{stage}", tag="first")
+        for number in range(3):
+            engine.backward(_loss(engine, ctx, number))
+            engine.step()
+        engine.save_checkpoint(f"{folder}/{stage}/{kind}", tag="first")
         engine.destroy()
     os.environ.pop("LOCAL_RANK")
 
 
+THEIRS = [(stage, kind) for stage in STAGES for kind in ("adamw", "sgd")]
+
+
 def _imported(ctx, folder):
-    return [str(weft.import_deepspeed(f"{folder}/{stage}", f"{folder}/weights {stage}")) for stage in STAGES]
+    return [weft.import_deepspeed(f"{folder}/{a}/{b}", f"{folder}/checkpoints/{a}/{b}").name for a, b in THEIRS]
 
 
-def test_folders_of_deepspeed_are_imported(tmp_path):
+def _gone_on(ctx, folder):
+    found = {}
+    for (stage, kind), strategy in itertools.product(THEIRS, ("replicate", "fully_shard", "deepspeed 3")):
+        model, optimizer, state, after = _made(ctx, strategy, kind, seed=7)
+        done = weft.restore(state, f"{folder}/checkpoints/{stage}/{kind}", after)
+        assert done.step == 3 and not done.missing and not done.unexpected
+        _steps(model, optimizer, after, range(3, 6))
+        found[stage, kind, strategy] = _whole(model, after)
+    return found
+
+
+def test_a_run_of_deepspeed_alone_goes_on_under_any_strategy(tmp_path):
     run_ranks(_their_own, 2, str(tmp_path))
-    (files,) = run_ranks(_imported, 1, str(tmp_path))
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    model(torch.ones(8, 6)).square().mean().backward()
-    optimizer.step()
-    for file in files:
-        other = _net()
-        weft.load_weights(other, pathlib.Path(file).parent, weft.local())
-        assert largest_difference([p.detach() for p in other.parameters()], list(model.parameters())) <= 6e-8
+    assert run_ranks(_imported, 1, str(tmp_path)) == [["step-0000000003"] * len(THEIRS)]
+    expected = {kind: _reference(kind) for kind in ("adamw", "sgd")}
+    for ranks in (1, 2):
+        for found in run_ranks(_gone_on, ranks, str(tmp_path)):
+            for (stage, kind, strategy), parameters in found.items():
+                assert largest_difference(parameters, expected[kind]) <= 1.2e-7, (stage, kind, strategy)
+    folder = tmp_path / "1" / "sgd"
     with pytest.raises(weft.CheckpointError, match=r"no folder second(.|\n)*fix:"):
-        weft.import_deepspeed(tmp_path / "1", tmp_path / "out", tag="second")
+        weft.import_deepspeed(folder, tmp_path / "out", tag="second")
+    with pytest.raises(weft.CheckpointError, match=r"already(.|\n)*fix:"):
+        weft.import_deepspeed(folder, tmp_path / "checkpoints" / "1" / "sgd")
+    (path,) = sorted((folder / "first").glob("*rank_1*optim*"))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(weft.CheckpointError, match=r"cannot merge(.|\n)*fix:"):
+        weft.import_deepspeed(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

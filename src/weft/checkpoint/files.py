@@ -15,8 +15,11 @@ from weft.checkpoint.manifest import DTYPES, FileEntry, Manifest
 from weft.errors import CheckpointError, message
 
 __all__ = [
+    "Damage",
     "check_file",
+    "damage_text",
     "file_head",
+    "other_bytes",
     "sync_folder",
     "write_parts",
     "write_tensors",
@@ -24,6 +27,10 @@ __all__ = [
 ]
 
 _READ_BYTES = 2**20  # fits into the caches of a core
+
+
+class Damage(CheckpointError):
+    """A file is not the one that was saved."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
@@ -98,11 +105,10 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
     """Compare a file with the manifest; without `content`, only that it is there and its size.
 
     Raises:
-        CheckpointError: It is missing, is no plain file, or differs; names a tensor it holds.
+        Damage: It is missing, is no plain file, or differs; names a tensor it holds.
         MissingExtra: Its hash is one of the package xxhash, which is not installed.
     """
     path, entry = folder / name, manifest.files[name]
-    kind = HASHES[entry.hash][0]
     found = None
     try:
         if path.is_symlink() or not path.is_file():
@@ -110,19 +116,28 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
         elif path.stat().st_size != entry.bytes:
             found = f"{path.stat().st_size} bytes"
         elif content and _digest(path, entry.hash) != entry.digest:
-            found = f"other bytes than were written ({kind} differs)"
+            found = other_bytes(entry)
     except OSError as error:
         found = f"{type(error).__name__}: {error}"
     if found is not None:
-        held = [tensor for tensor, value in manifest.tensors.items() if any(p.file == name for p in value.pieces)]
-        raise CheckpointError(
-            message(
-                f"{path} is damaged",
-                found=f"{found}; it holds {', '.join(held[:3]) or 'no tensors'}{', ...' if len(held) > 3 else ''}",
-                expected=f"the file that was saved: {entry.bytes} bytes, {kind} {entry.digest[:12]}...",
-                fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is whole",
-            )
-        )
+        raise Damage(damage_text(folder, name, manifest, found))
+
+
+def other_bytes(entry: FileEntry) -> str:
+    """What was found where the hash differs."""
+    return f"other bytes than were written ({HASHES[entry.hash][0]} differs)"
+
+
+def damage_text(folder: Path, name: str, manifest: Manifest, found: str) -> str:
+    """What to say of a file that is not the one that was saved; names a tensor it holds."""
+    entry = manifest.files[name]
+    held = [tensor for tensor, value in manifest.tensors.items() if any(p.file == name for p in value.pieces)]
+    return message(
+        f"{folder / name} is damaged",
+        found=f"{found}; it holds {', '.join(held[:3]) or 'no tensors'}{', ...' if len(held) > 3 else ''}",
+        expected=f"the file that was saved: {entry.bytes} bytes, {HASHES[entry.hash][0]} {entry.digest[:12]}...",
+        fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is whole",
+    )
 
 
 def _digest(path: Path, kind: str) -> str:

@@ -8,7 +8,7 @@ that cannot fail, and needs no second copy of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,17 @@ from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import local_part
 from weft.checkpoint.randomness import drawn_state, prepare_random_state, random_state
 from weft.checkpoint.ranks import num_threads
-from weft.checkpoint.reading import Reader
-from weft.checkpoint.state import Checkpoint, Stateful, collect, keepers, kept_by, parameter_names, plain_name
+from weft.checkpoint.reader import Reader
+from weft.checkpoint.state import (
+    Checkpoint,
+    Stateful,
+    collect,
+    keepers,
+    kept_by,
+    parameter_names,
+    plain_name,
+    tell_keepers,
+)
 from weft.checkpoint.values import decode, encode
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
@@ -49,7 +58,16 @@ class Loading:
         unexpected: Names that only the checkpoint has.
     """
 
-    def __init__(self, state: Checkpoint, folder: Path, manifest: Manifest, ctx: DistContext, *, strict: bool) -> None:
+    def __init__(
+        self,
+        state: Checkpoint,
+        folder: Path,
+        manifest: Manifest,
+        ctx: DistContext,
+        *,
+        check: Collection[str],
+        strict: bool,
+    ) -> None:
         self._state = state
         self.folder = folder
         self.manifest = manifest
@@ -59,7 +77,7 @@ class Loading:
         self._loaded: dict[str, Any] = {}
         self.missing, self.unexpected = self._compare()
         self._check(strict=strict)
-        with Reader(folder, manifest, num_threads=num_threads(ctx) + 1) as reader:  # they wait for the disk, too
+        with Reader(folder, manifest, check=check, num_threads=num_threads(ctx)) as reader:
             self._tensors, twins = self._read_weights(reader)
             for key in state.objects:
                 if key in manifest.values:
@@ -295,10 +313,9 @@ class Loading:
             for pair in pairs:
                 _copy(pair)
         for key, obj in self._state.objects.items():
-            for part, offer in keepers(obj) if isinstance(obj, nn.Module) else ():
-                names = {id(p): plain_name(name) for name, p in obj.named_parameters()}
-                full = {own: f"{key}/{names[id(p)]}" for own, p in part.named_parameters()}
-                offer.parameters_changed({own: self._live.tensors[n] for own, n in full.items() if n in self._tensors})
+            if isinstance(obj, nn.Module):
+                names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
+                tell_keepers(obj, {one: self._live.tensors[n] for one, n in names.items() if n in self._tensors})
         if self._set_random is not None:
             self._set_random()
 

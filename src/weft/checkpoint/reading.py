@@ -16,26 +16,37 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from weft.checkpoint.manifest import DTYPES, Manifest, Piece, TensorEntry
+from weft.checkpoint.manifest import DTYPES, Piece, TensorEntry
 from weft.checkpoint.memory import memory_of
-from weft.checkpoint.pieces import Block, block_of, local_part, overlap
-from weft.engines.torch.shards import is_sharded
+from weft.checkpoint.pieces import Block, overlap
 from weft.errors import CheckpointError, message
 
-__all__ = ["Reader", "Slot", "TensorFiles", "in_order", "inside", "open_tensors"]
+__all__ = ["Slot", "Stretch", "TensorFiles", "in_order", "inside", "open_tensors", "read_into"]
 
 _MAX_HEADER = 100_000_000  # as safetensors has it
 _NEAR = 4096  # bytes between two runs that are read along: a page comes whole from the disk anyway
 _MAX_BUFFERS = 512  # per call of the system, which takes 1024
 _CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
 Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
+
+
+class Stretch(NamedTuple):
+    """Bytes of a file, and where they go.
+
+    Attributes:
+        file: Its name in pieces.
+        start: Of the first byte.
+        memory: As long as the stretch.
+    """
+
+    file: str
+    start: int
+    memory: memoryview
 
 
 class TensorFiles:
@@ -74,6 +85,26 @@ class TensorFiles:
                 )
             ) from error
 
+    def handle(self, file: str) -> int:
+        """A file that `stretches` or `read` has opened, of the operating system."""
+        return self._open(file)[0]
+
+    def stretches(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> Iterator[Stretch]:
+        """Where the bytes of a block lie, and where each goes in `out`, as `read` would read it.
+
+        Yields:
+            The stretches, piece by piece.
+
+        Raises:
+            CheckpointError: A file cannot be opened, or does not hold what the entry says.
+        """
+        memory, width = memory_of(out), DTYPES[entry.dtype][1]
+        for piece, common, source in _common(entry, block):
+            with self._blamed(name, entry, piece):
+                start = self._piece(name, entry.dtype, piece)[1]
+            for at, to, length in _runs(common, source, block):
+                yield Stretch(piece.file, start + at * width, memory[to * width : (to + length) * width])
+
     def read(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> None:
         """Read a block of a tensor into `out`: on the CPU, contiguous, of the stored dtype.
 
@@ -81,23 +112,25 @@ class TensorFiles:
             CheckpointError: A file cannot be read, or does not hold what the entry says.
         """
         memory, width = memory_of(out), DTYPES[entry.dtype][1]
-        for piece in entry.pieces if block.size else ():
-            source = Block(piece.offsets, piece.shape)
-            common = overlap(block, source)
-            if common is None:
-                continue
-            try:
+        for piece, common, source in _common(entry, block):
+            with self._blamed(name, entry, piece):
                 handle, start = self._piece(name, entry.dtype, piece)
                 _read_runs(handle, start, memory, width, _runs(common, source, block))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(
-                    message(
-                        f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
-                        found=f"{type(error).__name__}: {error}",
-                        expected=f"{entry.dtype} of shape {piece.shape}",
-                        fix="an older checkpoint, or a whole copy of the file",
-                    )
-                ) from error
+
+    @contextlib.contextmanager
+    def _blamed(self, name: str, entry: TensorEntry, piece: Piece) -> Iterator[None]:
+        """Name the tensor and the file in errors."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                message(
+                    f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
+                    found=f"{type(error).__name__}: {error}",
+                    expected=f"{entry.dtype} of shape {piece.shape}",
+                    fix="an older checkpoint, or a whole copy of the file",
+                )
+            ) from error
 
     def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
         with self._opening:
@@ -117,95 +150,16 @@ class TensorFiles:
         return handle, start
 
 
-class Reader:
-    """Reads from the files of a checkpoint, at the end of `with`: what `read` gave is filled then.
-
-    In several threads, as fresh memory costs more time than the reading; in the order of the files, behind
-    a thread that compares them with their hashes, so that the disk is read once, from the beginning to the end.
-
-    Args:
-        folder: Of the checkpoint.
-        manifest: Its manifest.
-        num_threads: That read, >= 1.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, *, num_threads: int = 1) -> None:
-        self._manifest = manifest
-        self._files = TensorFiles("restore", {name: folder / name for name in manifest.files})
-        self._num_threads = num_threads
-        self._wanted: list[tuple[str, TensorEntry, Block, torch.Tensor]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._read_all()
-        finally:
-            self._files.close()
-
-    def _read_all(self) -> None:
-        self._wanted.sort(key=lambda wanted: _place_in_files(*wanted[:2]))
-        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="weft-read")
-        try:
-            for read in [threads.submit(self._fill, *wanted) for wanted in self._wanted]:
-                read.result()
-        finally:
-            threads.shutdown(cancel_futures=True)
-
-    def read(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
-        """Want a tensor, cut up as `like`, or whole if that is None.
-
-        Raises:
-            CheckpointError: There is no such tensor. At the end of `with`: a file does not hold what the
-                manifest says.
-        """
-        entry = self._manifest.tensors.get(name)
-        if entry is not None and entry.same_as is not None:
-            name, entry = entry.same_as, self._manifest.tensors[entry.same_as]
-        if entry is None:
-            raise CheckpointError(
-                message(
-                    f"restore: {name} is not in the checkpoint",
-                    found=f"{len(self._manifest.tensors)} other tensors",
-                    expected="every tensor that its values mention",
-                    fix="restore an older checkpoint",
-                )
-            )
-        block = Block((0,) * len(entry.shape), entry.shape) if like is None else block_of(like)[0]
-        device = local_part(like).device if like is not None and is_sharded(like) else torch.device("cpu")
-        values = torch.empty(block.shape, dtype=getattr(torch, entry.dtype), device=device)
-        self._wanted.append((name, entry, block, values))
-        return values if like is None else _cut_like(values, like)
-
-    def _fill(self, name: str, entry: TensorEntry, block: Block, values: torch.Tensor) -> None:
-        on_cpu = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
-        self._files.read(name, entry, block, on_cpu)
-        if on_cpu is not values:
-            values.copy_(on_cpu)
-
-
-def _place_in_files(name: str, entry: TensorEntry) -> tuple[str, int, str]:
-    """In which order tensors lie in the files; as `file_head` has it."""
-    return entry.pieces[0].file if entry.pieces else "", -DTYPES[entry.dtype][1], name
-
-
-def _cut_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's block as a tensor that is cut up as `like`."""
-    if not is_sharded(like):
-        return values
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second of imports in torch)
-
-    cut: Any = like
-    return DTensor.from_local(
-        values, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-    )
-
-
 # -- blocks ------------------------------------------------------------------------------------------
+
+
+def _common(entry: TensorEntry, block: Block) -> Iterator[tuple[Piece, Block, Block]]:
+    """The pieces that a block has a part of: each with that part, and as a block itself."""
+    for piece in entry.pieces if block.size else ():
+        source = Block(piece.offsets, piece.shape)
+        common = overlap(block, source)
+        if common is not None:
+            yield piece, common, source
 
 
 def in_order(shape: tuple[int, ...], most: int) -> Iterator[Block]:
@@ -264,7 +218,7 @@ def _read_runs(handle: int, start: int, memory: memoryview, width: int, runs: It
     for source, target, length in runs:
         at = start + source * width
         if buffers and not (0 <= at - end <= _NEAR and len(buffers) < _MAX_BUFFERS):
-            _read_into(handle, buffers, begin)
+            read_into(handle, buffers, begin)
             buffers = []
         if not buffers:
             begin = end = at
@@ -272,11 +226,16 @@ def _read_runs(handle: int, start: int, memory: memoryview, width: int, runs: It
             buffers.append(between[: at - end])
         buffers.append(memory[target * width : (target + length) * width])
         end = at + length * width
-    _read_into(handle, buffers, begin)
+    read_into(handle, buffers, begin)
 
 
-def _read_into(handle: int, buffers: list[memoryview], at: int) -> None:
-    """Read into buffers, one after the other, until all are full."""
+def read_into(handle: int, buffers: list[memoryview], at: int) -> None:
+    """Read into buffers, one after the other, until all are full.
+
+    Raises:
+        ValueError: The file ends before.
+        OSError: It cannot be read.
+    """
     first = 0
     while first < len(buffers):
         count = os.preadv(handle, buffers[first:], at)
@@ -318,7 +277,7 @@ def _slots(handle: int) -> dict[str, Slot]:
         pickled = head[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
         raise ValueError("a file of torch.save" if pickled else f"{state.st_size} bytes, too few for its header")
     text = bytearray(length)
-    _read_into(handle, [memoryview(text)], 8)
+    read_into(handle, [memoryview(text)], 8)
     try:
         data = json.loads(bytes(text), object_pairs_hook=_once)
         slots = {name: _slot(entry, 8 + length) for name, entry in data.items() if name != "__metadata__"}

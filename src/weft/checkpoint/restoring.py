@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from weft.checkpoint import commit
-from weft.checkpoint.files import check_file
+from weft.checkpoint.files import Damage, check_file
 from weft.checkpoint.hashes import new_hash
 from weft.checkpoint.loading import Loading
 from weft.checkpoint.manifest import NAME, STEP, Manifest, check_place, read_manifest
@@ -177,22 +176,22 @@ def _attempt(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool)
     except CheckpointError as error:
         return _Attempt(damage=str(error))
     share = list(manifest.files)[ctx.rank :: ctx.world_size]
-    checks = ThreadPoolExecutor(1, thread_name_prefix="weft-verify")
     try:
-        results = [checks.submit(check_file, folder, name, manifest) for name in share]
-        attempt = _loaded(state, folder, manifest, ctx, strict=strict)
-        for result in results:
-            result.result()
+        attempt = _loaded(state, folder, manifest, ctx, share, strict=strict)
+        for name in share if attempt.failure is not None else ():  # it may not fit because it is damaged
+            check_file(folder, name, manifest)
         check_place(folder, manifest)
     except CheckpointError as error:
         return _Attempt(damage=str(error))
-    finally:
-        checks.shutdown(cancel_futures=True)
     return attempt
 
 
-def _loaded(state: Checkpoint, folder: Path, manifest: Manifest, ctx: DistContext, *, strict: bool) -> _Attempt:
+def _loaded(
+    state: Checkpoint, folder: Path, manifest: Manifest, ctx: DistContext, share: list[str], *, strict: bool
+) -> _Attempt:
     try:
-        return _Attempt(loading=Loading(state, folder, manifest, ctx, strict=strict))
+        return _Attempt(loading=Loading(state, folder, manifest, ctx, check=share, strict=strict))
+    except Damage:
+        raise
     except CheckpointError as error:
         return _Attempt(failure=error)

@@ -208,11 +208,7 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
 def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[int, str]) -> None:
     values: dict[str, Any] = {}
     found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
-    elsewhere = {
-        id(dict(part.named_parameters())[name]): shard
-        for part, offer in keepers(module)
-        for name, shard in offer.parameter_shards().items()
-    }
+    elsewhere = kept_shards(module)
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
     for name, value in ((plain_name(name), value) for name, value in found.items()):
         full = f"{key}/{name}"
@@ -261,6 +257,21 @@ def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
 def keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:
     """Parts of a module whose parameters or state lie elsewhere, and who knows where."""
     return [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
+
+
+def kept_shards(module: nn.Module) -> dict[int, torch.Tensor]:
+    """What stands for parameters whose values lie elsewhere, by the id of the parameter; a collective then."""
+    return {
+        id(dict(part.named_parameters())[name]): shard
+        for part, offer in keepers(module)
+        for name, shard in offer.parameter_shards().items()
+    }
+
+
+def tell_keepers(module: nn.Module, changed: Mapping[int, torch.Tensor]) -> None:
+    """Tell those who keep parameters elsewhere of new values, by the id of the parameter; a collective then."""
+    for part, offer in keepers(module):
+        offer.parameters_changed({own: changed[id(p)] for own, p in part.named_parameters() if id(p) in changed})
 
 
 def is_extra(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 exporting.py  `export`
 importing.py  `import_deepspeed`, which trusts what it reads
+deepspeed_folders.py  what lies where in the folders of DeepSpeed
 shards.py     which tensors in which of its files
 publishing.py a folder that appears when it is complete
 loading.py    `load_weights`

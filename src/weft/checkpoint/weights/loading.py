@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.ranks import on_all
+from weft.checkpoint.state import kept_shards
 from weft.checkpoint.weights.converting import floating_dtype
 from weft.checkpoint.weights.placement import Placement, renamed
 from weft.checkpoint.weights.sources import from_path
@@ -50,7 +51,8 @@ def load_weights(
 
     Changes: the module, in place. Tensors keep their dtype and device, and tied ones stay tied; those on
     meta get memory on `ctx.device`, and their parameters are new objects, so the optimizer comes after.
-    Collectives: broadcasts of what several ranks hold, 1x its bytes; none with one rank.
+    Collectives: broadcasts of what several ranks hold, 1x its bytes; none with one rank. Parameters that
+    DeepSpeed keeps in pieces are gathered and cut up again, one by one.
 
     Args:
         module: Plain, replicated, sharded, or on meta; the same on all ranks.
@@ -90,10 +92,12 @@ def load_weights(
     ctx.require_collective("load_weights")
     ctx.agree("load_weights", {"strict": strict, "dtype": str(dtype), "object": object})
 
+    elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
+
     def settle() -> Placement:
         source = renamed("load_weights", from_path("load_weights", Path(path), object), rename)
         wanted = floating_dtype("load_weights", dtype)
-        return Placement("load_weights", module, source, ctx, strict=strict, dtype=wanted)
+        return Placement("load_weights", module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted)
 
     placement = on_all("load_weights", ctx, settle)
     ctx.agree("load_weights", placement.facts())

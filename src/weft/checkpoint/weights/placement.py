@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from weft.checkpoint.files import check_file
 from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import Block, block_of, local_part, writers
 from weft.checkpoint.reading import inside
+from weft.checkpoint.state import tell_keepers
 from weft.checkpoint.weights.converting import blocks, fill
 from weft.checkpoint.weights.sending import Route, send
 from weft.checkpoint.weights.sources import Source, Stored
@@ -44,6 +45,7 @@ class Move(NamedTuple):
         stored: Where it lies.
         others: The same tensor under other names, stored by itself.
         tensor: Where it goes; maybe on meta.
+        parameter: Of `Target`.
         dtype: That it shall have there.
         routes: Groups to send it along, one after the other, and which of their ranks has it first.
         reads: Whether this rank reads it.
@@ -53,6 +55,7 @@ class Move(NamedTuple):
     stored: Stored
     others: tuple[Stored, ...]
     tensor: torch.Tensor
+    parameter: int
     dtype: torch.dtype
     routes: tuple[Route, ...] = ()
     reads: bool = True
@@ -68,13 +71,22 @@ class Placement:
     """
 
     def __init__(
-        self, what: str, module: nn.Module, source: Source, ctx: DistContext, *, strict: bool, dtype: torch.dtype | None
+        self,
+        what: str,
+        module: nn.Module,
+        source: Source,
+        ctx: DistContext,
+        *,
+        elsewhere: Mapping[int, torch.Tensor],
+        strict: bool,
+        dtype: torch.dtype | None,
     ) -> None:
         self.path = source.path
         self._what = what
         self._ctx = ctx
         self._source = source
-        held = targets(what, module)
+        self._module = module
+        held = targets(what, module, elsewhere)
         known = {name for target in held for name in target.names}
         self.missing = tuple(one.names[0] for one in held if not any(name in source.tensors for name in one.names))
         self.unexpected = tuple(name for name in source.tensors if name not in known)
@@ -257,6 +269,7 @@ class Placement:
         sent += [(self._memory.of(tensor), whole) for tensor in self._memory.drawn]
         send(self._what, sent, self._ctx.world)
         self._memory.settle()
+        tell_keepers(self._module, {move.parameter: move.tensor for move in self._moves})
 
 
 def renamed(what: str, source: Source, rename: Callable[[str], str | None] | None) -> Source:
@@ -288,7 +301,7 @@ def _move(target: Target, source: Source, dtypes: dict[int, torch.dtype]) -> Mov
     there = [source.tensors[name] for name in target.names if name in source.tensors]
     others = tuple(one for one in dict.fromkeys(there[1:]) if one != there[0])
     name = next(name for name in target.names if name in source.tensors)
-    return Move(name, there[0], others, target.tensor, dtypes[id(target.tensor)])
+    return Move(name, there[0], others, target.tensor, target.parameter, dtypes[id(target.tensor)])
 
 
 def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -19,14 +19,26 @@ __all__ = ["Memory", "Target", "targets"]
 
 
 class Target(NamedTuple):
-    """A parameter or buffer, and its names in `state_dict`: several if it is tied."""
+    """A parameter or buffer, and its names in `state_dict`: several if it is tied.
+
+    Attributes:
+        names: In the module.
+        tensor: Itself; or what stands for a parameter whose values lie elsewhere.
+        parameter: The id of the tensor in the module.
+    """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
+    parameter: int
 
 
-def targets(what: str, module: nn.Module) -> list[Target]:
+def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor]) -> list[Target]:
     """What weights can be loaded into, in the order of `state_dict`.
+
+    Args:
+        what: Who asks, for the texts of errors.
+        module: Whose.
+        elsewhere: Of `kept_shards`.
 
     Raises:
         TypeError: Not a module, or `state_dict` has something that is no parameter or buffer.
@@ -68,7 +80,7 @@ def targets(what: str, module: nn.Module) -> list[Target]:
         )
     for names, value in found.values():
         check_memory(what, names[0], value)
-    return [Target(tuple(names), value) for names, value in found.values()]
+    return [Target(tuple(names), elsewhere.get(one, value), one) for one, (names, value) in found.items()]
 
 
 class Memory:
