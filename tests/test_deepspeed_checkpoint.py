@@ -149,12 +149,11 @@ def test_weights_are_loaded_into_parameters_that_deepspeed_keeps(tmp_path):
     model.new = nn.Linear(2, 2)
     other, ctx = weft.checkpointable({"model": model}, weft.local())
     weft.export(weft.save(other, tmp_path / "run", 1, ctx), tmp_path / "other")
-    for ranks in (1, 2):
-        for found in run_ranks(_loaded, ranks, str(tmp_path)):
-            for strategy, (loaded, trained) in found.items():
-                assert all(map(torch.equal, loaded, start)), strategy
-                expected = [p.detach() for name, p in model.named_parameters() if not name.startswith("new")]
-                assert largest_difference(trained, expected) <= 6e-8, strategy
+    expected = [p.detach() for name, p in model.named_parameters() if not name.startswith("new")]
+    for found in run_ranks(_loaded, 2, str(tmp_path)):
+        for strategy, (loaded, trained) in found.items():
+            assert all(map(torch.equal, loaded, start)), strategy
+            assert largest_difference(trained, expected) <= 6e-8, strategy
 
 
 def _alone(ctx, folder):
@@ -265,6 +264,8 @@ def _their_own(ctx, folder):
     import deepspeed
     import deepspeed.ops
 
+    from weft.engines.deepspeed.library import without_broadcasts
+
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ["LOCAL_RANK"] = str(ctx.rank)
     for stage, kind in THEIRS:
@@ -276,7 +277,8 @@ def _their_own(ctx, folder):
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": stage, "memory_efficient_linear": False},
         }
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        with without_broadcasts():  # DeepSpeed's own cannot send the single number
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         for number in range(3):
             engine.backward(_loss(engine, ctx, number))
             engine.step()
@@ -305,7 +307,7 @@ def _gone_on(ctx, folder):
 
 def test_a_run_of_deepspeed_alone_goes_on_under_any_strategy(tmp_path):
     run_ranks(_their_own, 2, str(tmp_path))
-    assert run_ranks(_imported, 1, str(tmp_path)) == [["step-0000000003"] * len(THEIRS)]
+    assert run_ranks(_imported, 1, str(tmp_path)) == [["step-00000003"] * len(THEIRS)]
     expected = {kind: _reference(kind) for kind in ("adamw", "sgd")}
     for ranks in (1, 2):
         for found in run_ranks(_gone_on, ranks, str(tmp_path)):

@@ -243,7 +243,7 @@ class Loading:
 
     def _random(self) -> Callable[[], None]:
         ranks, ctx = self.manifest.ranks, self._ctx
-        if len(ranks) != ctx.world_size:
+        if len(ranks) != ctx.world_size or ranks[ctx.rank].get("rng", {}) is None:  # imported from elsewhere
             return drawn_state(ctx.seed, self.manifest.step, ctx.rank)
         return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx.device)
 

@@ -31,7 +31,7 @@ def import_deepspeed(
 
     The result has the objects `model` and `optimizer`: `weft.restore(state, directory, ctx, strict=False)`
     goes on with both, moments included, under any strategy and at any number of ranks; `weft.load_weights`
-    takes the weights alone.
+    takes the weights alone. Random states are drawn anew, from seed and step.
 
     Changes: a new checkpoint in `directory`, at the step that DeepSpeed counted. Collectives: none.
 
@@ -113,4 +113,4 @@ def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
     }
     blocks = {name: block_of(tensor)[0] for name, tensor in tensors.items() if tensor.numel()}
     written = {name: tensor for name, tensor in tensors.items() if name in blocks}
-    return Outline(tensors=facts, same_as=same_as, values=values, blocks=blocks, of_rank={}), written
+    return Outline(tensors=facts, same_as=same_as, values=values, blocks=blocks, of_rank={"rng": None}), written
