@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from weft.collectives.metrics import Rows
 from weft.context import DistContext
-from weft.contract import Stateful
 from weft.errors import message
 from weft.loaders import Extension, extended_copy
 from weft.seeding import mix
@@ -253,7 +253,8 @@ class ShardedLoader(Extension[T]):
         indices = self.__dict__.get("weft_indices")
         if indices is not None:  # workers that stay go on reading it
             indices.seed, indices.reading, indices.given = self.weft_reading.seed, stretches, given
-        if isinstance(self, Stateful) and _has_own_state(type(self)):
+        kind: Any = type(self)
+        if _has_own_state(kind):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
         return iter(super().__iter__())
 
@@ -390,13 +391,14 @@ class _Unwrapped:
     def __next__(self) -> Any:
         if self._ready:
             return self._ready.popleft()
-        batch = next(self._inner)
-        if not isinstance(batch, Step):
-            return batch
-        self._given.extend(batch.given)
-        if len(batch.parts) == 1:
-            return batch.parts[0]
-        self._ready.extend(batch.parts)
+        step = next(self._inner)
+        if not isinstance(step, Step):
+            return step
+        parts, given = step
+        self._given.extend(given)
+        if len(parts) == 1:
+            return parts[0]
+        self._ready.extend(parts)
         return self._ready.popleft()
 
 
@@ -415,6 +417,7 @@ def _rest(todo: tuple[Stretch, ...], steps: int, plan: Plan) -> tuple[Stretch, .
     return (*todo[:-1], todo[-1]._replace(start=todo[-1].start + steps * plan.per_step))
 
 
+@functools.cache
 def _has_own_state(cls: type[Any]) -> bool:
     """Whether the user's class of loader had a state before weft gave it one (torchdata's has)."""
     owners = [base for base in cls.__mro__ if "load_state_dict" in vars(base)]

@@ -46,17 +46,22 @@ class Epoch:
     """The number of the epoch, also in workers that outlive one; `start` is where a stream begins."""
 
     def __init__(self, *, shared: bool) -> None:
-        self._cell = torch.zeros(2, dtype=torch.int64)
-        if shared:  # persistent workers are not sent a new dataset: they look here
-            self._cell.share_memory_()
+        self._here = (0, 0)
+        # Persistent workers are not sent a new dataset: they look there.
+        self._there = torch.zeros(2, dtype=torch.int64).share_memory_() if shared else None
 
     def set(self, number: int, start: int = 0) -> None:
         """Go to an epoch."""
-        self._cell[0], self._cell[1] = number, start
+        if self._there is None:
+            self._here = number, start
+        else:
+            self._there[0], self._there[1] = number, start
 
     def get(self) -> tuple[int, int]:
         """The epoch, and where to start in it."""
-        number, start = self._cell.tolist()
+        if self._there is None:
+            return self._here
+        number, start = self._there.tolist()
         return number, start
 
 
@@ -72,24 +77,22 @@ class Samples(Dataset[Any]):
         self.fetch = getattr(dataset, "__getitems__", None)
 
     def __getitems__(self, indices: Sequence[Any]) -> Sequence[Any]:
-        index: Any = None
-        dataset = self.dataset
         if self.told is not None or self.seed is not None:
             self._follow()
-        try:
-            if self.seed is not None:
-                return self._keyed(indices)
-            if self.fetch is not None:
-                index = listed(indices)
+        if self.seed is not None:
+            return self._keyed(indices)
+        if self.fetch is not None:
+            try:
                 found: Sequence[Any] = self.fetch(indices)
-                return found
-            samples: list[Any] = []
-            append = samples.append
-            for index in indices:
-                append(dataset[index])
-            return samples
+            except Exception as error:
+                at_sample(error, listed(indices), self.rank)
+                raise
+            return found
+        dataset, rest = self.dataset, iter(indices)
+        try:
+            return [dataset[index] for index in rest]
         except Exception as error:
-            at_sample(error, index, self.rank)
+            at_sample(error, indices[len(indices) - len(list(rest)) - 1], self.rank)
             raise
 
     def __getitem__(self, index: Any) -> Any:

@@ -63,8 +63,8 @@ class CollateSteps:
 
     def __call__(self, step: Step) -> Step:
         """The same step with batches in it."""
-        parts = [self.collate(part[0] if self.single else part) for part in step.parts]
-        return step._replace(parts=parts)
+        collate, single = self.collate, self.single
+        return Step([collate(part[0] if single else part) for part in step.parts], step.given)
 
 
 class StreamSteps(IterableDataset[Step]):
@@ -115,6 +115,9 @@ class StreamSteps(IterableDataset[Step]):
         """The steps of a stream in which one can jump, so that it is read like a map-style dataset."""
         total = self.total or 0
         order = range(total)
+        if len(self.plans) == 1 and not self.keyed and self.plans[0].uneven != "pad":
+            yield from self._plain(number, start, place, stride)
+            return
         pieces = [plan.pieces(order, start, total) for plan in self.plans]
         steps = self.plans[0].num_steps(total - start)
         samples: Iterator[Any] = iter(())
@@ -144,6 +147,30 @@ class StreamSteps(IterableDataset[Step]):
                 parts.append(part)
                 given.append(Given(number, ids, valid, empty=not len(piece), last=index == steps - 1))
             yield Step(parts, given)
+
+    def _plain(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
+        """The most frequent case, in as few words as it can be said."""
+        plan, total, begin, at = self.plans[0], self.total or 0, self.dataset.iter_from, -1
+        samples: Iterator[Any] = iter(())
+        last, pieces = plan.num_steps(total - start) - 1, plan.pieces(range(total), start, total)
+        for index, (piece, valid) in itertools.islice(enumerate(pieces), place, None, stride):
+            ids: Any = piece or range(start, start + 1)
+            if ids.start != at:
+                samples = iter(begin(ids.start))
+            at = ids.stop
+            given = Given(number, ids, valid, not piece, index == last)
+            yield Step([self._taken(samples, ids, total)], [given])  # held here no longer than until it is given
+
+    def _taken(self, samples: Iterator[Any], ids: Sequence[int], total: int) -> list[Any]:
+        part: list[Any] = []
+        try:
+            part.extend(itertools.islice(samples, len(ids)))
+        except Exception as error:
+            at_sample(error, ids[len(part)], self.rank)
+            raise
+        if len(part) < len(ids):
+            raise _untrue_length(ids[len(part)], total)
+        return part
 
     def _keyed(self, samples: Iterator[Any], first: int, count: int, number: int) -> list[Any]:
         found: list[Any] = []
