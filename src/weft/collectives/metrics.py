@@ -1,24 +1,17 @@
-"""Predictions, labels and means over all ranks, exactly: `gather_metrics`, `weighted_mean`, `denominator`.
-
-[Note: one message] What `gather_metrics` sends first is a message of a fixed size: sizes, and the sample ids and
-values if they fit. Small metrics are one collective this way; large ones take a second.
-"""
+"""Predictions, labels and means over all ranks, exactly: `gather_metrics`, `weighted_mean`, `denominator`."""
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
 import torch
 
-from weft.collectives.entry import all_gather_flat, enter, num_bytes, peers_named
-from weft.collectives.objects import _bytes_tensor, _decode, _encode
+from weft.collectives.columns import exchange_columns
+from weft.collectives.entry import enter, peers_named
 from weft.collectives.tensors import reduce
-from weft.context import DistContext, World
-from weft.context.world import compare, exchange
+from weft.context import DistContext
 from weft.errors import listed, message
 from weft.nested import leaves, map_leaves
 
@@ -26,8 +19,6 @@ __all__ = ["Rows", "denominator", "gather_metrics", "weighted_mean"]
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
-_FIRST_BYTES = 2**13  # of all ranks together
-_HEAD = 64  # bytes: eight words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +49,8 @@ def gather_metrics(values: Any, ctx: DistContext, *, rows: Rows | Sequence[Rows]
     Which rows count is said by `rows`, that came with the batch; no state of a "last batch" is
     involved. Call it per batch, or once per epoch with the lists of all batches.
 
-    Changes: nothing. Collectives: one small all-gather, and another one if the values do not fit into it, over
-    the data axes: ranks that see the same batches count once.
+    Changes: nothing. Collectives: one small all-gather, and one for each tensor that does not fit into it,
+    over the data axes: ranks that see the same batches count once.
 
     Args:
         values: Tensors [rows, ...] and lists of one entry per row (strings, numbers, dicts, tensors of
@@ -88,18 +79,19 @@ def gather_metrics(values: Any, ctx: DistContext, *, rows: Rows | Sequence[Rows]
     batches = [(values, rows)] if isinstance(rows, Rows) else list(zip(values, rows, strict=True))
     line = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
     world = enter("gather_metrics", line, None, {})
-    shape, columns, ids = _columns(batches)
+    shape, structure, columns, ids = _columns(batches)
     if world.group is None:
         return _ordered(shape, [columns], [ids])
     with peers_named("gather_metrics", world):
-        parts = _exchange(shape, columns, ids, line)
+        parts = exchange_columns(structure, columns, ids, line)
     return _ordered(shape, [part for part, _ in parts], [found for _, found in parts])
 
 
-def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, list[Any], torch.Tensor]:
-    """One tensor or list per leaf, of the rows that count; and an example of the structure."""
+def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, str, list[Any], torch.Tensor]:
+    """An example of the structure, also as text; one tensor or list per leaf, of the rows that count; and their ids."""
     found: list[list[Any]] = []
     shape: Any = None
+    structure = ""
     ids: list[torch.Tensor] = []
     for number, (value, rows) in enumerate(batches):
         every = bool(rows.valid.all())
@@ -123,10 +115,11 @@ def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, list[Any], torch
         picked = [leaf if keep is None else _pick(leaf, keep) for _, leaf in leaf_list]
         if number == 0:
             shape, found = value, [[leaf] for leaf in picked]
+            structure = "; ".join([".".join(path) for path, _ in leaf_list])
         else:
             for column, leaf in zip(found, picked, strict=True):
                 column.append(leaf)
-    return shape, [_joined(column) for column in found], _joined_ids(ids)
+    return shape, structure, [_joined(column) for column in found], _joined_ids(ids)
 
 
 def _joined_ids(ids: list[torch.Tensor]) -> torch.Tensor:
@@ -188,129 +181,19 @@ def _joined(parts: list[Any]) -> Any:
     return [row for part in full for row in part]
 
 
-def _exchange(shape: Any, columns: list[Any], ids: torch.Tensor, ctx: DistContext) -> list[tuple[list[Any], Any]]:
-    """Columns and ids of every rank; see [Note: one message]."""
-    world = ctx.require_collective("gather_metrics")
-    device, size = ctx.device, ctx.world_size
-    objects = {str(index): column for index, column in enumerate(columns) if not isinstance(column, torch.Tensor)}
-    kinds = [[str(c.dtype), c.dim()] if isinstance(c, torch.Tensor) else None for c in columns]
-    structure = _structure(shape)
-    text = json.dumps(kinds).encode()  # the ranks may differ: a column of rows of one shape here, of several there
-    parts: list[torch.Tensor] = []
-    failed: TypeError | None = None
-    if objects:
-        try:
-            text, parts = _encode("gather_metrics", [kinds, objects])
-        except TypeError as error:
-            failed = error
-    dims = [number for column in columns if isinstance(column, torch.Tensor) for number in column.shape]
-    pieces = [torch.tensor(dims, dtype=torch.int64), ids.contiguous()]
-    pieces += [c.contiguous().reshape(-1) for c in columns if isinstance(c, torch.Tensor) and c.numel()]
-    payload = torch.cat([piece.view(torch.uint8).to(device) for piece in (*pieces, _bytes_tensor(text), *parts)])
-    alike = zlib.crc32(f"{structure} {kinds}".encode())
-    words = [zlib.crc32(structure.encode()), alike, len(ids), len(dims), len(text), payload.numel()]
-    words += [2 * (failed is not None) + bool(objects), sum(p.numel() for p in parts)]
-    first = max(_FIRST_BYTES // size, 1024)
-    mine = torch.zeros(first, dtype=torch.uint8, device=device)
-    mine[:_HEAD] = torch.tensor(words, dtype=torch.int64).view(torch.uint8).to(device)
-    if _HEAD + payload.numel() <= first:
-        mine[_HEAD : _HEAD + payload.numel()] = payload
-    whole = mine.new_empty(first * size)
-    all_gather_flat(whole, mine, world)
-    rows = whole.view(size, first)
-    heads = rows[:, :_HEAD].contiguous().view(torch.int64).tolist()
-    _check_heads(heads, failed, f"{structure}: {kinds}", world)
-    longest = max(head[5] for head in heads)
-    if _HEAD + longest > first:
-        if payload.numel() < longest:
-            payload = torch.cat([payload, payload.new_zeros(longest - payload.numel())])
-        everything = payload.new_empty(longest * size)
-        all_gather_flat(everything, payload, world)
-        bodies = everything.view(size, longest)
-    else:
-        bodies = rows[:, _HEAD:]
-    start = 8 * len(dims)
-    if (
-        not objects
-        and all(head == heads[0] for head in heads)
-        and bool((bodies[:, :start] == bodies[:1, :start]).all())
-    ):
-        return [_all_alike(bodies, columns, start, len(ids))]
-    return [_unpacked(body, head) for body, head in zip(bodies, heads, strict=True)]
-
-
-def _check_heads(heads: list[list[int]], failed: TypeError | None, described: str, world: World) -> None:
-    """Raise on all ranks if a value cannot be sent, or if the values do not fit together."""
-    if failed is not None:
-        raise failed
-    bad = [rank for rank, head in enumerate(heads) if head[6] >= 2]
-    if bad:
-        raise TypeError(f"gather_metrics: rank {bad[0]} brought an entry that cannot be sent; see its error")
-    what = 0 if any(head[6] for head in heads) else 1  # dtypes and dimensions count where all columns are tensors
-    if any(head[what] != heads[0][what] for head in heads):
-        compare("gather_metrics", [{"value": text} for text in exchange(world, "gather_metrics", described)])
-
-
-def _all_alike(bodies: torch.Tensor, columns: list[Any], start: int, count: int) -> tuple[list[Any], Any]:
-    """Columns and ids of all ranks together, which bring as many rows each."""
-    place = start + 8 * count
-    ids = bodies[:, start:place].contiguous().view(torch.int64).view(-1)
-    found: list[Any] = []
-    for column in columns:
-        stop = place + column.numel() * column.element_size()
-        joined = [len(bodies) * len(column), *column.shape[1:]]
-        found.append(bodies[:, place:stop].contiguous().view(column.dtype).view(joined) if stop > place else column)
-        place = stop
-    return found, ids
-
-
-def _unpacked(body: torch.Tensor, words: list[int]) -> tuple[list[Any], Any]:
-    """Columns and ids of one rank, from its bytes."""
-    _, _, count, num_dims, text_size, total, flags, sent = words
-    dims: list[int] = body[: 8 * num_dims].clone().view(torch.int64).tolist()
-    place = 8 * num_dims
-    ids = body[place : place + 8 * count].clone().view(torch.int64)
-    place += 8 * count
-    text = body[total - sent - text_size : total]
-    objects: dict[str, Any] = {}
-    if flags:
-        kinds, objects = _decode(text, text_size, body.device)
-    else:
-        kinds = json.loads(bytes(text.cpu().numpy()))
-    found: list[Any] = []
-    for index, kind in enumerate(kinds):
-        if kind is None:
-            found.append(objects[str(index)])
-            continue
-        dtype = getattr(torch, kind[0].removeprefix("torch."))
-        shape, dims = dims[: kind[1]], dims[kind[1] :]
-        stop = place + num_bytes(shape, dtype)
-        # Slices start anywhere; a dtype's view wants its own alignment.
-        piece = body[place:stop].clone().view(dtype).view(shape) if stop > place else None
-        found.append(body.new_empty(shape, dtype=dtype) if piece is None else piece)
-        place = stop
-    return found, ids
-
-
-def _structure(value: Any) -> str:
-    return "; ".join(".".join(path) for path, _ in leaves(map_lists(value)))
-
-
 def _ordered(shape: Any, parts: list[list[Any]], ids: list[torch.Tensor]) -> Any:
     """Join the columns of all ranks and sort the rows by sample id."""
-    every = torch.cat(ids)
+    every = ids[0] if len(ids) == 1 else torch.cat(ids)
     in_order = bool((every[1:] >= every[:-1]).all()) if len(every) > 1 else True
     order = None if in_order else torch.argsort(every, stable=True)
-    numbers = None if order is None else order.tolist()
     columns = []
     for pieces in zip(*parts, strict=True):
         column = _joined(list(pieces))
-        if numbers is None:
+        if order is None:
             columns.append(column.clone() if isinstance(column, torch.Tensor) and len(parts) == 1 else column)
         else:
-            assert order is not None
             columns.append(
-                column[order.to(column.device)] if isinstance(column, torch.Tensor) else _pick(column, numbers)
+                column[order.to(column.device)] if isinstance(column, torch.Tensor) else _pick(column, order.tolist())
             )
     found = iter(columns)
     return map_leaves(lambda *_: next(found), map_lists(shape))

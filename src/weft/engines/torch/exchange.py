@@ -12,12 +12,12 @@ MPICH", 2005, section 4.4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["PairGather", "SmallSum", "as_real"]
+__all__ = ["PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
 
 _MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
 
@@ -34,7 +34,7 @@ class SmallSum:
         self._group = group
         self._rank = dist.get_rank(group)
         size = dist.get_world_size(group)
-        self._exchanges = like.numel() * like.element_size() <= _MAX_BYTES and _in_pairs(group, like)
+        self._exchanges = like.numel() * like.element_size() <= _MAX_BYTES and in_pairs(group, like, size)
         peers = [self._rank ^ 1 << bit for bit in range(size.bit_length() - 1)]
         self._splits = [[like.numel() if rank == peer else 0 for rank in range(size)] for peer in peers]
         self._received = torch.empty_like(like) if self._exchanges else like
@@ -58,13 +58,7 @@ class PairGather:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         blocks = everyone.view(size, -1)
         self.mine = blocks[rank]
-        self._rounds: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
-        for bit in range(size.bit_length() - 1) if _in_pairs(group, everyone) else ():
-            width, peer = 1 << bit, rank ^ 1 << bit
-            held, wanted = (at >> bit << bit for at in (rank, peer))
-            splits = [width * blocks.shape[1] if other == peer else 0 for other in range(size)]
-            ours, theirs = (blocks[at : at + width].view(-1) for at in (held, wanted))
-            self._rounds.append((theirs, ours, splits))
+        self._rounds = list(pair_rounds(blocks, rank)) if in_pairs(group, everyone, size) else []
 
     @staticmethod
     def run(gathers: Sequence[PairGather]) -> None:
@@ -81,7 +75,21 @@ class PairGather:
                 work.wait()
 
 
-def _in_pairs(group: dist.ProcessGroup, buffer: torch.Tensor) -> bool:
+def pair_rounds(blocks: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """The exchanges that fill the blocks [ranks, n] of the other ranks, for `alltoall_base`.
+
+    Yields:
+        What is received, what is sent, and how much of it by rank; to be done one after the other.
+    """
+    size, length = blocks.shape
+    for bit in range(size.bit_length() - 1):
+        width, peer = 1 << bit, rank ^ 1 << bit
+        held, wanted = rank >> bit << bit, peer >> bit << bit
+        splits = [0] * size
+        splits[peer] = width * length
+        yield blocks[wanted : wanted + width].view(-1), blocks[held : held + width].view(-1), splits
+
+
+def in_pairs(group: dist.ProcessGroup, buffer: torch.Tensor, size: int) -> bool:
     """Whether messages between pairs of ranks can be sent, and cost less than gloo's collectives."""
-    size = dist.get_world_size(group)
     return size & (size - 1) == 0 and buffer.device.type == "cpu" and dist.get_backend(group).endswith("gloo")
