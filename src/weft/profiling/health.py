@@ -92,10 +92,10 @@ def watch_health(
         >>> import weft
         >>> model, ctx = nn.Sequential(nn.Linear(2, 2), nn.LogSigmoid()), weft.local()
         >>> with weft.watch_health(model, ctx) as health:
-        ...     loss = model(torch.tensor([1.0, float("inf")])).sum()
+        ...     loss = model(torch.tensor([1.0, math.nan])).sum()
         ...     loss.backward()
         ...     print(health(loss, 7))
-        inf at step 7: first in output of 0, on rank 0 (loss -inf)
+        nan at step 7: first in output of 0, on rank 0 (loss nan)
     """
     wrong = None
     if not spike > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,7 @@ def profile(
     Use it as a context manager and call `step()` at the end of each step. After `skip_first` steps come cycles of
     `wait` steps that are left alone, `warmup` steps whose record is thrown away, and `active` steps whose record is
     written: n steps give min(repeat, (n - skip_first) // (wait + warmup + active)) traces on each rank, and one
-    more if the loop ends among active steps.
+    more if the loop ends when some of the active steps of a cycle are done.
 
     Source: `torch.profiler`.
 
@@ -101,13 +102,18 @@ class Profile:
         self.paths: list[Path] = []
         self._folder, self._rank, self._form = folder, rank, form
         self._steps = 0
+        self._begins = schedule["skip_first"], schedule["wait"] + schedule["warmup"]
+        self._cycle = self._begins[1] + schedule["active"]
+        self._dropped = False
         plan = torch.profiler.schedule(**schedule)
         self.profiler = torch.profiler.profile(schedule=plan, on_trace_ready=self._write, **options)
 
     def step(self) -> None:
         """Say that a step of the loop is over."""
         self._steps += 1
-        self.profiler.step()
+        with warnings.catch_warnings():  # at the second cycle: that the first one's events, which are written, go
+            warnings.filterwarnings("ignore", message="(?s).*clears events at the end of each cycle")
+            self.profiler.step()
 
     def __enter__(self) -> Self:
         self.profiler.start()
@@ -116,9 +122,13 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # A cycle of which no active step is over, unless something went wrong in the first.
+        self._dropped = error is None and (self._steps - self._begins[0]) % self._cycle == self._begins[1] % self._cycle
         self.profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
+        if self._dropped:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         mark = f".step{self._steps}.json" if self._form == "chrome" else f".{time.time_ns()}.pt.trace.json"
         path = self._folder / f"rank{self._rank}{mark}"
