@@ -28,9 +28,9 @@ FUNCTIONS = [
     "gather", "gather_metrics", "gather_objects", "gathered", "import_deepspeed", "keyed_uniform", "latest",
     "length_batches", "load_weights", "local", "log", "logger", "loss_scale", "main_first", "offered",
     "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "peak_memory", "plain", "print_once",
-    "profile", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start", "sync_rng",
-    "throughput", "to_device", "together", "topology", "transform", "verify", "watch_health", "weighted_mean",
-    "worker_seeds",
+    "profile", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start",
+    "sync_rng", "throughput", "to_device", "together", "topology", "transform", "verify", "watch_health",
+    "weighted_mean", "worker_seeds",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
@@ -42,7 +42,7 @@ TYPES = [
     "Topology", "Window", "Windows",
 ]  # fmt: skip
 PROTOCOLS = ["GradSync", "ReducesIn", "SeekableStream", "Undoable"]
-MODULES = ["errors", "interop", "profiling", "testing", "tracking"]
+MODULES = ["errors", "interop", "profiling", "reporting", "testing", "tracking"]
 TESTING = ["fake", "run_ranks", "assert_equivalent", "largest_difference"]
 
 

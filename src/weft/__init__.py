@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
     from weft import interop as interop
     from weft import profiling as profiling
+    from weft import reporting as reporting
     from weft import testing as testing
     from weft import tracking as tracking
     from weft.checkpoint import (
@@ -124,7 +125,7 @@ _ROOM_OF = {name: room for room, names in LATER.items() for name in names.split(
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoint", "interop", "profiling", "testing", "tracking"):
+    if name in ("checkpoint", "interop", "profiling", "reporting", "testing", "tracking"):
         return importlib.import_module(f"weft.{name}")
     if name in _ROOM_OF:
         return getattr(importlib.import_module(f"weft.{_ROOM_OF[name]}"), name)
@@ -225,6 +226,7 @@ __all__ = [
     "recompute",
     "reduce",
     "replicate",
+    "reporting",
     "restore",
     "save",
     "save_async",

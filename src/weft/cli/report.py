@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.reporting import read, render
+from weft.reporting import write_report
 
 __all__ = ["add_parser", "run"]
 
@@ -31,13 +31,11 @@ def run(options: argparse.Namespace) -> int:
     """Write the page; returns 0, 1 if there is nothing to show or no place for it."""
     out = Path(options.out) if options.out else Path(options.folder) / "report.html"
     try:
-        found = read(options.folder)
+        found = write_report(options.folder, out=out)
         if not (found.series or found.traces):
             told = "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, and no profiles"
             print(f"weft report: nothing to show in {options.folder}: {told}", file=sys.stderr)  # noqa: T201
             return 1
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(found), encoding="utf-8")
     except OSError as error:
         print(f"weft report: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -6,10 +6,10 @@ traces.py    what profiles say: the operations that took most time
 charts.py    numbers over steps as SVG
 page.py      everything on one page
 
-`weft report DIR` is the command; `render(read(folder))` is what it does.
+`weft report DIR` is the command; `write_report(folder)` is what it does.
 """
 
-from weft.reporting.page import render
+from weft.reporting.page import render, write_report
 from weft.reporting.reading import Run, read
 
-__all__ = ["Run", "read", "render"]
+__all__ = ["Run", "read", "render", "write_report"]

@@ -28,8 +28,8 @@ def chart(
         marks: Steps with a vertical line: where a run went on.
         stacked: Draw areas that add up.
     """
-    drawn = {name: _thinned(_finite(points)) for name, points in lines.items()}
-    drawn = {name: points for name, points in drawn.items() if points}
+    found = {name: points for name, each in lines.items() if (points := _finite(each))}
+    drawn = _filled(found) if stacked else {name: _thinned(points) for name, points in found.items()}
     lost = {name: [s for s, v in sorted(points.items()) if not math.isfinite(v)] for name, points in lines.items()}
     everything = [point for points in drawn.values() for point in points]
     steps = [step for step, _ in everything] + [step for each in lost.values() for step in each]
@@ -146,17 +146,21 @@ def _drawn(points: Points, across: _Scale, up: _Scale, index: int, below: Points
     return f'<polyline class="line {hue}" points="{" ".join(places)}"/>{dots}'
 
 
+def _filled(lines: Mapping[str, Points]) -> dict[str, Points]:
+    """The same steps for all: what was not measured took no time."""
+    steps = sorted({step for points in lines.values() for step, _ in points})
+    steps = steps[:: math.ceil(len(steps) / _MOST)] if steps else []
+    values = {name: dict(points) for name, points in lines.items()}
+    return {name: [(step, known.get(step, 0.0)) for step in steps] for name, known in values.items()}
+
+
 def _stacked(lines: Mapping[str, Points]) -> dict[str, Points]:
-    """Each series on top of those before, at the steps that all have."""
-    if not lines:
-        return {}
-    shared = sorted(set.intersection(*({step for step, _ in points} for points in lines.values())))
-    total = dict.fromkeys(shared, 0.0)
+    """Each series on top of those before."""
     found: dict[str, Points] = {}
+    below: Points = []
     for name, points in lines.items():
-        values = dict(points)
-        total = {step: total[step] + values[step] for step in shared}
-        found[name] = list(total.items())
+        floor = dict(below)
+        found[name] = below = [(step, value + floor.get(step, 0.0)) for step, value in points]
     return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from weft.reporting.charts import chart, table, with_unit
-from weft.reporting.reading import EXPLAIN, Run, finite
+from weft.reporting.reading import EXPLAIN, Run, finite, read
 from weft.reporting.style import SCRIPT, STYLE
 from weft.reporting.traces import Trace
 
-__all__ = ["render"]
+__all__ = ["render", "write_report"]
 
 _SPEED = ("_per_s", "data_share", "mfu")
 
@@ -57,6 +58,29 @@ def render(run: Run) -> str:
         f"<body><header><h1>{name}</h1></header><main>{''.join(body)}</main>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def write_report(folder: str | Path, *, out: str | Path | None = None) -> Run:
+    """Read the folder of a run, and write one page about it; what `weft report` does.
+
+    Call it on one rank. It reads files only.
+
+    Args:
+        folder: Where trackers wrote, and below.
+        out: What to write; default: `report.html` in the folder.
+
+    Returns:
+        What was read. With neither numbers nor profiles nothing is written.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    run = read(folder)
+    if run.series or run.traces:
+        place = Path(folder) / "report.html" if out is None else Path(out)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(render(run), encoding="utf-8")
+    return run
 
 
 def _groups(series: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Mapping[int, float]]]:
