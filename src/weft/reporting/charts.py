@@ -48,25 +48,23 @@ def chart(
         for step in marks
         if min(steps) <= step <= max(steps)
     ]
+    hues = {name: f"h{index % _HUES}" for index, name in enumerate(lines)}
     below: Points | None = None
-    for index, (_, points) in enumerate(tops.items()):
-        parts.append(
-            _drawn(points, across, up, index, below if below or not stacked else [(s, 0.0) for s, _ in points])
-        )
-        below = points if stacked else None
-    for index, steps_lost in enumerate(lost.values()):
+    for name, points in tops.items():
+        floor = below or [(step, 0.0) for step, _ in points]
+        parts.append(_drawn(points, across, up, hues[name], floor if stacked else None))
+        below = points
+    for name, steps_lost in lost.items():
         parts += [
-            f'<circle class="lost h{index % _HUES}" cx="{across(step):.1f}" cy="{_TOP + 4}" r="4">'
+            f'<circle class="lost {hues[name]}" cx="{across(step):.1f}" cy="{_TOP + 4}" r="4">'
             f"<title>not finite at step {step}</title></circle>"
             for step in steps_lost[:50]
         ]
     hover = {
         "x": [across.low, across.high, across.start, across.stop], "unit": list(unit),
-        "lines": [{"name": name, "points": points} for name, points in drawn.items()],
+        "lines": [{"name": name, "hue": hues[name], "points": points} for name, points in drawn.items()],
     }  # fmt: skip
-    legend = "".join(
-        f'<li><i class="h{i % _HUES}"></i>{html.escape(_short(n, title))}</li>' for i, n in enumerate(drawn)
-    )
+    legend = "".join(f'<li><i class="{hue}"></i>{html.escape(_short(name, title))}</li>' for name, hue in hues.items())
     return (
         f'<figure class="chart"><figcaption>{html.escape(_human(title))}<ul>{legend}</ul></figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(_human(title))} by step">'
@@ -132,8 +130,7 @@ def _grid(across: _Scale, up: _Scale, ticks: Sequence[float], unit: tuple[float,
     return "".join(parts)
 
 
-def _drawn(points: Points, across: _Scale, up: _Scale, index: int, below: Points | None) -> str:
-    hue = f"h{index % _HUES}"
+def _drawn(points: Points, across: _Scale, up: _Scale, hue: str, below: Points | None) -> str:
     places = [f"{across(step):.1f},{up(value):.1f}" for step, value in points]
     if below is not None:
         back = [f"{across(step):.1f},{up(value):.1f}" for step, value in reversed(below)]

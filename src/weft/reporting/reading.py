@@ -71,7 +71,8 @@ def read(folder: str | Path) -> Run:
     run = Run(Path(folder))
     if not run.folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    files = sorted(path for path in run.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    below = (path for path in run.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = sorted(below, key=lambda path: (len(path.parts), path))
     for path in files:
         if path.suffix == ".jsonl":
             _take(run, path, _log_of_lines(run, path))

@@ -73,7 +73,7 @@ for (const figure of document.querySelectorAll(".chart")) {
     data.lines.forEach((each, index) => {
       if (near[index][0] !== step) return;
       const row = document.createElement("div"), swatch = document.createElement("i");
-      swatch.className = `h${index % 8}`;
+      swatch.className = each.hue;
       row.append(swatch, `${each.name}  ${number(near[index][1])}`);
       told.append(row);
     });
