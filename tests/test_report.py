@@ -193,7 +193,7 @@ def test_a_number_that_several_trackers_wrote_is_shown_once(tmp_path):
     tracking.jsonl(tmp_path / "eval" / "log.jsonl")({"loss": 9.0}, step=3)
     run = read(tmp_path)
     assert run.series["loss"] == {1: 1.0, 2: 1 / 2, 3: 1 / 3} and run.series["eval/loss"] == {3: 9.0}
-    assert run.series["only_here"] == {3: 3.0} and len(run.series) == 10
+    assert run.series["only_here"] == {3: 3.0} and len(run.series) == 11
 
 
 def test_profiles_are_told_by_rank_and_time(tmp_path):
