@@ -84,7 +84,7 @@ def test_a_run_becomes_a_page(tmp_path):
     assert ["held_out_loss", "loss"] in together and ["memory_bytes/rank_0", "memory_bytes/rank_1"] in together
     assert ["step_s/data", "step_s/rest"] in together and ["tokens_per_s"] in together
     assert page.parts["h2"] == [
-        "Loss", "Throughput", "Time of a step", "Memory", "More", "Settings", "Checkpoints and restarts",
+        "Loss", "Throughput", "Time and memory", "More", "Settings", "Checkpoints and restarts",
     ]  # fmt: skip
     assert len(_pictures(text)) == len(together)
     cells = page.parts["td"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["chart", "table", "with_unit"]
 
-_WIDTH, _HEIGHT = 720, 260
+_HEIGHT = 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 30
 _MOST = 800  # points of a line; of more, the lowest and the highest of each stretch are drawn
 _HUES = 8
@@ -18,7 +19,12 @@ Points = Sequence[tuple[int, float]]
 
 
 def chart(
-    title: str, lines: Mapping[str, Mapping[int, float]], *, marks: Iterable[int] = (), stacked: bool = False
+    title: str,
+    lines: Mapping[str, Mapping[int, float]],
+    *,
+    marks: Iterable[int] = (),
+    stacked: bool = False,
+    wide: bool = False,
 ) -> str:
     """Draw some series on one axis, as a figure with a legend; what is hovered over is told by the page's script.
 
@@ -27,6 +33,7 @@ def chart(
         lines: Values by step, by name; values that are not finite are marked at the top.
         marks: Steps with a vertical line: where a run went on.
         stacked: Draw areas that add up.
+        wide: Over the whole page instead of half of it.
     """
     found = {name: points for name, each in lines.items() if (points := _finite(each))}
     drawn = _filled(found) if stacked else {name: _thinned(points) for name, points in found.items()}
@@ -38,8 +45,11 @@ def chart(
     tops = _stacked(drawn) if stacked else drawn
     values = [value for points in tops.values() for _, value in points] or [0.0, 1.0]
     unit = _unit_of(title, max(map(abs, values)))
-    low, high, ticks = _axis(0.0 if stacked else min(values), max(values), from_zero=_from_zero(title, values))
-    across = _Scale(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
+    ends = (0.0 if stacked else min(values)) / unit[0], max(values) / unit[0]
+    ticks = [unit[0] * tick for tick in _axis(*ends, from_zero=_from_zero(title, values))]
+    low, high = ticks[0], ticks[-1]
+    width = 1200 if wide else 600
+    across = _Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
     up = _Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     parts = [_grid(across, up, ticks, unit, len(set(steps)))]
     parts += [
@@ -64,10 +74,12 @@ def chart(
         "x": [across.low, across.high, across.start, across.stop], "unit": list(unit),
         "lines": [{"name": name, "hue": hues[name], "points": points} for name, points in drawn.items()],
     }  # fmt: skip
-    legend = "".join(f'<li><i class="{hue}"></i>{html.escape(_short(name, title))}</li>' for name, hue in hues.items())
+    named = hues.items() if len(hues) > 1 else ()
+    legend = "".join(f'<li><i class="{hue}"></i>{html.escape(_short(name, title))}</li>' for name, hue in named)
+    kind = "chart broad" if wide else "chart"
     return (
-        f'<figure class="chart"><figcaption>{html.escape(_human(title))}<ul>{legend}</ul></figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(_human(title))} by step">'
+        f'<figure class="{kind}"><figcaption>{html.escape(_human(title))}<ul>{legend}</ul></figcaption>'
+        f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{html.escape(_human(title))} by step">'
         f'{"".join(parts)}<g class="hover" hidden=""><line y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></g></svg>'
         f'<script type="application/json">{_json(hover)}</script><output></output></figure>'
     )
@@ -121,11 +133,10 @@ def _grid(across: _Scale, up: _Scale, ticks: Sequence[float], unit: tuple[float,
     parts = []
     for tick in ticks:
         y = up(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{across.stop}" y1="{y:.1f}" y2="{y:.1f}"/>')
         label = f"{tick / unit[0]:.4g}{'&#8239;' + unit[1] if unit[1] and tick == ticks[-1] else ''}"
         parts.append(f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    _, _, steps = _axis(across.low, across.high, from_zero=False, inside=True)
-    whole = [int(s) for s in (steps if num_steps > 1 else [round(across.low + 0.5)]) if s == int(s)]
+    whole = _whole(across.low, across.high) if num_steps > 1 else [round(across.low + 0.5)]
     parts += [f'<text x="{across(s):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{s:,}</text>' for s in whole]
     return "".join(parts)
 
@@ -181,18 +192,24 @@ def _thinned(points: Points) -> Points:
 # -- numbers and names ----------------------------------------------------------------------------------------
 
 
-def _axis(low: float, high: float, *, from_zero: bool, inside: bool = False) -> tuple[float, float, list[float]]:
-    """Round ends and about five round numbers between."""
+def _axis(low: float, high: float, *, from_zero: bool) -> list[float]:
+    """About five round numbers, from below `low` to above `high`."""
     low = min(low, 0.0) if from_zero else low
     if high <= low:
         low, high = low - abs(low) * 0.1 - 1e-12, high + abs(high) * 0.1 + 1e-12
-    rough = (high - low) / 5
+    size = _round_size((high - low) / 5)
+    return [round(n * size, 12) for n in range(math.floor(low / size), math.ceil(high / size) + 1)]
+
+
+def _round_size(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
-    size = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * 0.999)
-    first, last = (math.ceil, math.floor) if inside else (math.floor, math.ceil)
-    start, stop = first(low / size), last(high / size)
-    ticks = [round(n * size, 12) for n in range(start, stop + 1)]
-    return (low, high, ticks) if inside else (ticks[0], ticks[-1], ticks)
+    return next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * 0.999)
+
+
+def _whole(low: float, high: float) -> list[int]:
+    """About five round steps between."""
+    size = max(round(_round_size((high - low) / 5)), 1)
+    return list(range(math.ceil(low / size) * size, math.floor(high) + 1, size))
 
 
 def _from_zero(title: str, values: Sequence[float]) -> bool:
@@ -214,7 +231,7 @@ def _unit_of(name: str, largest: float) -> tuple[float, str]:
 
 
 def _human(title: str) -> str:
-    words = title.replace("_per_s", " per second").replace("_s", " seconds").replace("_bytes", "").replace("_", " ")
+    words = re.sub(r"_s$", " seconds", title.replace("_per_s", " per second")).replace("_bytes", "").replace("_", " ")
     return words[:1].upper() + words[1:]
 
 

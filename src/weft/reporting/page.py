@@ -33,15 +33,19 @@ def render(run: Run) -> str:
     sections = [
         ("Loss", [g for g in groups if "loss" in g.lower()]),
         ("Throughput", [g for g in groups if g.endswith(_SPEED)]),
-        ("Time of a step", [g for g in groups if g in ("step_s", "step_s/")]),
-        ("Memory", [g for g in groups if "memory" in g or "bytes" in g]),
+        (
+            "Time and memory",
+            [g for g in ("step_s/", "step_s") if g in groups][:1]
+            + [g for g in groups if "memory" in g or "bytes" in g],
+        ),
     ]
-    known = {g for _, chosen in sections for g in chosen}
+    known = {"step_s", *(g for _, chosen in sections for g in chosen)}
     sections.append(("More", [g for g in groups if g not in known]))
     body = [_facts(run)]
     for title, chosen in sections:
         figures = "".join(
-            chart(g.rstrip("/"), groups[g], marks=run.resumes, stacked=g == "step_s/") for g in dict.fromkeys(chosen)
+            chart(g.rstrip("/"), groups[g], marks=run.resumes, stacked=g == "step_s/", wide=g == "loss")
+            for g in dict.fromkeys(chosen)
         )
         if figures:
             body.append(f'<section><h2>{title}</h2><div class="charts">{figures}</div></section>')

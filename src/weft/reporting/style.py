@@ -18,7 +18,9 @@ h1 { font-size: 24px; margin: 28px 0 14px; } h2 { font-size: 17px; margin: 34px 
 .facts { display: flex; flex-wrap: wrap; gap: 10px; margin: 0; }
 .facts div { background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px; padding: 8px 16px; }
 dt { color: var(--soft); font-size: 13px; } dd { margin: 0; font-size: 19px; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); gap: 14px; }
+.broad { grid-column: 1 / -1; }
+@media (max-width: 700px) { .broad { overflow-x: auto; } .broad svg { min-width: 640px; } }
 .chart { position: relative; margin: 0; background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px;
   padding: 12px 12px 6px; min-width: 0; }
 figcaption { display: flex; flex-wrap: wrap; gap: 2px 18px; font-weight: 600; padding: 0 4px 6px; }
@@ -41,7 +43,7 @@ output b { display: block; } output i { display: inline-block; width: 9px; heigh
   margin-right: 6px; background: var(--c); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; background: var(--sheet); margin: 0 0 14px; }
 th, td { text-align: left; padding: 4px 18px 4px 10px; border: 1px solid var(--rule); font-size: 14px; }
-th { color: var(--soft); font-weight: 500; } .n { text-align: right; font-variant-numeric: tabular-nums; }
+th { color: var(--soft); font-weight: 500; } .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 pre { background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px; padding: 10px 14px;
   overflow-x: auto; font-size: 13px; } summary { cursor: pointer; padding: 4px 0; }
 footer { color: var(--soft); font-size: 13px; margin: 34px 0; overflow-wrap: anywhere; }
