@@ -43,7 +43,8 @@ output b { display: block; } output i { display: inline-block; width: 9px; heigh
   margin-right: 6px; background: var(--c); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; background: var(--sheet); margin: 0 0 14px; }
 th, td { text-align: left; padding: 4px 18px 4px 10px; border: 1px solid var(--rule); font-size: 14px; }
-th { color: var(--soft); font-weight: 500; } .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+th { color: var(--soft); font-weight: 500; }
+.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 pre { background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px; padding: 10px 14px;
   overflow-x: auto; font-size: 13px; } summary { cursor: pointer; padding: 4px 0; }
 footer { color: var(--soft); font-size: 13px; margin: 34px 0; overflow-wrap: anywhere; }
