@@ -48,10 +48,8 @@ def train(ctx: weft.DistContext, profile: weft.profiling.Profile) -> None:  # ne
             profile.step()  # new
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
         found = speed.read()  # new
-        waited = (
-            f"{found['samples_per_s']:,.0f} samples/s, {found['data_share']:.0%} of the time waiting for data"  # new
-        )
-        weft.print_once(f"epoch {epoch}  loss {mean:.4f}  {waited}", ctx=ctx)  # new
+        fast = f"{found['samples_per_s']:,.0f} samples/s, waited {found['data_share']:.0%} of the time"  # new
+        weft.print_once(f"epoch {epoch}  loss {mean:.4f}  {fast}", ctx=ctx)  # new
 
 
 def main(ctx: weft.DistContext) -> None:  # new

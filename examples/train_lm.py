@@ -115,10 +115,8 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
 
     done, checkpoints = resume(state, options, ctx), options.out / "checkpoints"
     preempted = weft.on_preemption(ctx)
-    trackers = [
-        tracking.tensorboard(options.out, purge_step=done + 1, flush_s=0),
-        tracking.jsonl(options.out / "log.jsonl"),
-    ]
+    events = tracking.tensorboard(options.out, purge_step=done + 1, flush_s=0)  # no checkpoint is ahead of the log
+    trackers = [events, tracking.jsonl(options.out / "log.jsonl")]
     weft.log({"explain": weft.explain(ctx)}, done, ctx, trackers)  # for the report
     first = evaluate(model, held_out, ctx)
     speed = weft.throughput(ctx)

@@ -128,7 +128,7 @@ class Health:
         self._sums: list[tuple[str, str, torch.Tensor]] = []
         self._hooks: list[Any] = []
         if origin:
-            seen = weakref.ref(self)
+            seen: weakref.ref[Health] = weakref.ref(self)
             for name, part in module.named_modules():
                 if not any(True for _ in part.children()):
                     self._hooks.append(part.register_forward_hook(_hook(seen, name)))
@@ -183,7 +183,7 @@ class Health:
     def _gradients_are_finite(self) -> bool:
         grads = [local(p.grad).detach() for p in self._parameters().values() if p.grad is not None]
         dense = [grad for grad in grads if not grad.is_sparse and grad.numel()]
-        norms = list(torch._foreach_norm(dense)) if dense else []  # type: ignore[no-untyped-call]
+        norms = list(torch._foreach_norm(dense)) if dense else []
         norms += [grad.coalesce().values().norm() for grad in grads if grad.is_sparse]
         return not norms or bool(torch.stack([norm.float().cpu() for norm in norms]).isfinite().all())
 

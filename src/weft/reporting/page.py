@@ -118,7 +118,7 @@ def _facts(run: Run) -> str:
 
 
 def _profiles(traces: Iterable[Trace]) -> str:
-    parts = []
+    parts: list[str] = []
     for trace in traces:
         steps = ", ".join(f"{ms:.1f}" for ms in trace.steps)
         title = f"Rank {trace.rank}, {trace.name}" + (f": steps of {steps} ms" if steps else "")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.errors import message
+
 __all__ = ["Trace", "read_trace"]
 
 _LARGEST = 300 * 2**20  # bytes of a trace that is still read
@@ -46,7 +48,14 @@ def read_trace(path: Path) -> Trace | None:
     if rank is None:
         return None
     if path.stat().st_size > _LARGEST:
-        raise ValueError(f"a trace of {path.stat().st_size / 2**20:.0f} MiB; only those up to 300 MiB are read")
+        raise ValueError(
+            message(
+                f"report: {path.name} is too large to be read",
+                found=f"{path.stat().st_size / 2**20:.0f} MiB",
+                expected=f"at most {_LARGEST // 2**20} MiB",
+                fix="weft.profile(ctx, folder, active=1), or open it in Perfetto",
+            )
+        )
     content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(content, dict) or "traceEvents" not in content:
         return None

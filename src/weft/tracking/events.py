@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import MissingExtra, message
-from weft.tracking.kinds import Histogram, HParams, Image, numbers_of
+from weft.tracking.kinds import Histogram, HParams, Image, Tracker, numbers_of
 
 __all__ = ["EventFile", "tensorboard"]
 
 
-class EventFile(Protocol):
+class EventFile(Tracker, Protocol):
     """What `tensorboard` gives."""
 
     def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
