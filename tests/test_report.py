@@ -3,6 +3,7 @@
 import html.parser
 import json
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -194,6 +195,42 @@ def test_a_number_that_several_trackers_wrote_is_shown_once(tmp_path):
     run = read(tmp_path)
     assert run.series["loss"] == {1: 1.0, 2: 1 / 2, 3: 1 / 3} and run.series["eval/loss"] == {3: 9.0}
     assert run.series["only_here"] == {3: 3.0} and len(run.series) == 11
+
+
+BROWSER = next(filter(None, map(shutil.which, ["chromium-headless-shell", "chromium", "google-chrome"])), None)
+POINTER = """<script>
+addEventListener("error", (event) => console.log("FAILED " + event.message));
+addEventListener("load", () => {
+  for (const svg of document.querySelectorAll("svg")) {
+    const box = svg.getBoundingClientRect(), x = box.left + box.width / 2, y = box.top + box.height / 2;
+    svg.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: y }));
+  }
+  document.title = [...document.querySelectorAll("output")].map((each) => each.textContent).join("; ");
+});
+</script></body>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_page_without_an_error_and_tells_values(tmp_path, scheme):
+    _log_a_run(tmp_path, range(1, 22), tracking.jsonl(tmp_path / "log.jsonl"))
+    write_report(tmp_path)
+    page = tmp_path / "report.html"
+    page.write_text(page.read_text(encoding="utf-8").replace("</body>", POINTER), encoding="utf-8")
+    picture = tmp_path / "page.png"
+    options = ["--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+    options += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", "--window-size=1280,2000"]
+    done = [
+        subprocess.run(
+            [BROWSER, *options, what, page.as_uri()], check=True, capture_output=True, text=True, timeout=60
+        )
+        for what in ("--dump-dom", f"--screenshot={picture}")
+    ]  # fmt: skip
+    assert not any("CONSOLE" in each.stderr for each in done), done[0].stderr  # errors, and what the page blocks
+    title = re.search(r"<title>(.*?)</title>", done[0].stdout)[1]
+    assert "step 11loss  0.090909" in title and "memory_bytes/rank_1  2 GiB" in title
+    assert len(picture.read_bytes()) > 20_000
 
 
 def test_profiles_are_told_by_rank_and_time(tmp_path):

@@ -30,6 +30,7 @@ from weft.nested import leaves
 __all__ = ["Finding", "Health", "watch_health"]
 
 _FEWEST = 8  # losses before a jump can be told from noise
+_MOST = 2**16  # sums that are kept if nobody asks
 _ORDER = ("weight", "output", "gradient of the output", "gradient", "loss")  # which comes before which
 
 
@@ -125,7 +126,7 @@ class Health:
         self.loss = math.nan
         self._module, self._ctx, self._spike = weakref.ref(module), ctx, spike
         self._losses: collections.deque[float] = collections.deque(maxlen=memory)
-        self._sums: list[tuple[str, str, torch.Tensor]] = []
+        self._sums: collections.deque[tuple[str, str, torch.Tensor]] = collections.deque(maxlen=_MOST)
         self._hooks: list[Any] = []
         if origin:
             seen: weakref.ref[Health] = weakref.ref(self)
@@ -149,7 +150,8 @@ class Health:
         Raises:
             PeerError: Another rank failed.
         """
-        sums, self._sums = self._sums, []
+        sums = list(self._sums)
+        self._sums.clear()
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         kind = self._kind(value)
         found = kind is not None or not self._gradients_are_finite()
