@@ -407,6 +407,20 @@ def test_without_origin_no_hooks_are_made_and_a_gradient_is_named():
     assert (finding.kind, finding.what, finding.where) == ("nan", "gradient", "0.weight")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_large_gradients_are_no_finding_and_one_bad_number_among_many_is(dtype):
+    model, ctx = nn.Linear(100, 100, dtype=dtype), weft.local()
+    health = weft.watch_health(model, ctx, origin=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 30_000)
+    assert health(1.0, 0) is None
+    for bad in (math.nan, math.inf, -math.inf):
+        model.bias.grad[7] = bad
+        finding = health(1.0, 1)
+        assert (finding.what, finding.where) == ("gradient", "bias")
+        assert finding.kind == ("nan" if math.isnan(bad) else "inf")
+
+
 @pytest.mark.parametrize("spike", [8.0, math.inf])
 def test_a_spike_is_told_from_noise_and_from_a_falling_loss(spike):
     model, ctx = nn.Linear(1, 1), weft.local()

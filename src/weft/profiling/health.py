@@ -1,6 +1,6 @@
 """`watch_health`: a loss that is NaN, infinite or jumps is known on all ranks in the same step, with its origin.
 
-[Note: what it costs] In a step in which all is well: one all-reduce of two numbers, the norms of the gradients in
+[Note: what it costs] In a step in which all is well: one all-reduce of three numbers, the norms of the gradients in
 one call, and with `origin=True` one sum over the output of each innermost module, and over its gradient, without
 waiting for the device. Only when a rank has found something are these sums looked at, and told to the others.
 
@@ -72,7 +72,7 @@ def watch_health(
     but before `compiled`.
 
     Changes: with `origin`, the innermost modules get hooks, until `close`. Collectives: none; each call makes
-    one all-reduce of two numbers, and one more exchange if something was found.
+    one all-reduce of three numbers, and one more exchange if something was found.
 
     Args:
         module: What is trained.
@@ -137,7 +137,7 @@ class Health:
     def __call__(self, loss: torch.Tensor | float, step: int) -> Finding | None:
         """Look at a step, together with all ranks; between backward and the optimizer's step.
 
-        Changes: nothing. Collectives: one all-reduce of two numbers; if something was found, a gathering
+        Changes: nothing. Collectives: one all-reduce of three numbers; if something was found, a gathering
         of texts.
 
         Args:
@@ -156,15 +156,14 @@ class Health:
         kind = self._kind(value)
         found = kind is not None or not self._gradients_are_finite()
         ctx = self._ctx
-        facts = torch.tensor([value if math.isfinite(value) else 0.0, float(found)], dtype=torch.float64)
-        finite = float(math.isfinite(value))
+        total, finite, bad = (value, 1.0, float(found)) if math.isfinite(value) else (0.0, 0.0, 1.0)
         if ctx.world_size > 1:
-            facts = reduce(torch.cat([facts, facts.new_tensor([finite])]).to(ctx.device), ctx).cpu()
-            finite = float(facts[2])
-        self.loss = float(facts[0]) / finite if finite else math.nan
-        if kind is None and math.isfinite(value):
+            facts = torch.tensor([total, finite, bad], dtype=torch.float64)
+            total, finite, bad = reduce(facts.to(ctx.device), ctx).tolist()
+        self.loss = total / finite if finite else math.nan
+        if kind is None:
             self._losses.append(value)
-        if not facts[1]:
+        if not bad:
             return None
         mine = None
         if found:
@@ -185,9 +184,10 @@ class Health:
     def _gradients_are_finite(self) -> bool:
         grads = [local(p.grad).detach() for p in self._parameters().values() if p.grad is not None]
         dense = [grad for grad in grads if not grad.is_sparse and grad.numel()]
-        norms = list(torch._foreach_norm(dense)) if dense else []
-        norms += [grad.coalesce().values().norm() for grad in grads if grad.is_sparse]
-        return not norms or bool(torch.stack([norm.float().cpu() for norm in norms]).isfinite().all())
+        largest = list(torch._foreach_norm(dense, math.inf)) if dense else []
+        largest += [grad.coalesce().values().norm(math.inf) for grad in grads if grad.is_sparse]
+        device = self._ctx.device
+        return not largest or bool(torch.stack([each.to(device, torch.float32) for each in largest]).isfinite().all())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         module = self._module()
@@ -212,7 +212,7 @@ class Health:
                     total = local(parameter.grad).sum(dtype=_wide(parameter.grad))
                     if not total.isfinite():
                         return "gradient", name, _name_of(total)
-        return "gradient", "", "inf"  # finite, but its norm is not
+        return "gradient", "", "nan"  # of a parameter that is gone by now
 
     def note(self, name: str, output: object) -> None:
         """Remember the sum of a module's output, and later of its gradient; called by the hooks."""
