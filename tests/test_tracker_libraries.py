@@ -111,7 +111,52 @@ content = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_fi
 tell([], names=[name for name in ("train/loss", "word", "lr") if name.encode() in content])
 """
 
-LIBRARIES = {"mlflow": MLFLOW, "wandb": WANDB, "dvclive": DVCLIVE, "trackio": TRACKIO, "swanlab": SWANLAB}
+COMET = """
+import zipfile
+import comet_ml
+quiet = dict(log_code=False, log_git_metadata=False, log_env_details=False, auto_output_logging=False)
+run = comet_ml.OfflineExperiment(project_name="test", workspace="test", offline_directory=str(folder), **quiet)
+log_all(weft.interop.comet(run))
+run.end()
+(path,) = folder.rglob("*.zip")
+with zipfile.ZipFile(path) as file:
+    lines = [json.loads(line)["payload"] for line in file.read("messages.json").decode().splitlines()]
+    texts = [file.read(line["file_path"]).decode() for line in lines if "file_path" in line]
+metrics = [line["metric"] for line in lines if "metric" in line]
+params = {line["param"]["paramName"]: line["param"]["paramValue"] for line in lines if "param" in line}
+losses = [[each["step"], each["metricValue"]] for each in metrics if each["metricName"] == "train/loss"]
+tell(losses, params=params, texts=texts)
+"""
+
+CLEARML = """
+import shutil
+from clearml import Task
+Task.set_offline(True)
+off = dict(auto_connect_frameworks=False, auto_resource_monitoring=False, auto_connect_arg_parser=False)
+task = Task.init(project_name="test", task_name="one", auto_connect_streams=False, **off)
+log_all(weft.interop.clearml(task))
+session = Path(task.get_offline_mode_folder())
+task.close()
+rows = [row for line in (session / "metrics.jsonl").read_text().splitlines() for row in json.loads(line)]
+losses = [[row["iter"], row["value"]] for row in rows if (row["metric"], row["variant"]) == ("train", "loss")]
+params = json.loads((session / "task.json").read_text())["hyperparams"]["General"]
+texts = [text for text in ["word: a text"] if text in (session / "log.jsonl").read_text()]
+tell(losses, params={name: each["value"] for name, each in params.items()}, texts=texts)
+"""
+
+AIM = """
+import aim
+run = aim.Run(repo=str(folder), system_tracking_interval=None, log_system_params=False, capture_terminal_logs=False)
+log_all(weft.interop.aim(run, text=aim.Text))
+here = aim.sdk.sequence.Context({})
+losses = [[step, value] for step, (value, *_) in run.get_metric("train/loss", here).data.items()]
+texts = [each.data for step, (each, *_) in run.get_text_sequence("word", here).data.items()]
+tell(losses, params=dict(run["hparams"]), texts=texts)
+run.close()  # a closed run is read after a server has indexed it
+"""
+
+LIBRARIES = {"comet_ml": COMET, "clearml": CLEARML, "aim": AIM}
+LIBRARIES |= {"mlflow": MLFLOW, "wandb": WANDB, "dvclive": DVCLIVE, "trackio": TRACKIO, "swanlab": SWANLAB}
 
 
 def _found(library, folder):
@@ -162,6 +207,17 @@ def test_the_database_of_trackio(tmp_path):
     found = _found("trackio", tmp_path)
     _check_losses(found["losses"])
     assert found["texts"] == ["a text"]
+
+
+@pytest.mark.parametrize("library", ["comet_ml", "clearml", "aim"])
+def test_an_offline_run_of(library, tmp_path):
+    found = _found(library, tmp_path)
+    _check_losses(found["losses"])
+    assert {name: str(value) for name, value in found["params"].items() if name in ("lr", "name")} == {
+        "lr": "0.1",
+        "name": "small",
+    }
+    assert found["texts"] == ["a text" if library != "clearml" else "word: a text"]
 
 
 def test_an_offline_run_of_swanlab(tmp_path):
