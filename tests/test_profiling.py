@@ -396,6 +396,25 @@ def test_a_weight_that_is_lost_is_named():
     health.close()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_the_origin_is_found_in_any_micro_batch_and_where_activations_are_computed_again(again):
+    model, ctx = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), _Part()), nn.Linear(2, 1)), weft.local()
+    if again:
+        model, ctx = weft.recompute(model, ctx, blocks=[nn.Sequential])
+    with weft.watch_health(model, ctx) as health:
+        for step in range(3):
+            total = torch.zeros(())
+            for micro in range(4):
+                model[1][1].how = "output" if (step, micro) == (2, 1) else ""
+                loss = model(torch.ones(3, 2)).mean()
+                loss.backward()
+                total += loss.detach()
+            finding = health(total, step)
+            assert (finding is None) == (step < 2)
+            model.zero_grad()
+    assert (finding.what, finding.where) == ("output", "1.1")
+
+
 def test_without_origin_no_hooks_are_made_and_a_gradient_is_named():
     model, ctx = nn.Sequential(nn.Linear(2, 2), _Part(), nn.Linear(2, 2)), weft.local()
     health = weft.watch_health(model, ctx, origin=False)

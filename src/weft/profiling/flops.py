@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import message
 
@@ -35,8 +36,6 @@ def count_flops(fn: Callable[[], object]) -> int:
         >>> count_flops(lambda: model(torch.ones(2, 4)).sum().backward())  # 2*2*4*8, and again for the weight
         256
     """
-    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415  (imports sympy)
-
     with FlopCounterMode(display=False) as counter:
         fn()
     return int(counter.get_total_flops())
