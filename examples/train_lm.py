@@ -3,30 +3,30 @@
     python examples/train_lm.py                     # one process
     weft launch -n 2 examples/train_lm.py           # two ranks: the same loss curve
     weft launch -n 2 examples/train_lm.py --resume  # goes on where a run ended, on any number of ranks
+    weft report runs/train_lm                       # the run so far as one page of HTML
 
 The model is plain torch and knows nothing of weft; so is the loop, from `for step, window` on.
-Results go to `--out`: `model.safetensors`, checkpoints and a TensorBoard log. Told to end by SIGTERM, the run
-saves and exits with code 75; with `--max-restarts 3` a run of which a rank was killed goes on by itself.
+Results go to `--out`: `model.safetensors`, checkpoints, a TensorBoard log, `log.jsonl` and `report.html`. Told to
+end by SIGTERM, the run saves and exits with code 75; with `--max-restarts 3` a run of which a rank was killed goes on
+by itself.
 """
 
 import argparse
 import itertools
 import math
 import sysconfig
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.tensorboard.writer import SummaryWriter
 
 import weft
+from weft import tracking
 
 BYTES = 256
 STAGES: dict[str, Literal[1, 2, 3]] = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -115,41 +115,42 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
 
     done, checkpoints = resume(state, options, ctx), options.out / "checkpoints"
     preempted = weft.on_preemption(ctx)
-    log = SummaryWriter(options.out, purge_step=done + 1) if ctx.is_main else None
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    events = tracking.tensorboard(options.out, purge_step=done + 1, flush_s=0)  # no checkpoint is ahead of the log
+    trackers = [events, tracking.jsonl(options.out / "log.jsonl")]
+    weft.log({"explain": weft.explain(ctx)}, done, ctx, trackers)  # for the report
     first = evaluate(model, held_out, ctx)
-    with Progress(*columns, disable=not ctx.is_main) as progress:
-        bar, tokens, since = progress.add_task("", total=options.steps, completed=done), 0, time.perf_counter()
-        for step, window in enumerate(itertools.islice(endless(windows), options.steps - done), start=done + 1):
-            loss = torch.zeros((), device=ctx.device)
-            for (text,) in window:
-                part = cross_entropy(model(text[:, :-1].long()).flatten(0, 1), text[:, 1:].long().flatten())
-                (part / len(window)).backward()
-                loss += part.detach() / len(window)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+    speed = weft.throughput(ctx)
+    left = itertools.islice(speed.timed(endless(windows)), options.steps - done)
+    training = weft.progress(left, ctx, total=options.steps, done=done, title="training")
+    for step, window in enumerate(training, start=done + 1):
+        loss = torch.zeros((), device=ctx.device)
+        for (text,) in speed.timed(window):
+            part = cross_entropy(model(text[:, :-1].long()).flatten(0, 1), text[:, 1:].long().flatten())
+            (part / len(window)).backward()
+            loss += part.detach() / len(window)
+            speed.count(tokens=text[:, 1:].numel())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        speed.step()
 
-            progress.advance(bar)
-            tokens += options.batch * len(window) * options.context
-            if step % options.log_every == 0 or step in (1, options.steps):
-                loss = weft.reduce(loss, ctx, "mean")
-                speed, tokens, since = tokens / (time.perf_counter() - since), 0, time.perf_counter()
-                if log is not None:
-                    progress.console.print(f"step {step:4d}  loss {loss:.4f}  {speed:,.0f} tokens/s", highlight=False)
-                    write(log, step, loss=loss, tokens_per_s=speed)
-            if preempted(step) or step % options.save_every == 0 or step == options.steps:
+        if step % options.log_every == 0 or step in (1, options.steps):
+            found = weft.log({"loss": loss, **speed.read()}, step, ctx, trackers)
+            words = f"step {step:4d}  loss {found['loss']:.4f}  {found['tokens_per_s']:,.0f} tokens/s"
+            weft.print_once(words, ctx=ctx)
+        if preempted(step) or step % options.save_every == 0 or step == options.steps:
+            with speed.part("save"):
                 weft.save(state, checkpoints, step, ctx, keep=2)
-            if preempted(step):
-                weft.print_once(f"{preempted.reason}: saved after step {step}, --resume goes on there", ctx=ctx)
-                raise SystemExit(preempted.exit_code)
+        if preempted(step):
+            weft.print_once(f"{preempted.reason}: saved after step {step}, --resume goes on there", ctx=ctx)
+            raise SystemExit(preempted.exit_code)
 
     last = evaluate(model, held_out, ctx)
     model, ctx = weft.plain(model, ctx, rebind=optimizer)  # whole parameters on every rank, whatever the strategy was
-    if log is not None:
-        write(log, options.steps, held_out_loss=last)
-        log.close()
+    weft.log({"held_out_loss": last}, options.steps, ctx, trackers)
+    if ctx.is_main:
+        weft.reporting.write_report(options.out)
         save_file(model.state_dict(), options.out / "model.safetensors")
         if options.export is not None and (newest := weft.latest(checkpoints)):
             weft.export(newest, options.export)
@@ -168,13 +169,6 @@ def resume(state: weft.Checkpoint, options: argparse.Namespace, ctx: weft.DistCo
             names = (checkpoints.with_name(f"checkpoints.{n}") for n in itertools.count(1))
             checkpoints.rename(next(name for name in names if not name.exists()))
     return 0
-
-
-def write(log: SummaryWriter, step: int, **numbers: Tensor | float) -> None:
-    """Write some numbers into the log; they are in the file when it returns, so that no checkpoint is ahead of it."""
-    for name, number in numbers.items():
-        log.add_scalar(name, number, step)
-    log.flush()
 
 
 def evaluate(model: nn.Module, loader: Iterable[list[Tensor]], ctx: weft.DistContext) -> float:

@@ -27,20 +27,22 @@ FUNCTIONS = [
     "clip_grads", "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size", "full_grads",
     "gather", "gather_metrics", "gather_objects", "gathered", "import_deepspeed", "keyed_uniform", "latest",
     "length_batches", "load_weights", "local", "log", "logger", "loss_scale", "main_first", "offered",
-    "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "plain", "print_once", "progress",
-    "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start", "sync_rng",
-    "to_device", "together", "topology", "transform", "verify", "weighted_mean", "worker_seeds",
+    "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "peak_memory", "plain", "print_once",
+    "profile", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start",
+    "sync_rng", "throughput", "to_device", "together", "topology", "transform", "verify", "watch_health",
+    "weighted_mean", "worker_seeds",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
     "NameChanged", "NotSynchronized", "OrderError", "PeerError", "StaleContext", "UnusedParameters", "WeftError",
 ]  # fmt: skip
 TYPES = [
-    "Applied", "Averages", "BatchMath", "Checkpoint", "DataPlan", "DistContext", "LoadedWeights", "LossScaling",
-    "Precision", "Preemption", "Restored", "Rows", "RunningSave", "Seeded", "Seeds", "Topology", "Window", "Windows",
+    "Applied", "Averages", "BatchMath", "Checkpoint", "DataPlan", "DistContext", "Health", "LoadedWeights",
+    "LossScaling", "Precision", "Preemption", "Restored", "Rows", "RunningSave", "Seeded", "Seeds", "Throughput",
+    "Topology", "Window", "Windows",
 ]  # fmt: skip
 PROTOCOLS = ["GradSync", "ReducesIn", "SeekableStream", "Undoable"]
-MODULES = ["errors", "interop", "testing", "tracking"]
+MODULES = ["errors", "interop", "profiling", "reporting", "testing", "tracking"]
 TESTING = ["fake", "run_ranks", "assert_equivalent", "largest_difference"]
 
 
@@ -95,6 +97,7 @@ POSITIONAL_OPTIONS = {
     "reduce": ["op"],  # as torch.distributed.all_reduce(tensor, op)
     "on_rank": ["rank"],  # reads as "on rank 0"
     "log": ["trackers"],  # what, when, from where, to whom
+    "profile": ["folder"],  # where to
     "together": ["what"],  # a name for people, as in pytest.raises
 }
 NO_OBJECT = [
@@ -103,7 +106,9 @@ NO_OBJECT = [
     "explain",
     "main_first",
     "on_preemption",
+    "profile",
     "sync_rng",
+    "throughput",
     "together",
 ]  # about the context itself
 WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_async")} | {

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -150,16 +151,44 @@ def test_event_files_hold_what_was_logged(tmp_path):
     assert found.Scalars("best")[0].value == 1.0
 
 
-def test_nothing_is_lost_at_the_end_of_a_program(tmp_path):
-    program = (
-        "import sys, weft\nfrom weft import tracking\n"
-        "trackers = [tracking.tensorboard(sys.argv[1]), tracking.jsonl(sys.argv[1] + '/run.jsonl')]\n"
-        "for step in range(100):\n    weft.log({'loss': step}, step, weft.local(), trackers)\n"
-        "raise SystemExit('over')\n"
+ENDS = """
+import os, signal, sys
+import torch, weft
+from weft import tracking
+import tensorboard, torch.utils.tensorboard.writer
+
+def end(how):
+    if how in ("raise", "exit"):
+        raise ValueError("over") if how == "raise" else SystemExit(0)
+    os._exit(3) if how == "_exit" else os.kill(os.getpid(), getattr(signal, how))
+
+for how in ("raise", "exit", "_exit", "SIGTERM", "SIGKILL"):
+    if os.fork() == 0:
+        place = f"{sys.argv[1]}/{how}"
+        trackers = [tracking.tensorboard(place, flush_s=10 if how in ("raise", "exit") else 0)]
+        trackers += [tracking.jsonl(f"{place}/run.jsonl"), tracking.csv(f"{place}/run.csv")]
+        for step in range(50):
+            weft.log({"loss": step}, step, weft.local(), trackers)
+        end(how)
+    print(how, os.wait()[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="ends forks of one program in several ways")
+def test_nothing_is_lost_when_a_program_ends_or_is_killed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=60
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, capture_output=True, timeout=60)
-    assert done.returncode == 1 and b"over" in done.stderr
-    assert len(_events(tmp_path).Scalars("loss")) == len((tmp_path / "run.jsonl").read_text().splitlines()) == 100
+    statuses = dict(line.split() for line in done.stdout.splitlines())
+    assert statuses == {"raise": "256", "exit": "0", "_exit": str(3 * 256), "SIGTERM": "15", "SIGKILL": "9"}
+    for how in statuses:
+        folder = tmp_path / how
+        lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+        with (folder / "run.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        values = [(e.step, e.value) for e in _events(folder).Scalars("loss")]
+        assert values == [(step, float(step)) for step in range(50)], how
+        assert [line["loss"] for line in lines] == [float(row["loss"]) for row in rows] == list(range(50)), how
 
 
 # -- other libraries: their documented calls --------------------------------------------------------------
@@ -244,6 +273,42 @@ def test_progress_yields_what_it_is_given_and_prints_lines_elsewhere():
     steps = weft.progress(range(10), weft.local(), file=io.StringIO())
     assert next(steps) == 0
     steps.close()
+
+
+def test_progress_of_a_run_that_goes_on_counts_from_what_is_done():
+    out = io.StringIO()
+    assert list(weft.progress(range(2), weft.local(), done=3, every_s=0, file=out)) == [0, 1]
+    assert out.getvalue() == "step: 4 of 5\nstep: 5 of 5\n"
+    out = _Terminal()
+    assert list(weft.progress(iter("ab"), weft.local(), total=5, done=3, title="epoch", file=out)) == ["a", "b"]
+    assert "5/5" in out.getvalue()
+
+
+def test_what_is_printed_beside_a_bar_goes_where_it_went(capsys):
+    for _ in weft.progress(range(2), weft.local(), file=_Terminal()):
+        print("a line")
+    assert capsys.readouterr().out == "a line\na line\n"
+
+
+def _in_order(ctx, path):
+    base = logging.getLogger("weft-order")
+    base.setLevel(logging.INFO)
+    base.propagate = False
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s %(funcName)s %(message)s"))
+    base.addHandler(handler)
+    log = weft.logger("weft-order", ctx, ranks="in_order")
+    for n in range(3):
+        log.info("line %d", n)
+        log.debug("left out")
+    base.removeHandler(handler)
+    handler.close()
+
+
+def test_ranks_talk_one_after_the_other(tmp_path):
+    run_ranks(_in_order, 3, str(tmp_path / "log"))
+    expected = [f"INFO test_tracking.py _in_order [rank {rank}] line {n}" for n in range(3) for rank in range(3)]
+    assert (tmp_path / "log").read_text().splitlines() == expected
 
 
 def test_progress_is_a_bar_in_a_terminal():

@@ -9,7 +9,7 @@
 Layers, each importing only those below it:
     cli, testing        commands; test worlds and laws
     interop             other libraries
-    transforms          one room per transform; beside it checkpoint and tracking
+    transforms          one room per transform; beside it checkpoint, tracking, profiling and reporting
     contract, collectives, placing    what a transform is; values between ranks; values to devices
     seeding, sizing, padding          random numbers, sizes and shapes of batches
     context             where we run and what was done so far
@@ -81,6 +81,8 @@ from weft.transforms.zero_partition import zero_partition
 if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
     from weft import interop as interop
+    from weft import profiling as profiling
+    from weft import reporting as reporting
     from weft import testing as testing
     from weft import tracking as tracking
     from weft.checkpoint import (
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     )
     from weft.collectives.metrics import Rows, denominator, gather_metrics, weighted_mean
     from weft.padding import length_batches, pad_collate, padding_share
+    from weft.profiling import Health, Throughput, peak_memory, profile, throughput, watch_health
     from weft.sizing import BatchMath, batch_math, find_batch_size, split_between
     from weft.tracking import log, logger, progress
     from weft.transforms.shard_data import DataPlan, SeekableStream, shard_data
@@ -113,6 +116,7 @@ LATER = {
     "latest load_weights restore save save_async verify",
     "collectives.metrics": "Rows denominator gather_metrics weighted_mean",
     "padding": "length_batches pad_collate padding_share",
+    "profiling": "Health Throughput peak_memory profile throughput watch_health",
     "sizing": "BatchMath batch_math find_batch_size split_between",
     "tracking": "log logger progress",
     "transforms.shard_data": "DataPlan SeekableStream shard_data",
@@ -121,7 +125,7 @@ _ROOM_OF = {name: room for room, names in LATER.items() for name in names.split(
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoint", "interop", "testing", "tracking"):
+    if name in ("checkpoint", "interop", "profiling", "reporting", "testing", "tracking"):
         return importlib.import_module(f"weft.{name}")
     if name in _ROOM_OF:
         return getattr(importlib.import_module(f"weft.{_ROOM_OF[name]}"), name)
@@ -145,6 +149,7 @@ __all__ = [
     "DataPlan",
     "DistContext",
     "GradSync",
+    "Health",
     "LoadedWeights",
     "LossScaling",
     "MissingExtra",
@@ -162,6 +167,7 @@ __all__ = [
     "Seeds",
     "SeekableStream",
     "StaleContext",
+    "Throughput",
     "Topology",
     "Undoable",
     "UnusedParameters",
@@ -211,12 +217,16 @@ __all__ = [
     "pad_across",
     "pad_collate",
     "padding_share",
+    "peak_memory",
     "plain",
     "print_once",
+    "profile",
+    "profiling",
     "progress",
     "recompute",
     "reduce",
     "replicate",
+    "reporting",
     "restore",
     "save",
     "save_async",
@@ -228,12 +238,14 @@ __all__ = [
     "sync_batch_norm",
     "sync_rng",
     "testing",
+    "throughput",
     "to_device",
     "together",
     "topology",
     "tracking",
     "transform",
     "verify",
+    "watch_health",
     "weighted_mean",
     "with_precision",
     "worker_seeds",

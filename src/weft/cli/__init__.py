@@ -6,6 +6,7 @@ config.py   write a configuration file
 doctor.py   is this machine fit? rank_checks.py: what its ranks do
 explain.py  which layer sets what
 export.py   write the weights of a checkpoint for others
+report.py   a run as one page of HTML
 preload.py  what ranks find imported when they are forked
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weft.cli import config, doctor, explain, export, launch
+from weft.cli import config, doctor, explain, export, launch, report
 
 __all__ = ["main", "parser"]
 
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_parser(commands)
     doctor.add_parser(commands)
     export.add_parser(commands)
+    report.add_parser(commands)
     return top
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.tracking import HParams, Image, numbers_of
+from weft.tracking import HParams, Image, Tracker, numbers_of
 
 __all__ = ["aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
 
@@ -28,7 +28,7 @@ def _pictures(values: Mapping[str, Any], image: Callable[[Any], Any] | None) -> 
     return {name: image(pixels.detach().permute(1, 2, 0).cpu().numpy()) for name, pixels in single.items()}
 
 
-def wandb(run: Any, *, image: Callable[[Any], Any] | None = None) -> Callable[..., None]:
+def wandb(run: Any, *, image: Callable[[Any], Any] | None = None) -> Tracker:
     """A tracker of a run of Weights & Biases.
 
     Args:
@@ -49,12 +49,12 @@ def wandb(run: Any, *, image: Callable[[Any], Any] | None = None) -> Callable[..
     return write
 
 
-def swanlab(run: Any, *, image: Callable[[Any], Any] | None = None) -> Callable[..., None]:
+def swanlab(run: Any, *, image: Callable[[Any], Any] | None = None) -> Tracker:
     """A tracker of a run of SwanLab: from `swanlab.init(...)`; see `wandb`."""
     return wandb(run, image=image)
 
 
-def trackio(run: Any) -> Callable[..., None]:
+def trackio(run: Any) -> Tracker:
     """A tracker of a run of Trackio: from `trackio.init(...)`. Numbers and texts."""
 
     def write(values: dict[str, Any], /, *, step: int) -> None:
@@ -65,7 +65,7 @@ def trackio(run: Any) -> Callable[..., None]:
     return write
 
 
-def mlflow(module_or_client: Any) -> Callable[..., None]:
+def mlflow(module_or_client: Any) -> Tracker:
     """A tracker of the active run of MLflow.
 
     Args:
@@ -86,7 +86,7 @@ def mlflow(module_or_client: Any) -> Callable[..., None]:
     return write
 
 
-def comet(experiment: Any) -> Callable[..., None]:
+def comet(experiment: Any) -> Tracker:
     """A tracker of an experiment of Comet: from `comet_ml.start(...)`. Numbers, texts, hyperparameters."""
 
     def write(values: dict[str, Any], /, *, step: int) -> None:
@@ -100,7 +100,7 @@ def comet(experiment: Any) -> Callable[..., None]:
     return write
 
 
-def aim(run: Any, *, text: Callable[[str], Any] | None = None) -> Callable[..., None]:
+def aim(run: Any, *, text: Callable[[str], Any] | None = None) -> Tracker:
     """A tracker of a run of Aim.
 
     Args:
@@ -122,7 +122,7 @@ def aim(run: Any, *, text: Callable[[str], Any] | None = None) -> Callable[..., 
     return write
 
 
-def clearml(task: Any) -> Callable[..., None]:
+def clearml(task: Any) -> Tracker:
     """A tracker of a task of ClearML: from `Task.init(...)`. A name such as "train/loss" is title and series."""
 
     def write(values: dict[str, Any], /, *, step: int) -> None:
@@ -138,7 +138,7 @@ def clearml(task: Any) -> Callable[..., None]:
     return write
 
 
-def dvclive(live: Any) -> Callable[..., None]:
+def dvclive(live: Any) -> Tracker:
     """A tracker of DVCLive: from `dvclive.Live(...)`. Numbers and hyperparameters."""
 
     def write(values: dict[str, Any], /, *, step: int) -> None:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import MissingExtra, message
-from weft.tracking.kinds import Histogram, HParams, Image, numbers_of
+from weft.tracking.kinds import Histogram, HParams, Image, Tracker, numbers_of
 
 __all__ = ["EventFile", "tensorboard"]
 
 
-class EventFile(Protocol):
+class EventFile(Tracker, Protocol):
     """What `tensorboard` gives."""
 
     def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
@@ -29,13 +29,15 @@ def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: i
     """A tracker that writes event files of TensorBoard: scalars, texts, pictures, histograms, hyperparameters.
 
     The file is opened at the first step, so ranks that write nothing make none. It is complete when the tracker
-    is closed or dropped, and at the end of the program; meanwhile it is written every `flush_s` seconds.
+    is closed or dropped, and at the end of the program, also after an error; meanwhile it is written every `flush_s`
+    seconds, which is what a killed program loses. With `flush_s=0` it loses nothing: each call returns when its
+    values are in the file.
 
     Args:
         folder: Of the run.
         purge_step: A run that goes on after a checkpoint: events from this step on, of the run before, are
             hidden.
-        flush_s: Seconds between two times that events are written.
+        flush_s: Seconds between two times that events are written; 0: at each call.
 
     Returns:
         The tracker.
@@ -65,7 +67,8 @@ class _Events:
                     fix="pip install 'weft[tracking]'",
                 )
             ) from error
-        self._options = {"purge_step": purge_step, "flush_secs": flush_s}
+        self._options = {"purge_step": purge_step, "flush_secs": flush_s or 10}
+        self._at_once = flush_s == 0
         self._folder = folder
         self._make: Any = events.SummaryWriter
         self._writer: Any = None
@@ -89,6 +92,8 @@ class _Events:
                 writer.add_histogram(name, value.values if isinstance(value, Histogram) else value.detach(), step)
             elif isinstance(value, HParams):
                 writer.add_hparams(dict(value.values), dict(value.metrics), run_name=".", global_step=step)
+        if self._at_once:
+            writer.flush()
 
     def close(self) -> None:
         if self._end is not None:

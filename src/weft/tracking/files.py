@@ -6,16 +6,16 @@ import csv as csv_format
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.tracking.kinds import HParams, numbers_of
+from weft.tracking.kinds import HParams, Tracker, numbers_of
 
 __all__ = ["csv", "jsonl"]
 
 
-def jsonl(path: str | Path) -> Callable[..., None]:
+def jsonl(path: str | Path) -> Tracker:
     r"""A tracker that writes a line of JSON per step: `step`, numbers, and texts.
 
     Lines are added to a file that is there, so a run that goes on has one file. Each is handed to the system
@@ -54,7 +54,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def csv(path: str | Path) -> Callable[..., None]:
+def csv(path: str | Path) -> Tracker:
     """A tracker that writes a row per step; a column for each name, `step` first.
 
     Rows are added to a file that is there. A name that comes up later gets a column of its own, empty in the

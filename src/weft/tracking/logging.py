@@ -116,7 +116,7 @@ def _check(step: int, weight: float, every: int) -> None:
 # -- trackers made of trackers -------------------------------------------------------------------------
 
 
-def every(n: int, tracker: Tracker) -> Callable[..., None]:
+def every(n: int, tracker: Tracker) -> Tracker:
     """A tracker that passes on every n-th step only.
 
     Example:
@@ -135,7 +135,7 @@ def every(n: int, tracker: Tracker) -> Callable[..., None]:
     return passed_on
 
 
-def chosen(names: Callable[[str], bool] | Iterable[str], tracker: Tracker) -> Callable[..., None]:
+def chosen(names: Callable[[str], bool] | Iterable[str], tracker: Tracker) -> Tracker:
     """A tracker that passes on some values only: those of these names, or for which a function is true.
 
     Example:
@@ -152,7 +152,7 @@ def chosen(names: Callable[[str], bool] | Iterable[str], tracker: Tracker) -> Ca
     return passed_on
 
 
-def averaged(n: int, tracker: Tracker) -> Callable[..., None]:
+def averaged(n: int, tracker: Tracker) -> Tracker:
     """A tracker that passes on the means of the last n calls, at every n-th; what is no number, as it comes last.
 
     Example:

@@ -20,6 +20,7 @@ def progress(
     ctx: DistContext,
     *,
     total: int | None = None,
+    done: int = 0,
     title: str = "",
     show: Callable[[], str] | None = None,
     every_s: float = 10.0,
@@ -36,7 +37,8 @@ def progress(
     Args:
         steps: A loader, windows, a range.
         ctx: Whose rank.
-        total: Number of steps; default: `len(steps)` if it has one.
+        total: Number of steps, those that are done included; default: `done + len(steps)` if there is a length.
+        done: Steps that an earlier run has done.
         title: Of the bar or line.
         show: Gives a text to put behind it, such as the loss; called when something is printed.
         every_s: Seconds between two lines.
@@ -52,29 +54,35 @@ def progress(
         epoch 1: 2 of 2
         [1, 2]
     """
-    count = total if total is not None else _length(steps)
+    count = total if total is not None else _length(steps, done)
     if not ctx.is_main:
         yield from steps
         return
     where = sys.stderr if file is None else file
     bar = _bar(where) if where.isatty() else None
     if bar is None:
-        yield from _with_lines(steps, count, title or "step", show, every_s, where)
+        yield from _with_lines(steps, count, done, title or "step", show, every_s, where)
     else:
-        yield from _with_bar(steps, count, title, show, bar)
+        yield from _with_bar(steps, count, done, title, show, bar)
 
 
-def _length(steps: Iterable[Any]) -> int | None:
+def _length(steps: Iterable[Any], done: int) -> int | None:
     try:
-        return len(steps)  # type: ignore[arg-type]
+        return done + len(steps)  # type: ignore[arg-type]
     except TypeError:
         return None
 
 
 def _with_lines(
-    steps: Iterable[T], count: int | None, title: str, show: Callable[[], str] | None, every_s: float, file: TextIO
+    steps: Iterable[T],
+    count: int | None,
+    done: int,
+    title: str,
+    show: Callable[[], str] | None,
+    every_s: float,
+    file: TextIO,
 ) -> Iterator[T]:
-    done, said, last = 0, -1, time.monotonic() - every_s
+    said, last = -1, time.monotonic() - every_s
 
     def say() -> None:
         nonlocal said, last
@@ -92,10 +100,10 @@ def _with_lines(
 
 
 def _with_bar(
-    steps: Iterable[T], count: int | None, title: str, show: Callable[[], str] | None, bar: Any
+    steps: Iterable[T], count: int | None, done: int, title: str, show: Callable[[], str] | None, bar: Any
 ) -> Iterator[T]:
     with bar:
-        task = bar.add_task(title, total=count, text="")
+        task = bar.add_task(title, total=count, completed=done, text="")
         for step in steps:
             yield step
             bar.update(task, advance=1, text=show() if show is not None else "")
@@ -111,4 +119,6 @@ def _bar(file: TextIO) -> Any:
         rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
         rich.TextColumn("{task.fields[text]}"),
     ]  # fmt: skip
-    return rich.Progress(*columns, console=console.Console(file=file))
+    # What is printed meanwhile goes above the bar; what goes to a file stays there.
+    lines = {"redirect_stdout": sys.stdout.isatty(), "redirect_stderr": sys.stderr.isatty()}
+    return rich.Progress(*columns, console=console.Console(file=file), **lines)

@@ -1,0 +1,64 @@
+"""How fast a training is, what its steps go to, and whether it is well: a meter, a trace, a watch.
+
+Differs from base_loop.py in the lines marked `new`.
+
+    weft launch -n 2 examples/profile_steps.py
+"""
+
+import tempfile  # new
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft  # new
+
+
+def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
+    """Points [count, 2] on the arms of a spiral, and their arm [count]."""
+    arm = torch.arange(count) % arms
+    radius = torch.linspace(0.05, 1.0, count)
+    angle = 4.0 * radius + 2 * torch.pi / arms * arm
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+
+
+def train(ctx: weft.DistContext, profile: weft.profiling.Profile) -> None:  # new
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
+    loader, ctx = weft.shard_data(loader, ctx, mode="split")  # new
+    model, ctx = weft.replicate(model, ctx)  # new
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    speed, health = weft.throughput(ctx), weft.watch_health(model, ctx)  # new
+
+    for epoch in range(8):
+        total = 0.0
+        for step, (x, y) in enumerate(speed.timed(loader)):  # new
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            if finding := health(loss, step):  # new
+                raise FloatingPointError(f"epoch {epoch}: {finding}")  # new
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item() * len(y)
+            speed.step(samples=len(y))  # new
+            profile.step()  # new
+        mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
+        found = speed.read()  # new
+        fast = f"{found['samples_per_s']:,.0f} samples/s, waited {found['data_share']:.0%} of the time"  # new
+        weft.print_once(f"epoch {epoch}  loss {mean:.4f}  {fast}", ctx=ctx)  # new
+
+
+def main(ctx: weft.DistContext) -> None:  # new
+    folder = tempfile.mkdtemp()  # new
+    with weft.profile(ctx, folder, skip_first=25, wait=1, warmup=1, active=3) as profile:  # new
+        train(ctx, profile)  # new
+    weft.print_once(f"on this rank: {profile.paths[0]}", ctx=ctx)  # new
+
+
+if __name__ == "__main__":
+    with weft.start() as ctx:  # new
+        main(ctx)  # new

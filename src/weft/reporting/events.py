@@ -1,0 +1,29 @@
+"""Event files of TensorBoard, read by TensorBoard itself."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read_events"]
+
+
+def read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
+    """Scalars by name and step, and the last text of each name; events that a later run purged are left out.
+
+    Raises:
+        ImportError: The package tensorboard is not installed.
+    """
+    library: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = library.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1})
+    accumulator.Reload()
+    tags = accumulator.Tags()
+    scalars = {tag: {int(e.step): float(e.value) for e in accumulator.Scalars(tag)} for tag in tags["scalars"]}
+    texts = {}
+    for tag in tags["tensors"]:
+        name, _, kind = tag.rpartition("/")
+        if kind == "text_summary":
+            values = accumulator.Tensors(tag)[-1].tensor_proto.string_val
+            texts[name] = b"".join(values).decode(errors="replace")
+    return scalars, texts
