@@ -11,11 +11,11 @@ import sys
 
 __all__ = ["main"]
 
-
+CALL = "_call"  # how `weft.launch_function` asks for it
 _WITH_VALUE = frozenset(
     {"--nnodes", "--node-rank", "--rdzv", "--max-restarts", "--threads", "--config", "--slurm", "--sbatch"}
 )
-_FLAGS = frozenset({"--dry-run", "--affinity", "--no-affinity"})
+_FLAGS = frozenset({"--dry-run", "--affinity", "--no-affinity", "--no-python"})
 
 
 def main() -> int:
@@ -23,6 +23,11 @@ def main() -> int:
     if sys.argv[1:2] == ["launch"] and not {"-h", "--help"} & set(sys.argv[2:3]):
         _start_fork_server(sys.argv[2:])
     try:
+        if sys.argv[1:2] == [CALL]:
+            _start_fork_server(sys.argv[2:])
+            import weft.cli.function  # noqa: PLC0415
+
+            return weft.cli.function.main(sys.argv[2:])
         import weft.cli  # noqa: PLC0415  (imports torch)
 
         return weft.cli.main(sys.argv[1:])
@@ -35,7 +40,10 @@ def _start_fork_server(arguments: list[str]) -> None:
     from multiprocessing import forkserver  # noqa: PLC0415
 
     wish = _wish(arguments)
-    if "forkserver" not in multiprocessing.get_all_start_methods() or {"--dry-run", "--slurm"} & wish.keys():
+    if (
+        "forkserver" not in multiprocessing.get_all_start_methods()
+        or {"--dry-run", "--slurm", "--no-python"} & wish.keys()
+    ):
         return
     # Read by OpenMP when torch is imported; the ranks share the cores of this machine.
     before = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
@@ -74,6 +82,7 @@ def _wish(arguments: list[str]) -> dict[str, str]:
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
+        name = name.replace("_", "-") if name[:2] == "--" else name
         if name in ("-n", "--nproc"):
             found["-n"] = value if equals else next(rest, "")
         elif argument[:2] == "-n":

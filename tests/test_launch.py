@@ -439,7 +439,7 @@ def test_a_script_for_slurm(tmp_path, capsys, monkeypatch):
     (tmp_path / "sbatch").chmod(0o755)
     assert weft.cli.main([*arguments, *script]) == 7
     assert (tmp_path / "out").read_text() == f"submitted {file}\n"
-    one = batch_script(_plan(nproc=2), ["train.py"], is_module=False, name="x", options=["--nodes=1", "--output=y"])
+    one = batch_script(_plan(nproc=2), ["train.py"], name="x", options=["--nodes=1", "--output=y"])
     assert one.endswith("pipefail\nsrun --kill-on-bad-exit=1 weft launch -n 2 --nnodes 1 --threads 4 train.py\n")
     assert one.count("--nodes=") == one.count("--output=") == 1
 
