@@ -27,7 +27,8 @@ FUNCTIONS = [
     "clip_grads", "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size", "full_grads",
     "gather", "gather_metrics", "gather_objects", "gathered", "import_deepspeed", "keyed_uniform", "latest",
     "launch_function", "length_batches", "load_weights", "local", "log", "logger", "loss_scale", "main_first",
-    "offered", "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "plain", "print_once", "progress",
+    "offered", "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "plain", "print_once",
+    "progress",
     "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start", "sync_rng",
     "to_device", "together", "topology", "transform", "verify", "weighted_mean", "worker_seeds",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
@@ -25,6 +26,7 @@ from torch.distributed.launcher.api import elastic_launch
 from weft.cli.failures import PREEMPTED_TEXT, Ending, before, first_failure
 from weft.cli.plan import Plan
 from weft.cli.ranks import ROUND
+from weft.context.reaching import interface_to, is_here
 from weft.context.world import PREEMPTED
 
 __all__ = ["supervise"]
@@ -54,7 +56,10 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
     config = plan.torch_config()
     if plan.most_nodes > 1 and config.rdzv_backend == "c10d":
         rendezvous_handler_registry.register(_COUNTED, partial(_counted, folder=folder))
-        config = replace(config, rdzv_backend=_COUNTED)
+        # torch takes the name of the machine, which other machines often cannot resolve.
+        host = config.rdzv_endpoint.rpartition(":")[0]
+        mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
+        config = replace(config, rdzv_backend=_COUNTED, local_addr=mine)
     try:
         elastic_launch(config, target)(*arguments)
     except ChildFailedError as error:
@@ -74,7 +79,16 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
 
 def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
     """The rendezvous of torch's agent, which also tells the ranks of this node how often the nodes have met."""
-    backend, store = create_backend(parameters)
+    # torch compares names to find out which node serves the store; a machine may have more addresses than names.
+    host = parameters.endpoint.rpartition(":")[0]
+    parameters.config["is_host"] = is_here(host)
+    try:
+        backend, store = create_backend(parameters)
+    except RendezvousConnectionError:
+        if not parameters.config["is_host"]:
+            raise
+        parameters.config["is_host"] = False  # another launcher on this machine was first
+        backend, store = create_backend(parameters)
     handler = create_handler(store, backend, parameters)
     meet = handler.next_rendezvous
 
@@ -84,4 +98,5 @@ def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandle
         return found
 
     handler.next_rendezvous = meet_and_tell  # type: ignore[method-assign]
+    handler.get_backend = lambda: _COUNTED  # type: ignore[method-assign]  (torch compares it with what was asked for)
     return handler

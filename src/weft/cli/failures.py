@@ -106,7 +106,7 @@ def _how(failure: ProcessFailure) -> str:
 def why_again(folder: Path, attempt: int) -> str:
     """One line about the failure before this attempt; "" if nobody left a report. The traceback comes at the end."""
     reports = _reports(folder, attempt - 1)
-    if not reports:
+    if not reports or (reports[0]["echo"] and not reports[0]["blames"]):
         return ""
     rank, text = reports[0]["blames"] or (reports[0]["rank"], reports[0]["what"])
     return f"weft launch: rank {rank} failed: {text.splitlines()[0] if text else 'nobody knows why'}\n"

@@ -18,15 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
-
 from weft.cli.agent import supervise
 from weft.cli.failures import Ending
 from weft.cli.plan import MEETING_S, Plan, make_plan
 from weft.cli.ranks import run_target
 from weft.cli.slurm import batch_script
 from weft.context.config import LAUNCH, read_config
-from weft.context.reaching import reach
+from weft.context.reaching import is_here, reach
 from weft.context.settings import CONFIG_VARIABLE
 from weft.errors import ContextError, message
 
@@ -181,8 +179,8 @@ def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: st
     """Start the ranks, and wait until they have ended."""
     if plan.rdzv is not None and plan.most_nodes > 1:
         host, _, port = plan.rdzv.rpartition(":")
-        serves = plan.node_rank == 0 or (plan.node_rank is None and _matches_machine_hostname(host))
-        if not serves:
+        first = is_here(host) if plan.node_rank is None else plan.node_rank == 0
+        if not first:
             reach(host, int(port), who="launch: this node", limit_s=MEETING_S)
     cores = cores_here() if plan.affinity else []
     with tempfile.TemporaryDirectory(prefix="weft-") as name:

@@ -64,12 +64,12 @@ def as_rank(
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)  # a crash of native code says in which line
     place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
-    _agree_on_the_round(reports)
+    again = _times_started(reports, place)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores_of(place.local_rank, place.local_world_size, cores))
-    if place.attempt > 0 and place.rank == 0:
-        again = f"weft launch: all ranks start again after a failure, attempt {place.attempt + 1}\n"
-        sys.stderr.write(why_again(reports, place.attempt) + again)
+    if again > 0 and place.rank == 0:
+        text = f"weft launch: all ranks start again after a failure, attempt {again + 1}\n"
+        sys.stderr.write(why_again(reports, place.attempt) + text)
     try:
         yield place
     except KeyboardInterrupt:
@@ -84,15 +84,18 @@ def as_rank(
         sys.exit(1)
 
 
-def _agree_on_the_round(reports: Path) -> None:
-    """Let the ranks of all nodes count restarts alike.
+def _times_started(reports: Path, place: Topology) -> int:
+    """How often all ranks were started before, counted alike on all nodes.
 
     An agent counts the failures on its own node; those of others it takes for a change of nodes, which it does not
     count. Ranks that meet under the count of their own agent would then never meet.
     """
     path = reports / ROUND
-    if path.exists():
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = path.read_text(encoding="utf-8")  # noqa: TID251
+    if not path.exists():
+        return place.attempt
+    count = path.read_text(encoding="utf-8")
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = count  # noqa: TID251
+    return int(count)
 
 
 def _interrupt_once() -> None:

@@ -15,7 +15,7 @@ import time
 
 from weft.errors import ContextError, message
 
-__all__ = ["interface_to", "reach"]
+__all__ = ["interface_to", "is_here", "reach"]
 
 _SAY_S = 10.0  # after so long it is said that somebody waits
 _HOPELESS_S = 60.0  # how long an address that cannot be reached is tried
@@ -83,6 +83,17 @@ def _words(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens there"
     return str(error.strerror or error) or type(error).__name__
+
+
+def is_here(host: str) -> bool:
+    """Whether this machine has the address of `host`."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def interface_to(host: str | None = None) -> str:
