@@ -7,6 +7,7 @@ another one is gone. The rank to look at failed by itself, or ended without a wo
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import signal
 import time
@@ -21,7 +22,16 @@ from weft.context.world import PREEMPTED, is_communication_error
 from weft.errors import PeerError
 from weft.launchers import Topology
 
-__all__ = ["PREEMPTED_TEXT", "Ending", "before", "first_failure", "own_traceback", "why_again", "write_report"]
+__all__ = [
+    "PREEMPTED_TEXT",
+    "Ending",
+    "before",
+    "crash_file",
+    "first_failure",
+    "own_traceback",
+    "why_again",
+    "write_report",
+]
 
 PREEMPTED_TEXT = "weft launch: the job was told to end and has ended; it may be started again to go on"
 _MOST_EARLIER = 3  # tracebacks of attempts before the last one
@@ -54,6 +64,7 @@ def write_report(folder: Path, place: Topology, error: Exception, starters: froz
         "what": type(error).__name__ + (f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""),
         "blames": [error.rank, error.text] if isinstance(error, PeerError) else None,
         "echo": isinstance(error, PeerError) or is_communication_error(error),
+        "crashed": False,
     }
     path = folder / f"{place.attempt}-{place.rank}.json"
     path.with_suffix(".part").write_text(json.dumps(report), encoding="utf-8")
@@ -86,11 +97,13 @@ def first_failure(error: ChildFailedError, folder: Path, attempt: int = 0) -> En
     if code == PREEMPTED and not reports:
         return Ending(code, PREEMPTED_TEXT, rank)
     silent = all(report["rank"] != rank for report in reports)
+    ended = f"weft launch: rank {rank} (process {failure.pid}) ended {_how(failure)}"
     if not reports or (silent and reports[0]["echo"]):
-        return Ending(code, f"weft launch: rank {rank} (process {failure.pid}) ended {_how(failure)}", rank)
+        return Ending(code, ended, rank)
     first = reports[0]
     culprit = first["blames"][0] if first["blames"] else first["rank"]
-    return Ending(code, f"{first['trace']}\nweft launch: rank {culprit} failed", culprit, first["trace"])
+    last = ended if first["crashed"] and culprit == rank else f"weft launch: rank {culprit} failed"
+    return Ending(code, f"{first['trace']}\n{last}", culprit, first["trace"])
 
 
 def _how(failure: ProcessFailure) -> str:
@@ -115,11 +128,11 @@ def why_again(folder: Path, attempt: int) -> str:
 def before(folder: Path, but: str = "") -> str:
     """Tracebacks of earlier attempts, each once, without the one that is told anyway; with an end of line."""
     found: dict[str, str] = {}
-    for path in sorted(folder.glob("*-*.json"), key=lambda path: int(path.stem.partition("-")[0])):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if not report["echo"] and report["trace"] != but:
-            number = int(path.stem.partition("-")[0]) + 1
-            found.setdefault(report["trace"], f"weft launch: attempt {number} failed on rank {report['rank']}:\n")
+    for attempt in sorted({int(path.stem.partition("-")[0]) for path in folder.glob("*-*.*")}):
+        for report in _reports(folder, attempt):
+            if not report["echo"] and report["trace"] != but:
+                title = f"weft launch: attempt {attempt + 1} failed on rank {report['rank']}:\n"
+                found.setdefault(report["trace"], title)
     last = list(found.items())[-_MOST_EARLIER:]
     return "".join(f"{title}{trace}\n" for trace, title in last)
 
@@ -127,4 +140,28 @@ def before(folder: Path, but: str = "") -> str:
 def _reports(folder: Path, attempt: int) -> list[dict[str, Any]]:
     """Reports of one attempt; those that are no echo first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"{attempt}-*.json")]
+    found += [_crash(path) for path in folder.glob(f"{attempt}-*.crash") if path.stat().st_size]
     return sorted(found, key=lambda report: (report["echo"], report["blames"] is None, report["time"]))
+
+
+def crash_file(folder: Path, place: Topology) -> Path:
+    """Where a rank says in which line it was when native code crashed; empty if none did."""
+    return folder / f"{place.attempt}-{place.rank}.crash"
+
+
+def _crash(path: Path) -> dict[str, Any]:
+    """What `faulthandler` wrote, as a report: from the crash to the script's first line."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    starter = next((n for n, line in enumerate(lines) if "<frozen runpy>" in line or "/weft/cli/" in line), len(lines))
+    lines = [line for line in lines[:starter] if line and not line.startswith("Extension modules")]
+    where = re.search(r'File "(.*)", line (\d+)', "\n".join(lines))
+    what = lines[0].rpartition(": ")[2]
+    return {
+        "rank": int(path.stem.partition("-")[2]),
+        "time": path.stat().st_mtime,
+        "trace": "\n".join(lines),
+        "what": what + (f" in {where[1]}, line {where[2]}" if where else ""),
+        "blames": None,
+        "echo": what == "Aborted",  # gloo's way to tell that a peer is gone
+        "crashed": True,
+    }

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from weft.cli.failures import why_again, write_report
+from weft.cli.failures import crash_file, why_again, write_report
 from weft.cli.plan import cores_of
 from weft.context.world import PREEMPTED
 from weft.launchers import Topology, topology
@@ -61,9 +61,9 @@ def as_rank(
     _interrupt_once()
     for number in signal.SIGTERM, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)):
         signal.signal(number, signal.SIG_DFL)  # the process that ranks are forked from ignores them
-    if not faulthandler.is_enabled():
-        faulthandler.enable(all_threads=False)  # a crash of native code says in which line
     place = topology(os.environ)  # noqa: TID251  (what the agent set for this rank)
+    crash = crash_file(reports, place).open("w", encoding="utf-8")
+    faulthandler.enable(crash, all_threads=False)  # in which line native code crashed; torch has it write to stderr
     again = _times_started(reports, place)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores_of(place.local_rank, place.local_world_size, cores))
