@@ -1,7 +1,7 @@
 """How long it takes from the command line to the end of the first training step; see docs/benchmarks.md.
 
 `weft launch -n 2` and `torchrun --nproc-per-node 2` start the same plain torch script in turns, and
-`weft launch` also one written with weft. Each rank notes when it got how far, rank 0 is shown. CPU
+`weft launch` also one written with weft; `accelerate launch` too, where it is installed. Each rank notes when it got how far, rank 0 is shown. CPU
 time is that of all processes the command started, also of those it did not wait for (Linux).
 
     python benchmarks/bench_launch.py [--quick] [--check] [--rounds 8] [--json FILE]
@@ -71,6 +71,24 @@ model, ctx = weft.replicate(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linea
 CONTESTANTS = {
     "torchrun": ("torchrun", ("--nproc-per-node", "2"), TORCH_SCRIPT),
     "control": ("torchrun", ("--nproc-per-node", "2"), TORCH_SCRIPT),
+    "accelerate launch": (
+        "accelerate",
+        (
+            "launch",
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            "--cpu",
+            "--main_process_port",
+            "0",
+        ),
+        TORCH_SCRIPT,
+    ),
     "weft launch": ("weft", ("launch", "-n", "2"), TORCH_SCRIPT),
     "weft launch, weft script": ("weft", ("launch", "-n", "2"), WEFT_SCRIPT),
 }
@@ -168,6 +186,9 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     adopt_orphans()
+    if not (Path(sysconfig.get_path("scripts")) / "accelerate").exists():
+        print("accelerate is not installed and left out")
+        del CONTESTANTS["accelerate launch"]
     rounds = options.rounds or (1 if options.quick else 8)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
     parts: dict[str, list[float]] = {name: [] for name in PARTS}

@@ -235,6 +235,10 @@ def _failure(folder: Path, n: int, code: int, attempt: int) -> BaseException:
         return PeerError(f"launch_function: the launcher ended with exit code {code}; see its output above")
     ending = json.loads(path.read_text(encoding="utf-8"))
     rank, trace = ending["rank"], ending["trace"]
+    if rank < 0:
+        rank = next((each for each in range(n) if not (folder / f"result-{each}").exists()), 0)
+    last = ending["text"].rpartition("\n")[2].removeprefix("weft launch: ")
+    text = trace.splitlines()[-1] if trace and " ended " not in last else last or "left before it had returned"
     said = folder / f"error-{attempt}-{rank}"
     if trace and said.exists():
         try:
@@ -244,8 +248,6 @@ def _failure(folder: Path, n: int, code: int, attempt: int) -> BaseException:
         else:
             error.__cause__ = _Traceback(trace)
             return error  # type: ignore[no-any-return]
-    last = ending["text"].rpartition("\n")[2].removeprefix("weft launch: ")
-    text = trace.splitlines()[-1] if trace else last or "left before it had returned"
     failure = PeerError(f"launch_function: rank {rank} of {n}: {text}", rank=rank, text=text)
     failure.__cause__ = _Traceback(trace) if trace else None
     return failure

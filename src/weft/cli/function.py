@@ -15,6 +15,7 @@ from pathlib import Path
 
 from weft.calling import CALL_FILE, ENDING_FILE, Call, dumps
 from weft.cli.agent import supervise
+from weft.cli.failures import before
 from weft.cli.launch import cores_here
 from weft.cli.plan import make_plan
 from weft.cli.ranks import as_rank
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = make_plan(given, None, cores=len(cores_here()), omp_num_threads=threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # noqa: TID251  (read when torch is imported)
     ending = supervise(plan, run_call, str(options.folder), folder=options.folder)
+    sys.stderr.write(before(options.folder, ending.trace))
     (options.folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
     return ending.code
 
