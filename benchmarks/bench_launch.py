@@ -1,8 +1,9 @@
 """How long it takes from the command line to the end of the first training step; see docs/benchmarks.md.
 
-`weft launch -n 2` and `torchrun --nproc-per-node 2` start the same plain torch script in turns, and
-`weft launch` also one written with weft; `accelerate launch` too, where it is installed. Each rank notes when it got how far, rank 0 is shown. CPU
-time is that of all processes the command started, also of those it did not wait for (Linux).
+`weft launch -n 2`, `torchrun --nproc-per-node 2` and, where it is installed, `accelerate launch` start the
+same plain torch script in turns, and `weft launch` also one written with weft. Each rank notes when it got
+how far, rank 0 is shown. CPU time is that of all processes the command started, also of those it did not
+wait for (Linux).
 
     python benchmarks/bench_launch.py [--quick] [--check] [--rounds 8] [--json FILE]
 """

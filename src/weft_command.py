@@ -1,13 +1,19 @@
 """The `weft` command, up to the point where torch is needed.
 
-It lies outside of the package because importing `weft` imports torch. `weft launch` starts the
-process that ranks are forked from first, so that both import torch at the same time.
+It lies outside of the package because importing `weft` imports torch, which reads OMP_NUM_THREADS.
+torch is imported once: the process that ranks are forked from is forked from the launcher.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["main"]
 
@@ -20,11 +26,10 @@ _FLAGS = frozenset({"--dry-run", "--affinity", "--no-affinity", "--no-python"})
 
 def main() -> int:
     """Run the `weft` command."""
-    if sys.argv[1:2] == ["launch"] and not {"-h", "--help"} & set(sys.argv[2:3]):
-        _start_fork_server(sys.argv[2:])
     try:
-        if sys.argv[1:2] == [CALL]:
+        if sys.argv[1:2] in (["launch"], [CALL]) and not {"-h", "--help"} & set(sys.argv[2:3]):
             _start_fork_server(sys.argv[2:])
+        if sys.argv[1:2] == [CALL]:
             import weft.cli.function  # noqa: PLC0415
 
             return weft.cli.function.main(sys.argv[2:])
@@ -51,11 +56,49 @@ def _start_fork_server(arguments: list[str]) -> None:
     if before is None or "--threads" in wish:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # noqa: TID251
     multiprocessing.set_forkserver_preload(["weft.cli.preload"])
-    forkserver.ensure_running()
+    import weft.cli.function  # noqa: PLC0415, F401  (imports torch)
+
+    with _by_fork():
+        forkserver.ensure_running()
     if before is None:
         del os.environ["OMP_NUM_THREADS"]  # noqa: TID251  (`weft launch` tells what the user set)
     else:
         os.environ["OMP_NUM_THREADS"] = before  # noqa: TID251
+
+
+@contextlib.contextmanager
+def _by_fork() -> Iterator[None]:
+    """Let multiprocessing fork the process that ranks are forked from, which starts with all that is imported here."""
+    import multiprocessing.forkserver  # noqa: PLC0415
+    import multiprocessing.util  # noqa: PLC0415
+
+    util: Any = multiprocessing.util
+    server: Any = multiprocessing.forkserver._forkserver
+    before = util.spawnv_passfds
+
+    def fork(path: str, arguments: list[str], fds: list[int]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            kept = sorted({0, 1, 2, *fds})
+            for low, high in itertools.pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
+                os.closerange(low + 1, high)
+            server._lock = threading.RLock()  # the old one is held, by the parent
+            util.spawnv_passfds = before
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher and the ranks
+            sys.argv[:] = ["-c"]
+            exec(arguments[-1], {"__name__": "__main__"})  # noqa: S102  (of multiprocessing: runs until all are gone)
+            code = 0
+        finally:
+            os._exit(code)
+
+    util.spawnv_passfds = fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = before
 
 
 def _cores() -> int:

@@ -154,6 +154,7 @@ def dumps(value: Any, what: str) -> bytes:
 
 
 def _plainly(value: Any, what: str) -> bytes:
+    data = b""
     try:
         data = pickle.dumps(value)
         found = "something that is defined in __main__" if b"__main__" in data else ""

@@ -98,5 +98,6 @@ def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandle
         return found
 
     handler.next_rendezvous = meet_and_tell  # type: ignore[method-assign]
-    handler.get_backend = lambda: _COUNTED  # type: ignore[method-assign]  (torch compares it with what was asked for)
+    # torch compares it with what was asked for.
+    handler.get_backend = lambda: _COUNTED  # type: ignore[method-assign]
     return handler

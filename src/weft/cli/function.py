@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -53,7 +54,7 @@ def run_call(folder: str) -> None:
     """Call the function; called on every rank."""
     place = Path(folder)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # a pipe; whole lines, and at once
     with as_rank(place) as here:
         call = Call(*pickle.loads((place / CALL_FILE).read_bytes()))

@@ -52,7 +52,8 @@ class Plan(NamedTuple):
     def torch_config(self) -> LaunchConfig:
         """The same for torch's launcher; ranks are forked where the system can, else spawned."""
         static = self.most_nodes > 1 and self.node_rank is not None
-        newer = {"signals_to_handle": _PASSED_ON} if "signals_to_handle" in LaunchConfig.__dataclass_fields__ else {}
+        newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON}
+        newer = {name: value for name, value in newer.items() if name in LaunchConfig.__dataclass_fields__}
         return LaunchConfig(
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which nobody takes away
             min_nodes=self.least_nodes,
