@@ -45,11 +45,8 @@ def _start_fork_server(arguments: list[str]) -> None:
     from multiprocessing import forkserver  # noqa: PLC0415
 
     wish = _wish(arguments)
-    if (
-        "forkserver" not in multiprocessing.get_all_start_methods()
-        or {"--dry-run", "--slurm", "--no-python"} & wish.keys()
-    ):
-        return
+    if not sys.platform.startswith("linux") or {"--dry-run", "--slurm", "--no-python"} & wish.keys():
+        return  # ranks are spawned, or there are none
     # Read by OpenMP when torch is imported; the ranks share the cores of this machine.
     before = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
     threads = _number(wish.get("--threads")) or threads_per_rank(_cores(), _number(wish.get("-n")) or 1)
@@ -83,7 +80,8 @@ def _by_fork() -> Iterator[None]:
         code = 1
         try:
             kept = sorted({0, 1, 2, *fds})
-            for low, high in itertools.pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
+            end = os.sysconf("SC_OPEN_MAX")
+            for low, high in itertools.pairwise([*kept, end if end > 0 else 2**20]):
                 os.closerange(low + 1, high)
             server._lock = threading.RLock()  # the old one is held, by the parent
             util.spawnv_passfds = before
