@@ -1,8 +1,9 @@
 """How long it takes from the command line to the end of the first training step; see docs/benchmarks.md.
 
-`weft launch -n 2` and `torchrun --nproc-per-node 2` start the same plain torch script in turns, and
-`weft launch` also one written with weft. Each rank notes when it got how far, rank 0 is shown. CPU
-time is that of all processes the command started, also of those it did not wait for (Linux).
+`weft launch -n 2`, `torchrun --nproc-per-node 2` and, where it is installed, `accelerate launch` start the
+same plain torch script in turns, and `weft launch` also one written with weft. Each rank notes when it got
+how far, rank 0 is shown. CPU time is that of all processes the command started, also of those it did not
+wait for (Linux).
 
     python benchmarks/bench_launch.py [--quick] [--check] [--rounds 8] [--json FILE]
 """
@@ -71,6 +72,12 @@ model, ctx = weft.replicate(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linea
 CONTESTANTS = {
     "torchrun": ("torchrun", ("--nproc-per-node", "2"), TORCH_SCRIPT),
     "control": ("torchrun", ("--nproc-per-node", "2"), TORCH_SCRIPT),
+    # --multi_gpu is its way to several processes; the script itself stays on the CPU.
+    "accelerate launch": (
+        "accelerate",
+        ("launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"),
+        TORCH_SCRIPT,
+    ),
     "weft launch": ("weft", ("launch", "-n", "2"), TORCH_SCRIPT),
     "weft launch, weft script": ("weft", ("launch", "-n", "2"), WEFT_SCRIPT),
 }
@@ -168,6 +175,9 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     adopt_orphans()
+    if not (Path(sysconfig.get_path("scripts")) / "accelerate").exists():
+        print("accelerate is not installed and left out")
+        del CONTESTANTS["accelerate launch"]
     rounds = options.rounds or (1 if options.quick else 8)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
     parts: dict[str, list[float]] = {name: [] for name in PARTS}

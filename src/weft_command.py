@@ -1,28 +1,38 @@
 """The `weft` command, up to the point where torch is needed.
 
-It lies outside of the package because importing `weft` imports torch. `weft launch` starts the
-process that ranks are forked from first, so that both import torch at the same time.
+It lies outside of the package because importing `weft` imports torch, which reads OMP_NUM_THREADS.
+torch is imported once: the process that ranks are forked from is forked from the launcher.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["main"]
 
-
+CALL = "_call"  # how `weft.launch_function` asks for it
 _WITH_VALUE = frozenset(
     {"--nnodes", "--node-rank", "--rdzv", "--max-restarts", "--threads", "--config", "--slurm", "--sbatch"}
 )
-_FLAGS = frozenset({"--dry-run", "--affinity", "--no-affinity"})
+_FLAGS = frozenset({"--dry-run", "--affinity", "--no-affinity", "--no-python"})
 
 
 def main() -> int:
     """Run the `weft` command."""
-    if sys.argv[1:2] == ["launch"] and not {"-h", "--help"} & set(sys.argv[2:3]):
-        _start_fork_server(sys.argv[2:])
     try:
+        if sys.argv[1:2] in (["launch"], [CALL]) and not {"-h", "--help"} & set(sys.argv[2:3]):
+            _start_fork_server(sys.argv[2:])
+        if sys.argv[1:2] == [CALL]:
+            import weft.cli.function  # noqa: PLC0415
+
+            return weft.cli.function.main(sys.argv[2:])
         import weft.cli  # noqa: PLC0415  (imports torch)
 
         return weft.cli.main(sys.argv[1:])
@@ -35,19 +45,58 @@ def _start_fork_server(arguments: list[str]) -> None:
     from multiprocessing import forkserver  # noqa: PLC0415
 
     wish = _wish(arguments)
-    if "forkserver" not in multiprocessing.get_all_start_methods() or {"--dry-run", "--slurm"} & wish.keys():
-        return
+    if not sys.platform.startswith("linux") or {"--dry-run", "--slurm", "--no-python"} & wish.keys():
+        return  # ranks are spawned, or there are none
     # Read by OpenMP when torch is imported; the ranks share the cores of this machine.
     before = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
     threads = _number(wish.get("--threads")) or threads_per_rank(_cores(), _number(wish.get("-n")) or 1)
     if before is None or "--threads" in wish:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # noqa: TID251
     multiprocessing.set_forkserver_preload(["weft.cli.preload"])
-    forkserver.ensure_running()
+    import weft.cli.function  # noqa: PLC0415, F401  (imports torch)
+
+    with _by_fork():
+        forkserver.ensure_running()
     if before is None:
         del os.environ["OMP_NUM_THREADS"]  # noqa: TID251  (`weft launch` tells what the user set)
     else:
         os.environ["OMP_NUM_THREADS"] = before  # noqa: TID251
+
+
+@contextlib.contextmanager
+def _by_fork() -> Iterator[None]:
+    """Let multiprocessing fork the process that ranks are forked from, which starts with all that is imported here."""
+    import multiprocessing.forkserver  # noqa: PLC0415
+    import multiprocessing.util  # noqa: PLC0415
+
+    util: Any = multiprocessing.util
+    server: Any = multiprocessing.forkserver._forkserver
+    before = util.spawnv_passfds
+
+    def fork(path: str, arguments: list[str], fds: list[int]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            kept = sorted({0, 1, 2, *fds})
+            end = os.sysconf("SC_OPEN_MAX")
+            for low, high in itertools.pairwise([*kept, end if end > 0 else 2**20]):
+                os.closerange(low + 1, high)
+            server._lock = threading.RLock()  # the old one is held, by the parent
+            util.spawnv_passfds = before
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher and the ranks
+            sys.argv[:] = ["-c"]
+            exec(arguments[-1], {"__name__": "__main__"})  # noqa: S102  (of multiprocessing: runs until all are gone)
+            code = 0
+        finally:
+            os._exit(code)
+
+    util.spawnv_passfds = fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = before
 
 
 def _cores() -> int:
@@ -74,6 +123,7 @@ def _wish(arguments: list[str]) -> dict[str, str]:
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
+        name = name.replace("_", "-") if name[:2] == "--" else name
         if name in ("-n", "--nproc"):
             found["-n"] = value if equals else next(rest, "")
         elif argument[:2] == "-n":

@@ -206,7 +206,9 @@ def test_every_room_is_in_a_layer():
 ENVIRONMENT = {
     "weft/context/start.py",  # the reader
     "weft_command.py",  # sets OMP_NUM_THREADS for the ranks, before torch is there
-    "weft/cli/launch.py",  # asks `topology` which rank failed
+    "weft/cli/launch.py",  # prepares what the ranks inherit, ...
+    "weft/cli/function.py",  # ... likewise, ...
+    "weft/cli/ranks.py",  # ... and there asks `topology` which rank it is
     "weft/cli/explain.py",  # tells what is in it
     "weft/cli/doctor.py",  # checks it
     "weft/engines/deepspeed/library.py",  # puts back what DeepSpeed changes, and lends what it reads
@@ -215,7 +217,10 @@ ENVIRONMENT = {
     "weft/testing/rank_worker.py",  # ... which put it back before each job
 }
 GROUPS = {"weft/context/start.py", "weft/testing/rank_worker.py"}  # the second makes the worlds of tests
-PICKLES = {"weft/testing/laws.py", "weft/testing/ranks.py", "weft/testing/rank_worker.py"}
+PICKLES = {
+    "weft/testing/laws.py", "weft/testing/ranks.py", "weft/testing/rank_worker.py",
+    "weft/calling.py", "weft/cli/function.py",  # a function to the ranks of `launch_function`, its results back
+}  # fmt: skip
 
 
 def _uses(*names):
@@ -239,7 +244,7 @@ def test_process_groups_are_made_in_one_place():
     assert _uses(*(f"{p}{n}" for p in ("", "dist.", "torch.", "torch.distributed.") for n in names)) == GROUPS
 
 
-def test_nothing_is_unpickled_but_between_processes_of_tests():
+def test_nothing_is_unpickled_but_between_processes_that_belong_together():
     names = ["pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "dill.loads", "cloudpickle.loads"]
     assert _uses(*names) == PICKLES
     objects = [f"dist.{n}" for n in ("all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list")]

@@ -16,7 +16,7 @@ import weft.cli
 from weft import ContextError
 from weft.cli.plan import make_plan
 from weft.cli.slurm import batch_script
-from weft.context.config import read_config
+from weft.context.config import LAUNCH, read_config
 
 PROGRAM = [str(pathlib.Path(sys.executable).with_name("weft"))]
 LIMIT_S = 90
@@ -135,6 +135,37 @@ def test_a_module_and_the_users_thread_count(tmp_path):
         assert (tmp_path / f"{rank}.txt").read_text() == f"{rank}/2 __main__ pkg 7 ['-m', 'x'] train.py"
 
 
+SHOWS = """#!/bin/sh
+env > "env-$LOCAL_RANK"
+printf '%s|' "$@" > "arguments-$LOCAL_RANK"
+[ "$1" != fail ] || exit 5
+"""
+
+
+def test_a_program_that_is_no_python_and_the_environment_of_the_plan(tmp_path):
+    _write(tmp_path, "run.toml", "[start]\nseed = 3\n")
+    _write(tmp_path, "show it.sh", SHOWS).chmod(0o755)
+    options = ["--nproc", 2, "--max_restarts", 0, "--threads=3", "--config", "run.toml", "--rdzv", "localhost:0"]
+    arguments = ["a b", "", "--", "-m", "--no-python", "$HOME"]
+    done = _launch(*options, "--no-python", "./show it.sh", *arguments, folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    plan = _plan(nproc=2, threads=3)
+    for rank in range(2):
+        assert (tmp_path / f"arguments-{rank}").read_text() == "".join(f"{word}|" for word in arguments)
+        found = dict(line.split("=", 1) for line in (tmp_path / f"env-{rank}").read_text().splitlines() if "=" in line)
+        expected = plan.variables(rank, {"WEFT_CONFIG": str(tmp_path / "run.toml")})
+        assert {name: found.get(name) for name in expected} == expected
+        assert int(found["MASTER_PORT"]) > 0 and found["MASTER_ADDR"]
+
+
+@pytest.mark.slow
+def test_a_program_that_fails(tmp_path):
+    _write(tmp_path, "show.sh", SHOWS).chmod(0o755)
+    done = _launch("-n", 2, "--no-python", "./show.sh", "fail", folder=tmp_path)
+    assert done.returncode == 5
+    assert re.fullmatch(r"weft launch: rank [01] \(process \d+\) ended with exit code 5\n", done.stderr), done.stderr
+
+
 @pytest.mark.slow
 def test_a_script_without_guard_runs_once_per_rank(tmp_path):
     text = 'import os\nopen(f"{os.environ[\'RANK\']}-{os.getpid()}", "w")\n'
@@ -172,10 +203,12 @@ with weft.start(timeout_s=60) as ctx:
     ("how", "code", "text"),
     [
         pytest.param("0", 0, r"^$", marks=pytest.mark.slow),
-        ("kill", 137, r"weft launch: rank 1 .*(signal 9|its process is gone)"),
+        ("kill", 137, r"^weft launch: rank 1 \(process \d+\) ended by signal 9 \(SIGKILL\)\n$"),
         pytest.param("text", 1, r"rank 1 gives up\n(?s:.*)weft launch: rank 1 .*exit code 1", marks=pytest.mark.slow),
-        pytest.param("os", 9, r"weft launch: rank 1 .*(exit code 9|its process is gone)", marks=pytest.mark.slow),
-        ("module", 1, r'^Traceback[^\n]*\n  File "[^"]*ends.py", line 8.*\nweft launch: rank 1 failed: ValueError'),
+        pytest.param(
+            "os", 9, r"^weft launch: rank 1 \(process \d+\) ended with exit code 9\n$", marks=pytest.mark.slow
+        ),
+        ("module", 1, r'^Traceback[^\n]*\n  File "[^"]*ends.py", line 8.*bad\nweft launch: rank 1 failed\n$'),
     ],
 )
 def test_exit_code_and_one_text_come_from_the_rank_that_failed_first(tmp_path, how, code, text):
@@ -187,6 +220,78 @@ def test_exit_code_and_one_text_come_from_the_rank_that_failed_first(tmp_path, h
     if how != "0":
         assert done.stderr.count("weft launch: rank") == 1, done.stderr
         assert done.stderr.count("Traceback") <= 1 and "runpy" not in done.stderr, done.stderr
+
+
+FAILS = """
+import ctypes, faulthandler, os, signal, sys
+how, ranks = sys.argv[1], sys.argv[2].split(",")
+import weft
+{extra}
+def work(rank):
+    if str(rank) in ranks:
+        if how == "raise":
+            raise KeyError("no such column\\nin two lines")
+        if how == "exit":
+            raise SystemExit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "crash":
+            ctypes.string_at(0)
+        if how == "import":
+            import no_such_module
+with weft.start(timeout_s=60) as ctx:
+    work(ctx.rank)
+    weft.barrier(ctx)
+"""
+# How rank or ranks fail: exit code, what the output ends with, what is there once.
+FAILURES = {
+    ("raise", "1"): (1, r"weft launch: rank 1 failed", "KeyError: 'no such column\\nin two lines'"),
+    ("raise", "0,1"): (1, r"weft launch: rank [01] failed", "KeyError: 'no such column\\nin two lines'"),
+    ("exit", "1"): (3, r"weft launch: rank 1 \(process \d+\) ended with exit code 3", ""),
+    ("exit", "0,1"): (3, r"weft launch: rank [01] \(process \d+\) ended with exit code 3", ""),
+    ("kill", "1"): (137, r"weft launch: rank 1 \(process \d+\) ended by signal 9 \(SIGKILL\)", ""),
+    ("crash", "1"): (
+        139, r"weft launch: rank 1 \(process \d+\) ended by signal 11 \(SIGSEGV\)",
+        "Fatal Python error: Segmentation fault",
+    ),
+    ("import", "0,1"): (1, r"weft launch: rank [01] failed", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ("syntax", "0,1"): (1, r"weft launch: rank [01] failed", "SyntaxError: '(' was never closed"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("case", FAILURES, ids="-".join)
+def test_the_end_of_the_output_says_once_why(tmp_path, case, restarts):
+    how, ranks = case
+    code, last, once = FAILURES[case]
+    _write(tmp_path, "fails.py", FAILS.replace("{extra}", "print((" if how == "syntax" else ""))
+    done = _launch("-n", 2, "--max-restarts", restarts, "fails.py", how, ranks, folder=tmp_path)
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert re.fullmatch(last, lines[-1]), done.stderr
+    end = "\n".join(lines[-20:])
+    if once:
+        assert done.stderr.count(once) == end.count(once) == 1, done.stderr
+    if how == "crash":
+        assert re.search(r'string_at\n  File "fails.py", line 15 in work\n.*\nweft launch', end), done.stderr
+    assert done.stderr.count("Traceback") <= 1, done.stderr
+    assert done.stderr.count("all ranks start again after a failure, attempt 2") == restarts
+    if how in ("raise", "import"):
+        assert f'fails.py", line {9 if how == "raise" else 17}, in work' in end
+        assert len(re.findall(r"weft launch: rank [01] failed: \w+ in .*fails.py, line \d+\n", done.stderr)) == restarts
+
+
+@pytest.mark.slow
+def test_an_attempt_that_failed_otherwise_is_told_at_the_end(tmp_path):
+    text = "import os\nif os.environ['RANK'] == '0':\n"
+    text += "    raise ValueError(f\"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}\")\n"
+    _write(tmp_path, "twice.py", text)
+    done = _launch("-n", 2, "--max-restarts", 1, "twice.py", folder=tmp_path)
+    assert re.search(
+        r"attempt 1 failed on rank 0:\nTraceback(.|\n)*attempt 0\nTraceback(.|\n)*attempt 1\n", done.stderr
+    )
+    assert done.stderr.endswith("weft launch: rank 0 failed\n"), done.stderr
 
 
 SLEEPS = """
@@ -227,7 +332,12 @@ def _until(condition, limit_s):
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
 @pytest.mark.parametrize(
-    ("number", "whole_group"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow)]
+    ("number", "whole_group"),
+    [
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, False, marks=pytest.mark.slow),  # of SLURM, before the time is over
+    ],
 )
 def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
     _write(tmp_path, "sleeps.py", SLEEPS)
@@ -306,6 +416,13 @@ def test_two_nodes_meet(tmp_path, ranked):
             r"there is no file 'nowhere.py'\n  found:    working directory .*fix:      weft launch -n 1 -m",
         ),
         (["."], r"there is no file '\.'.*fix:"),
+        (["--no-python", "no-such-program"], r"there is no program 'no-such-program'\n  found: .*PATH.*fix:"),
+        (["--no-python", "--affinity", "sh"], r"--affinity has no effect.*found:    --no-python --affinity.*fix:"),
+        (["--nnodes", "2", "--rdzv", "host", "x.py"], r"found:    --rdzv host\n  expected: host:port.*fix:"),
+        (
+            ["--nnodes", "2", "--rdzv", "host:0", "x.py"],
+            r"found:    --rdzv host:0\n  expected: host:port; port 0.*fix:",
+        ),
     ],
 )
 def test_wrong_options_are_one_error_and_code_2(capsys, arguments, text):
@@ -320,6 +437,7 @@ def test_wrong_options_are_one_error_and_code_2(capsys, arguments, text):
     [
         (["launch"], "the following arguments are required: script"),
         (["launch", "-n", "two", "x.py"], "argument -n/--nproc: invalid int value: 'two'"),
+        (["launch", "-m", "--no-python", "x"], "argument --no-python: not allowed with argument -m"),
         (["launch", "--nonsense", "x.py"], "unrecognized arguments|required: script"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "required: command"),
@@ -339,12 +457,15 @@ def test_help_says_how_to_launch(capsys):
     with pytest.raises(SystemExit, match="0"):
         weft.cli.main(["--help"])
     assert "launch" in capsys.readouterr().out
+    assert "--node_rank" not in text  # the other spelling works and is not shown
 
 
 def test_options_of_the_script_stay_its_own():
     options = weft.cli.parser().parse_args(["launch", "-n", "2", "train.py", "-n", "3", "--", "--rdzv", "x", "-m"])
     assert (options.nproc, options.module, options.rdzv) == (2, False, None)
     assert options.script == ["train.py", "-n", "3", "--", "--rdzv", "x", "-m"]
+    options = weft.cli.parser().parse_args(["launch", "--node_rank", "1", "--dry_run", "x.py", "--node_rank", "2"])
+    assert (options.node_rank, options.dry_run, options.script) == (1, True, ["x.py", "--node_rank", "2"])
     options = weft.cli.parser().parse_args(["launch", "train.py", "--", "x"])
     assert options.script == ["train.py", "--", "x"]
     options = weft.cli.parser().parse_args(["launch", "-m", "pkg.train", "--help"])
@@ -394,6 +515,47 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(tmp_
     assert [_plan(nproc=n, cores=4).threads for n in (1, 2, 3, 4, 8)] == [4, 2, 1, 1, 1]
 
 
+# What the file says, what the command line says: what the plan is.
+TABLE = [
+    ("", "", {"nproc": 1, "least_nodes": 1, "most_nodes": 1, "max_restarts": 0, "threads": 8, "affinity": False}),
+    ("nproc = 4", "", {"nproc": 4, "threads": 2}),
+    ("nproc = 4", "-n 2", {"nproc": 2, "threads": 4}),
+    ("nproc = 4\naffinity = true", "--nproc=8 --no-affinity", {"nproc": 8, "threads": 1, "affinity": False}),
+    ("affinity = true", "--threads 3", {"affinity": True, "threads": 3}),
+    ("threads = 3", "--threads 5", {"threads": 5}),
+    (
+        'nnodes = "2:4"\nrdzv = "a:1"',
+        "--max-restarts 3",
+        {"least_nodes": 2, "most_nodes": 4, "rdzv": "a:1", "max_restarts": 3},
+    ),
+    ('nnodes = "2:4"\nrdzv = "a:1"', "--nnodes 3 --rdzv b:2", {"least_nodes": 3, "most_nodes": 3, "rdzv": "b:2"}),
+    ('nnodes = 2\nnode_rank = 0\nrdzv = "a:1"', "--node_rank 1", {"node_rank": 1, "rdzv": "a:1"}),
+    ("max_restarts = 2", "--max_restarts=0", {"max_restarts": 0}),
+]
+
+
+@pytest.mark.parametrize(("file", "line", "expected"), TABLE)
+def test_file_and_command_line_give_the_plan(tmp_path, file, line, expected):
+    path = tmp_path / "run.toml"
+    path.write_text(f"[launch]\n{file}\n")
+    options = weft.cli.parser().parse_args(["launch", "--config", str(path), *line.split(), "x.py"])
+    given = {name: getattr(options, name) for name in LAUNCH}
+    plan = make_plan(given, read_config(path), cores=8, omp_num_threads=None)
+    assert {name: getattr(plan, name) for name in expected} == expected
+
+
+def test_what_a_rank_will_find_is_known_before():
+    one = _plan(nproc=2, max_restarts=1).variables(1)
+    assert one == {
+        "RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "1",
+        "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "4",
+    }  # fmt: skip
+    two = _plan(nproc=2, nnodes=2, node_rank=1, rdzv="first:29500").variables(1, {"WEFT_CONFIG": "x"})
+    assert two.items() >= {"RANK": "3", "MASTER_ADDR": "first", "MASTER_PORT": "29500", "WEFT_CONFIG": "x"}.items()
+    unknown = _plan(nproc=2, nnodes="1:2", rdzv="first:29500").variables(1)
+    assert not {"RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"} & set(unknown) and unknown["LOCAL_RANK"] == "1"
+
+
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)")
@@ -404,6 +566,8 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "nproc         2                             from the command line" in text and "world size: 2" in text
     assert f"LOCAL_RANK=1 OMP_NUM_THREADS=5 python {script} --lr 'a b'  # cores " in text
+    assert weft.cli.main(["launch", "--dry-run", "--no-python", "ls", "a b"]) == 0
+    assert "OMP_NUM_THREADS=" in (text := capsys.readouterr().out) and text.endswith(" ls 'a b'\n")
     assert weft.cli.main(["launch", "--nnodes", "1:4", "--rdzv", "h:1", "--dry-run", "-m", "json.tool"]) == 0
     assert "world size: 1 to 4" in (text := capsys.readouterr().out) and "python -m json.tool" in text
 
@@ -439,7 +603,7 @@ def test_a_script_for_slurm(tmp_path, capsys, monkeypatch):
     (tmp_path / "sbatch").chmod(0o755)
     assert weft.cli.main([*arguments, *script]) == 7
     assert (tmp_path / "out").read_text() == f"submitted {file}\n"
-    one = batch_script(_plan(nproc=2), ["train.py"], is_module=False, name="x", options=["--nodes=1", "--output=y"])
+    one = batch_script(_plan(nproc=2), ["train.py"], name="x", options=["--nodes=1", "--output=y"])
     assert one.endswith("pipefail\nsrun --kill-on-bad-exit=1 weft launch -n 2 --nnodes 1 --threads 4 train.py\n")
     assert one.count("--nodes=") == one.count("--output=") == 1
 
@@ -453,4 +617,5 @@ def test_threads_per_rank_are_known_before_the_parser():
     assert ranks("-n", "3", "x.py") == ranks("-n3", "x.py") == ranks("--nproc=3", "x.py") == 3
     assert ranks("--nproc", "3", "-m", "x") == ranks("--nnodes", "2", "--nproc", "3", "x") == 3
     assert ranks("x.py", "-n", "3") == ranks("-m", "x", "-n", "3") == ranks() == 1
+    assert ranks("--max_restarts", "2", "--no-python", "-n", "3", "ls") == 3
     assert ranks("--nnodes", "2", "x.py") == ranks("--node-rank=1", "--rdzv", "h:1", "x.py", "-n", "9") == 1

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import weft
-from weft.cli.launch import first_failure
+from weft.cli.failures import first_failure
 from weft.testing import RanksFailed, fake, run_ranks
 
 # -- one rank ----------------------------------------------------------------------------------------
@@ -323,5 +323,6 @@ def test_the_main_job_goes_on_after_sigterm_and_after_a_killed_rank(tmp_path):
 
 def test_the_exit_code_of_a_rank_that_was_told_to_end_comes_through(tmp_path):
     error = ChildFailedError("ends.py", {0: ProcessFailure(local_rank=0, pid=1, exitcode=75, error_file="")})
-    text, code = first_failure(error, tmp_path)
-    assert (text, code) == ("weft launch: the job was told to end and has ended; it may be started again to go on", 75)
+    ending = first_failure(error, tmp_path)
+    text = "weft launch: the job was told to end and has ended; it may be started again to go on"
+    assert (ending.text, ending.code) == (text, 75)

@@ -26,9 +26,9 @@ FUNCTIONS = [
     *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "batch_math", "broadcast", "checkpointable",
     "clip_grads", "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size", "full_grads",
     "gather", "gather_metrics", "gather_objects", "gathered", "import_deepspeed", "keyed_uniform", "latest",
-    "length_batches", "load_weights", "local", "log", "logger", "loss_scale", "main_first", "offered",
-    "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "peak_memory", "plain", "print_once",
-    "profile", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start",
+    "launch_function", "length_batches", "load_weights", "local", "log", "logger", "loss_scale", "main_first",
+    "offered", "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "peak_memory", "plain",
+    "print_once", "profile", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped", "split_between", "start",
     "sync_rng", "throughput", "to_device", "together", "topology", "transform", "verify", "watch_health",
     "weighted_mean", "worker_seeds",
 ]  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     names = [p.name for p in parameters]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "ctx" not in names:
-        by_two = ("export", "import_deepspeed", "offered", "padding_share")
+        by_two = ("export", "import_deepspeed", "launch_function", "offered", "padding_share")
         assert len(positional) <= 2 and (len(positional) < 2 or name in by_two)
         return
     ctx = parameters[names.index("ctx")]
@@ -165,7 +165,7 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
 def test_no_function_takes_arguments_without_a_name(name):
     kinds = [p.kind for p in _parameters(name)]
     assert inspect.Parameter.VAR_KEYWORD not in kinds
-    assert inspect.Parameter.VAR_POSITIONAL not in kinds or name in ("compose", "print_once")
+    assert inspect.Parameter.VAR_POSITIONAL not in kinds or name in ("compose", "launch_function", "print_once")
 
 
 def test_same_thing_same_word():
@@ -295,6 +295,7 @@ reveal_type(weft.gather({"a": torch.ones(1)}, ctx))         # dict[str, Tensor]
 reveal_type(weft.offered(net, weft.GradSync))               # list[GradSync]
 reveal_type(weft.on_rank(net.own, ctx)())                   # int | None
 reveal_type(weft.testing.run_ranks(lambda ctx: 3, 2))       # list[int]
+reveal_type(weft.launch_function(len, 2, "ab"))             # list[int]
 with weft.start() as started:
     reveal_type(started)                                    # DistContext
 

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from weft import reporting as reporting
     from weft import testing as testing
     from weft import tracking as tracking
+    from weft.calling import launch_function
     from weft.checkpoint import (
         Checkpoint,
         LoadedWeights,
@@ -112,6 +113,7 @@ __version__ = "0.1.0"
 
 # Rooms that are imported when somebody asks for one of their names: most of the package, of which a program needs some.
 LATER = {
+    "calling": "launch_function",
     "checkpoint": "Checkpoint LoadedWeights Restored RunningSave checkpointable export import_deepspeed "
     "latest load_weights restore save save_async verify",
     "collectives.metrics": "Rows denominator gather_metrics weighted_mean",
@@ -204,6 +206,7 @@ __all__ = [
     "interop",
     "keyed_uniform",
     "latest",
+    "launch_function",
     "length_batches",
     "load_weights",
     "local",

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.context.reaching import interface_to
 from weft.context.settings import resolve
 from weft.errors import ContextError
 from weft.launchers import topology
@@ -131,7 +132,7 @@ def check_environment(env: Mapping[str, str]) -> Verdict:
 
 def check_network(rdzv: str | None) -> Verdict:
     """Whether this machine can be reached by its own name, and the first node by the address given."""
-    interface = _interface()
+    interface = interface_to(None if rdzv is None else rdzv.rpartition(":")[0])
     if rdzv is not None:
         host, _, port = rdzv.rpartition(":")
         begin = time.perf_counter()
@@ -141,16 +142,14 @@ def check_network(rdzv: str | None) -> Verdict:
             with socket.create_connection((host, int(port)), timeout=5):
                 pass
         except ConnectionRefusedError:
-            text = (
-                f"{host}:{port} can be reached and nobody listens, which is right before the job begins ({interface})"
-            )
-            return Verdict("network", "ok", text)
+            text = f"{host}:{port} can be reached and nobody listens, which is right before the job begins"
+            return Verdict("network", "ok", f"{text} (from {interface})")
         except (OSError, ValueError) as error:
             step = (
                 "check the name, the port and firewalls; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
             )
             return Verdict("network", "FAIL", f"{rdzv} cannot be reached from {interface}: {error}", step)
-        return Verdict("network", "ok", f"{rdzv} answers in {time.perf_counter() - begin:.2f} s ({interface})")
+        return Verdict("network", "ok", f"{rdzv} answers in {time.perf_counter() - begin:.2f} s (from {interface})")
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -158,17 +157,7 @@ def check_network(rdzv: str | None) -> Verdict:
         return Verdict(
             "network", "note", f"{name} has no address: {error}", f"echo 127.0.0.1 {name} >> /etc/hosts, for one node"
         )
-    return Verdict("network", "ok", f"{name} is {address} ({interface})")
-
-
-def _interface() -> str:
-    """The address from which this machine speaks to others; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address kept for documentation
-        except OSError:
-            return "no way out of this machine"
-        return f"from {probe.getsockname()[0]}"
+    return Verdict("network", "ok", f"{name} is {address} (from {interface})")
 
 
 def _disk(folder: Path | None) -> Verdict:
@@ -205,6 +194,13 @@ def _ranks(nproc: int, folder: Path | None, limit_s: float) -> Iterator[Verdict]
         if name in done:
             yield Verdict(name, "ok", done[name])
         else:
-            last = [line for line in output.splitlines() if line.strip()][-1:] or ["no output"]
-            yield Verdict(name, "FAIL", last[0].removeprefix("weft launch: "), step)
+            yield Verdict(name, "FAIL", _why(output), step)
             return
+
+
+def _why(output: str) -> str:
+    """The line that says most: that of the exception, else the last one."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith((" ", "weft launch: ", "Traceback"))]
+    raised = [line for line in said if ": " in line and line.partition(":")[0].rpartition(".")[2].isidentifier()]
+    return (raised[-1:] or lines[-1:] or ["no output"])[0].removeprefix("weft launch: ")

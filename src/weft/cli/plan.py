@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 
 from weft.context.config import LAUNCH, Config, is_nodes
 from weft.errors import ContextError, message
 
-__all__ = ["Plan", "cores_of", "make_plan"]
+__all__ = ["FLAGS", "MEETING_S", "Plan", "cores_of", "make_plan"]
+
+FLAGS = {"script": "", "module": "-m", "program": "--no-python"}  # of the command line, by kind of target
+MEETING_S = 900  # the nodes wait so long for each other
+# Besides those that end a job: the ones by which schedulers say that the time is nearly over. Passed on to the ranks.
+_PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
 class Plan(NamedTuple):
@@ -44,25 +52,60 @@ class Plan(NamedTuple):
     def torch_config(self) -> LaunchConfig:
         """The same for torch's launcher; ranks are forked where the system can, else spawned."""
         static = self.most_nodes > 1 and self.node_rank is not None
+        newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON}
+        newer = {name: value for name, value in newer.items() if name in LaunchConfig.__dataclass_fields__}
         return LaunchConfig(
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which nobody takes away
             min_nodes=self.least_nodes,
             max_nodes=self.most_nodes,
             nproc_per_node=self.nproc,
             run_id="weft" if self.rdzv is not None else str(uuid.uuid4()),
             rdzv_backend="static" if static else "c10d",
             rdzv_endpoint=self.rdzv or "localhost:0",
-            rdzv_configs={"rank": self.node_rank or 0, "timeout": 900} if static else {"timeout": 900},
+            rdzv_configs={"rank": self.node_rank or 0, "timeout": MEETING_S} if static else {"timeout": MEETING_S},
             max_restarts=self.max_restarts,
             monitor_interval=0.1,
             start_method="forkserver" if sys.platform.startswith("linux") else "spawn",
+            **newer,
         )
+
+    def variables(self, local_rank: int, named: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """What a rank of this node finds in its environment, as far as that is known before the nodes have met.
+
+        Args:
+            local_rank: Of the rank.
+            named: Variables that the launcher sets besides.
+
+        Returns:
+            Names and values; a pure function of the plan.
+        """
+        found: dict[str, object] = {}
+        alone = self.most_nodes == 1
+        if alone or self.node_rank is not None:
+            found["RANK"] = (self.node_rank or 0) * self.nproc + local_rank
+            found["GROUP_RANK"] = self.node_rank or 0
+        if self.least_nodes == self.most_nodes:
+            found["WORLD_SIZE"] = self.nproc * self.most_nodes
+            found["GROUP_WORLD_SIZE"] = self.most_nodes
+        if not alone and self.node_rank is not None and self.rdzv is not None:
+            found["MASTER_ADDR"], _, found["MASTER_PORT"] = self.rdzv.rpartition(":")
+        found |= {"TORCHELASTIC_MAX_RESTARTS": self.max_restarts, "LOCAL_WORLD_SIZE": self.nproc}
+        found |= {**named, "LOCAL_RANK": local_rank, "OMP_NUM_THREADS": self.threads}
+        return {name: str(value) for name, value in found.items()}
 
     def nodes(self, between: str) -> str:
         """The number of nodes, or the least and the most."""
         most = f"{between}{self.most_nodes}" if self.least_nodes != self.most_nodes else ""
         return f"{self.least_nodes}{most}"
 
-    def text(self, script: Sequence[str], *, is_module: bool, cores: Sequence[int]) -> str:
+    def text(
+        self,
+        script: Sequence[str],
+        *,
+        cores: Sequence[int],
+        kind: str = "script",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
         """What `--dry-run` prints."""
         nodes = (
             str(self.least_nodes) if self.least_nodes == self.most_nodes else f"{self.least_nodes}:{self.most_nodes}"
@@ -77,10 +120,11 @@ class Plan(NamedTuple):
         most = self.nproc * self.most_nodes
         least = self.nproc * self.least_nodes
         lines.append(f"world size: {most}" if least == most else f"world size: {least} to {most}")
-        command = shlex.join(["python", *(["-m"] if is_module else []), *script])
+        python = {"script": ["python"], "module": ["python", "-m"], "program": []}[kind]
+        command = shlex.join([*python, *script])
         for rank in range(self.nproc):
             mine = cores_of(rank, self.nproc, cores) if self.affinity else ()
-            place = f"LOCAL_RANK={rank} OMP_NUM_THREADS={self.threads}"
+            place = " ".join(f"{name}={shlex.quote(text)}" for name, text in self.variables(rank, variables).items())
             lines.append(f"{place} {command}{'  # cores ' + ','.join(map(str, mine)) if mine else ''}")
         return "\n".join(["weft launch would start, on this node:", *lines])
 
@@ -156,6 +200,8 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         wrong = (f"--threads {values['threads']}", "1 or more")
     elif most > 1 and values["rdzv"] is None:
         wrong = (f"--nnodes {values['nnodes']}, no --rdzv", "the address of the first node")
+    elif values["rdzv"] is not None and not _is_address(values["rdzv"], most):
+        wrong = (f"--rdzv {values['rdzv']}", "host:port; port 0, a free one, for one node only")
     elif least < most and node_rank is not None:
         wrong = (f"--nnodes {values['nnodes']} --node-rank {node_rank}", "no node rank where nodes come and go")
     if wrong is not None:
@@ -163,6 +209,11 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         raise ContextError(
             message("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
         )
+
+
+def _is_address(text: str, nodes: int) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and (nodes > 1) <= int(port) < 2**16
 
 
 def cores_of(local_rank: int, nproc: int, cores: Sequence[int]) -> tuple[int, ...]:

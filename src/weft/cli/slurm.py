@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from weft.cli.plan import Plan
+from weft.cli.plan import FLAGS, Plan
 
 __all__ = ["batch_script"]
 
@@ -14,8 +14,8 @@ def batch_script(
     plan: Plan,
     script: Sequence[str],
     *,
-    is_module: bool,
     name: str,
+    kind: str = "script",
     options: Sequence[str] = (),
     config: str | None = None,
 ) -> str:
@@ -27,8 +27,8 @@ def batch_script(
     Args:
         plan: How many processes and nodes.
         script: The script and its arguments.
-        is_module: Whether it is the name of a module.
         name: Of the job.
+        kind: What the first of them is: "script", "module" or "program".
         options: More options of sbatch, such as "--partition=gpu"; the last one of a kind counts.
         config: A configuration file, for the ranks.
 
@@ -49,7 +49,7 @@ def batch_script(
     command += ["--max-restarts", str(plan.max_restarts)] if plan.max_restarts else []
     command += ["--affinity"] if plan.affinity else []
     command += ["--config", config] if config is not None else []
-    words = [shlex.join(command), '--rdzv "$first:$port"' if plan.most_nodes > 1 else "", "-m" if is_module else ""]
+    words = [shlex.join(command), '--rdzv "$first:$port"' if plan.most_nodes > 1 else "", FLAGS[kind]]
     launch = " ".join(word for word in [*words, shlex.join(script)] if word)
     meeting = [
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.context import closing
 from weft.context.config import read_config
 from weft.context.distcontext import DistContext
+from weft.context.reaching import interface_to, reach
 from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
 from weft.context.world import World, announce, exchange
 from weft.engines import Engine
@@ -27,7 +28,7 @@ from weft.engines.torch import TorchEngine
 from weft.errors import ContextError, message
 from weft.launchers import Topology, topology
 
-__all__ = ["adopt", "local", "start"]
+__all__ = ["adopt", "launched", "local", "start"]
 
 
 def start(
@@ -84,7 +85,7 @@ def start(
         ...     print(ctx.rank, ctx.world_size, ctx.device.type)
         0 1 cpu
     """
-    place = topology(os.environ)
+    place = launched()
     arguments = {
         "mesh": mesh,
         "data_axes": data_axes,
@@ -214,6 +215,15 @@ def local(
     return _context(Topology(), world, mesh_axes(None, None, 1), chosen, where, settings)
 
 
+def launched() -> Topology:
+    """The place of this process, as a launcher left it in the environment.
+
+    Returns:
+        One process alone, if there was no launcher.
+    """
+    return topology(os.environ, read_file=lambda path: Path(path).read_text(encoding="utf-8"))
+
+
 def _file(config: str | Path | None) -> tuple[str, Mapping[str, Any]]:
     path = config if config is not None else os.environ.get(CONFIG_VARIABLE, "")
     if not str(path):
@@ -226,6 +236,10 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
     """Create the default process group and the board beside it."""
     limit = timedelta(seconds=settings.timeout_s)
     serves = place.rank == 0 and not place.store_served
+    if not serves:
+        patient = dict(settings.sources)["timeout_s"] != "default"
+        who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
+        reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
     try:
         store: dist.Store = dist.TCPStore(
             place.master_addr,
@@ -239,7 +253,8 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
         raise ContextError(
             message(
                 f"start: rank {place.rank} of {place.world_size} cannot meet the others",
-                found=f"{place.master_addr}:{place.master_port} ({place.source}): {str(error).splitlines()[0]}",
+                found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
+                f"{interface_to(place.master_addr)}: {str(error).splitlines()[0]}",
                 expected=f"rank 0 serves that address, and all ranks start within {settings.timeout_s:g} s",
                 fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
             )

@@ -1,0 +1,125 @@
+"""Can the address be reached at which ranks or nodes meet? Whoever waits says so soon, and does not wait in vain.
+
+A refused connection means that the machine is there and the first rank is not yet: that is waited for. A name
+without an address, a network without a way there, or no answer at all rarely get better: that ends much sooner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import sys
+import time
+
+from weft.errors import ContextError, message
+
+__all__ = ["interface_to", "is_here", "reach"]
+
+_SAY_S = 10.0  # after so long it is said that somebody waits
+_HOPELESS_S = 60.0  # how long an address that cannot be reached is tried
+_TRY_S = 5.0  # one attempt
+_PAUSE_S = 0.5  # longest pause between two attempts
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+def reach(host: str, port: int, *, who: str, limit_s: float, patient: bool = False) -> None:
+    """Wait until somebody listens at an address.
+
+    Args:
+        host: Its name or number.
+        port: Its port.
+        who: Waits, for the texts: "start: rank 1 of 2".
+        limit_s: How long somebody who does not listen yet is waited for.
+        patient: Wait as long for an address that cannot be reached at all.
+
+    Raises:
+        ContextError: Nobody does; the text has the address, the interface and what to do next.
+    """
+    begin = time.monotonic()
+    hopeless_since: float | None = None
+    said = False
+    pause_s = 0.02
+    while True:
+        error = _attempt(host, port, limit_s)
+        if error is None:
+            return
+        now = time.monotonic()
+        if isinstance(error, (ConnectionRefusedError, ConnectionResetError)):
+            hopeless_since = None
+        elif hopeless_since is None:
+            hopeless_since = max(now - _TRY_S, begin)
+        hopeless = hopeless_since is not None and not patient and now - hopeless_since > min(_HOPELESS_S, limit_s)
+        if hopeless or now - begin > limit_s:
+            raise ContextError(
+                message(
+                    f"{who} cannot reach {host}:{port}",
+                    found=f"{_words(error)}, for {now - begin:.0f} s, from {interface_to(host)}",
+                    expected="the first rank or node listens there, and no firewall stands between",
+                    fix=f"weft doctor --rdzv {host}:{port}; check the name and the port; "
+                    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface",
+                )
+            )
+        if not said and now - begin > min(_SAY_S, limit_s / 2):
+            said = True
+            logging.getLogger("weft").warning(
+                "%s waits for %s:%s (%s, from %s); next: weft doctor --rdzv %s:%s",
+                who, host, port, _words(error), interface_to(host), host, port,
+            )  # fmt: skip
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S)
+
+
+def _attempt(host: str, port: int, limit_s: float) -> OSError | None:
+    try:
+        with socket.create_connection((host, port), timeout=min(_TRY_S, limit_s)):
+            return None
+    except OSError as error:
+        return error
+
+
+def _words(error: OSError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    return str(error.strerror or error) or type(error).__name__
+
+
+def is_here(host: str) -> bool:
+    """Whether this machine has the address of `host`."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def interface_to(host: str | None = None) -> str:
+    """The interface and address from which this machine speaks to `host`, or to others; nothing is sent."""
+    target = "192.0.2.1"  # an address kept for documentation
+    if host is not None:
+        with contextlib.suppress(OSError):
+            target = socket.gethostbyname(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return "no way out of this machine"
+        address = str(probe.getsockname()[0])
+        return " ".join(filter(None, [_name_of(address, probe), address]))
+
+
+def _name_of(address: str, probe: socket.socket) -> str:
+    """Name of the interface that has an address; "" where that cannot be known."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    import fcntl  # noqa: PLC0415  (not on every system)
+
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
