@@ -7,7 +7,6 @@ large one is then gathered from where it lies to where it stays; if they differ,
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import struct
@@ -75,7 +74,7 @@ def exchange_columns(
         sent = sum(part.numel() for part in parts)
         head = _head(structure, kinds, len(ids), room, text, 1 if failed is None else 3, sent)
     else:
-        head = _head_of_tensors(structure, kinds, len(ids), room)
+        head = _head_of_tensors(structure, kinds, len(ids), room, world)
     tensors = [ids, *(one for one in columns if isinstance(one, torch.Tensor))]
     pieces = [head.dims, *(one.contiguous().view(-1).view(torch.uint8) for one in tensors), head.text, *parts]
     chosen = range(len(pieces)) if head.words[5] <= room else head.chosen
@@ -118,10 +117,16 @@ def _head(structure: str, kinds: Kinds, count: int, room: int, text: bytes, flag
     return _Head(words, raw, values, sent_dims, _bytes_tensor(text), tuple(chosen))
 
 
-@functools.lru_cache(maxsize=32)
-def _head_of_tensors(structure: str, kinds: Kinds, count: int, room: int) -> _Head:
-    # The ranks may differ: a column of rows of one shape here, of several there. So each tells its kinds.
-    return _head(structure, kinds, count, room, json.dumps(_described(kinds)).encode(), 0, 0)
+def _head_of_tensors(structure: str, kinds: Kinds, count: int, room: int, world: World) -> _Head:
+    """The head where all columns are tensors: made once for batches of one shape."""
+    key = (kinds, count)
+    known: tuple[object, Any] = world.heads.get(structure, (None, None))
+    if known[0] != key:
+        # The ranks may differ: a column of rows of one shape here, of several there. So each tells its kinds.
+        known = key, _head(structure, kinds, count, room, json.dumps(_described(kinds)).encode(), 0, 0)
+        world.heads[structure] = known
+    head: _Head = known[1]
+    return head
 
 
 def _described(kinds: Kinds) -> list[list[str | int] | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -253,8 +252,7 @@ class ShardedLoader(Extension[T]):
         indices = self.__dict__.get("weft_indices")
         if indices is not None:  # workers that stay go on reading it
             indices.seed, indices.reading, indices.given = self.weft_reading.seed, stretches, given
-        kind: Any = type(self)
-        if _has_own_state(kind):
+        if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
         return iter(super().__iter__())
 
@@ -417,7 +415,6 @@ def _rest(todo: tuple[Stretch, ...], steps: int, plan: Plan) -> tuple[Stretch, .
     return (*todo[:-1], todo[-1]._replace(start=todo[-1].start + steps * plan.per_step))
 
 
-@functools.cache
 def _has_own_state(cls: type[Any]) -> bool:
     """Whether the user's class of loader had a state before weft gave it one (torchdata's has)."""
     owners = [base for base in cls.__mro__ if "load_state_dict" in vars(base)]
