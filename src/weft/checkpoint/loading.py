@@ -226,14 +226,14 @@ class Loading:
     def _random(self) -> Callable[[], None]:
         ranks, ctx = self.manifest.ranks, self._ctx
         if len(ranks) != ctx.world_size:
-            return drawn_state(ctx.seed, self.manifest.step, ctx.rank)
-        return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx.device)
+            return drawn_state(self.manifest.step, ctx)
+        return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx)
 
     # -- putting in place ------------------------------------------------------------------------
 
     def load_objects(self) -> None:
         """Give all objects but the weights their state; `undo` takes it back."""
-        self._undo.callback(prepare_random_state(random_state(self._ctx.device), self._ctx.device))
+        self._undo.callback(prepare_random_state(random_state(self._ctx), self._ctx))
         for key, loaded in self._loaded.items():
             obj = self._state.objects[key]
             try:
@@ -299,6 +299,7 @@ class Loading:
                 names = {id(p): plain_name(name) for name, p in obj.named_parameters()}
                 full = {own: f"{key}/{names[id(p)]}" for own, p in part.named_parameters()}
                 offer.parameters_changed({own: self._live.tensors[n] for own, n in full.items() if n in self._tensors})
+        self._ctx.engine.relay(self._state.objects.values())
         if self._set_random is not None:
             self._set_random()
 
