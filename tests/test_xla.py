@@ -1,7 +1,7 @@
 """XLA under the plain loop: numbers against plain torch, what is compiled, where tensors lie, and what is refused.
 
-Real torch-xla on CPUs, as `pytest -m xla` with the extra `xla` installed. Whether several devices are one mesh is decided
-once per process, so tests/xla_cases.py runs in processes of its own: one device, and a mesh of four.
+Real torch-xla on CPUs, as `pytest -m xla` with the extra `xla` installed. Whether several devices are one mesh is
+decided once per process, so tests/xla_cases.py runs in processes of its own: one device, and a mesh of four.
 """
 
 import json
@@ -133,8 +133,8 @@ def test_averages_of_weights_are_those_of_plain_torch(single):
 
 @xla
 @pytest.mark.timeout(300)
-def test_a_mesh_after_the_first_tensor_is_refused(single):
-    error = single("late")["error"]
+def test_a_mesh_after_the_first_tensor_is_refused():
+    error = _cases("late", CPU_NUM_DEVICES="4")["late_mesh"]["error"]
     assert "comes too late" in error and "found:    a device of XLA is in use already" in error
 
 
@@ -264,3 +264,38 @@ def test_another_torch_is_refused_before_anything_is_imported(tmp_path):
 
     assert f"found:    torch-xla 1.13.1 and torch {torch.__version__.split('+')[0]}" in done.stdout, done.stderr
     assert "MissingExtra" in done.stdout and "not imported" in done.stdout
+
+
+# -- torch_tpu: its device is one of torch's own -----------------------------------------------------------
+
+TPU = """
+import torch, torch.distributed as dist, weft
+from weft.engines import TorchEngine, engine_for
+
+try:
+    weft.start(device="tpu")
+except weft.MissingExtra as error:
+    print(error)
+
+# What torch_tpu tells torch on import, without the device itself.
+torch.utils.rename_privateuse1_backend("tpu")
+dist.Backend.register_backend("tpu_dist", lambda *arguments: None, devices=["tpu"])
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda: torch.device("tpu")
+torch.accelerator.device_count = lambda: 4
+engine = engine_for("tpu")
+print(type(engine) is TorchEngine)
+print([str(engine.device(request, 5, 8)) for request in ("tpu", "tpu:3", None)], engine.backend(torch.device("tpu", 1)))
+print(engine.on_mesh((("data", 8),), ("data",), torch.device("tpu", 1), 8)[1], engine.refusal(torch.float16))
+"""
+
+
+def test_a_tpu_of_torch_tpu_takes_the_engine_of_torch():
+    """As far as that can be seen without a TPU: which device, which backend."""
+    done = _run(["-c", TPU], limit_s=60)
+    assert "fix:      pip install torch_tpu" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-3:] == [
+        "True",
+        "['tpu:1', 'tpu:3', 'tpu:1'] cpu:gloo,tpu:tpu_dist",
+        "(('data', 8),) None",
+    ], done.stdout + done.stderr
