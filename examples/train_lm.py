@@ -147,6 +147,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
 
     last = evaluate(model, held_out, ctx)
     model, ctx = weft.plain(model, ctx, rebind=optimizer)  # whole parameters on every rank, whatever the strategy was
+    model = model.cpu()
     if log is not None:
         write(log, options.steps, held_out_loss=last)
         log.close()

@@ -55,6 +55,7 @@ def mesh():
 def _agrees(found, tolerance=1e-5):
     assert found["steps"] == 20
     assert found["weights"] < tolerance and found["losses"] < tolerance, found
+    assert found["executed"] == 20, "a graph per step, whatever the number of micro-batches"
 
 
 # -- one device ----------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_twenty_steps_on_one_device_are_those_of_plain_torch(single, name):
 @pytest.mark.timeout(300)
 def test_clip_grads_and_recompute_in_bf16_agree_too(single):
     assert single("clipping")["by weft"] < 1e-5
-    assert single("recompute")["bf16"] < 0.02
+    assert single("recompute")["bf16"] == pytest.approx(single("bf16")["weights"], abs=1e-5)
 
 
 @xla
@@ -143,11 +144,15 @@ def test_a_mesh_after_the_first_tensor_is_refused():
 
 @xla
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", ["replicate", "accumulation", "uneven_batch", "clipping", "recompute", "whole_tensors"]
-)
+@pytest.mark.parametrize("name", ["replicate", "accumulation", "uneven_batch", "clipping", "recompute"])
 def test_twenty_steps_on_four_devices_are_those_of_plain_torch(mesh, name):
     _agrees(mesh(name))
+
+
+@xla
+@pytest.mark.timeout(300)
+def test_an_optimizer_of_whole_tensors_steps_on_shards(mesh):
+    assert mesh("whole_tensors")["weights"] < 1e-5  # Adafactor looks at values, so that a step is more than one graph
 
 
 @xla

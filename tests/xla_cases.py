@@ -111,6 +111,15 @@ def counted():
     return 0 if found is None else found[0]
 
 
+def executed():
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    xm.wait_device_ops()
+    found = (metrics.metric_data(name) for name in ("ExecuteTime", "ExecuteReplicatedTime"))
+    return sum(0 if data is None else data[0] for data in found)
+
+
 def on_xla(loader, *, steps=1, policy=None, recompute=False, strategy=None, clip=None, optimizer=adamw, mesh=None):
     """The same with weft; also how many graphs were compiled by each step."""
     compiles = []
@@ -132,20 +141,23 @@ def on_xla(loader, *, steps=1, policy=None, recompute=False, strategy=None, clip
             weft.to_device(model, ctx)
         model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=steps)
         cut = None if clip is None else lambda model: clip(model, ctx)
+        before = executed()
         losses = train(model, early, windows, clip=cut, seen=lambda: compiles.append(counted()))
+        compiles.append(executed() - before)
         assert model.back.weight is model.blocks[0][0].weight
         assert list(model.state_dict()) == list(net().state_dict())
-    return losses, model, early, compiles
+    return losses, model, early, compiles[:-1], compiles[-1]
 
 
 def compared(loader, *, steps=1, clip=None, plain_clip=None, optimizer=adamw, **options):
-    losses, model, _, compiles = on_xla(loader, steps=steps, clip=clip, optimizer=optimizer, **options)
+    losses, model, _, compiles, executions = on_xla(loader, steps=steps, clip=clip, optimizer=optimizer, **options)
     expected, reference = plain(loader, steps, plain_clip, optimizer)
     return {
         "steps": len(losses),
         "weights": difference(model, reference),
         "losses": apart(losses, expected),
         "compiled after step 2": compiles[-1] - compiles[1],
+        "executed": executions,
         "compiled by step": [b - a for a, b in itertools.pairwise(compiles)],
     }
 
@@ -285,17 +297,18 @@ def single_averages():
         loader, ctx = weft.shard_data(data(5), ctx)
         model, ctx = weft.replicate(net(), ctx)
         optimizer = adamw(model)
-        model, optimizer, ctx = weft.average_weights(model, optimizer, ctx, decay=0.5)
-        train(model, optimizer, ([batch] for batch in loader))
+        model, ctx = weft.average_weights(model, ctx, decay=0.5)
+        averages = weft.averages(model)
+        train(model, optimizer, ([batch] for batch in loader), seen=averages.update)
         with weft.averages(model).swapped():
             found = [p.detach().cpu() for p in model.parameters()]
     reference, ctx = net(), weft.local()
     optimizer = adamw(reference)
-    reference, optimizer, ctx = weft.average_weights(reference, optimizer, ctx, decay=0.5)
-    train(reference, optimizer, windows_of(data(5), 1))
+    reference, ctx = weft.average_weights(reference, ctx, decay=0.5)
+    train(reference, optimizer, windows_of(data(5), 1), seen=weft.averages(reference).update)
     with weft.averages(reference).swapped():
         pairs = zip(found, reference.parameters(), strict=True)
-        return {"weights": max(float((a - b).abs().max()) for a, b in pairs)}
+        return {"weights": max(float((a - b.detach()).abs().max()) for a, b in pairs)}
 
 
 def late_mesh():
@@ -322,7 +335,7 @@ def mesh_uneven_batch():
 
 
 def _cut(strategy, mesh=None, **options):
-    losses, model, optimizer, compiles = on_xla(data(STEPS), strategy=strategy, mesh=mesh, **options)
+    losses, model, optimizer, compiles, _ = on_xla(data(STEPS), strategy=strategy, mesh=mesh, **options)
     expected, reference = plain(data(STEPS))
     return {
         "weights": difference(model, reference),

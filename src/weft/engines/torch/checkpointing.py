@@ -26,7 +26,7 @@ from weft.engines.options import RecomputeOptions
 from weft.engines.torch.calls import Removable, around_methods, arounds
 from weft.errors import ContractError, listed, message
 
-__all__ = ["Checkpoint", "Recomputed", "already_recomputed", "moves_statistics_twice", "saved_ops"]
+__all__ = ["Checkpoint", "Recomputed", "already_recomputed", "moves_statistics_twice", "no_cached_casts", "saved_ops"]
 
 # Composite operations, by what they come down to below autograd; those a version of torch lacks are left out.
 _GROUPS = {
@@ -87,7 +87,7 @@ class Checkpoint:
 
         if compiling or "context_fn" not in self._settings:
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
-        with _no_cached_casts():
+        with no_cached_casts():
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class Checkpoint:
 
 
 @contextlib.contextmanager
-def _no_cached_casts() -> Iterator[None]:
+def no_cached_casts() -> Iterator[None]:
     """Let autocast cast weights at each use: both runs must do the same operations to pair them up."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -95,14 +95,11 @@ def mark(lib: Library, mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
     """Lay a tensor out; nothing happens if it is so already."""
     layout = mesh.get_op_sharding(plan)
     values = tensor.detach()
-    if lib.native._get_xla_sharding_spec(values) == _NOT_YET:
+    try:
         lib.native._xla_mark_sharding(values, layout)
-    else:
+    except RuntimeError:  # it has another layout, which has to go first
         lib.native._xla_clear_sharding(values)
         lib.native._xla_mark_sharding(values, layout)
-
-
-_NOT_YET = ""
 
 
 def batch_plan(shape: Sequence[int], axes: Sequence[str], num_devices: int) -> Plan:

@@ -61,8 +61,9 @@ def library() -> Library:
         finally:
             logging.root.handlers[:] = handlers
     names = ("torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.distributed.spmd")
-    found: list[Any] = [importlib.import_module(name) for name in names]
-    return Library(*found, native=found[0]._XLAC)
+    package, model, runtime, spmd = (importlib.import_module(name) for name in names)
+    native: Any = package._XLAC
+    return Library(package, model, runtime, spmd, native)
 
 
 def check_versions() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.engines.options import RecomputeOptions
 from weft.engines.torch.calls import Removable, around_methods
-from weft.engines.torch.checkpointing import Checkpoint
+from weft.engines.torch.checkpointing import Checkpoint, no_cached_casts
 from weft.errors import ContractError, message
 from weft.nested import tensors
 
@@ -70,7 +70,9 @@ class _CheckpointOnXla(Checkpoint):
         device = trained[0].device if trained else next(t for value in given for t in tensors(value)).device
         entry = torch.zeros((), device=device, requires_grad=True)
         checkpoint: Any = importlib.import_module("torch_xla.utils.checkpoint").checkpoint
-        return checkpoint(run, entry, *given, **self._settings)
+        # A cast of a weight that the first run, without gradients, has cached would be used outside of the block too.
+        with no_cached_casts():
+            return checkpoint(run, entry, *given, **self._settings)
 
     def _check_flat(self, verb: str, others: list[Any], *, only_with_gradient: bool = False) -> None:
         """Raise if tensors are hidden in other values: they would get no gradient, in silence."""
