@@ -67,11 +67,14 @@ def forget_groups() -> None:
     the same ranks, whose groups are gone.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug  # noqa: PLC0415  (see above)
+        from torch.distributed.tensor import DTensor, debug  # noqa: PLC0415  (see above)
 
-        # The first is torch 2.13's and clears two memories, the other is older and there is one.
+        # The first is torch 2.13's and clears two memories, the other is older and there is one; 2.9 has neither.
         clear: Any = getattr(debug, "_clear_sharding_prop_cache", None) or getattr(
             debug, "_clear_python_sharding_prop_cache", None
         )
+        memory: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        if clear is None and hasattr(memory, "cache"):
+            clear = memory.cache.cache_clear
         if clear is not None:
             clear()
