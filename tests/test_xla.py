@@ -14,7 +14,15 @@ import pytest
 
 CASES = Path(__file__).with_name("xla_cases.py")
 HERE = {"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2"}
-xla = pytest.mark.xla
+
+
+def on(group):
+    """A test of a process that takes a minute; with pytest-xdist and --dist=loadgroup one worker starts it."""
+
+    def marked(test):
+        return pytest.mark.xla(pytest.mark.timeout(300)(pytest.mark.xdist_group(group)(test)))
+
+    return marked
 
 
 def _run(arguments, *, limit_s=280, **more):
@@ -61,29 +69,25 @@ def _agrees(found, tolerance=1e-5):
 # -- one device ----------------------------------------------------------------------------------------
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 @pytest.mark.parametrize("name", ["plain", "accumulation", "ragged_batch", "clipping", "recompute"])
 def test_twenty_steps_on_one_device_are_those_of_plain_torch(single, name):
     _agrees(single(name))
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_clip_grads_and_recompute_in_bf16_agree_too(single):
     assert single("clipping")["by weft"] < 1e-5
     assert single("recompute")["bf16"] == pytest.approx(single("bf16")["weights"], abs=1e-5)
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_bf16_is_near_and_not_the_same(single):
     found = single("bf16")
     assert 1e-6 < found["weights"] < 0.02 and found["losses"] < 0.02
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 @pytest.mark.parametrize(
     ("name", "most"),
     [("plain", 0), ("accumulation", 1), ("ragged_batch", 1), ("bf16", 0), ("clipping", 0), ("recompute", 0)],
@@ -94,29 +98,25 @@ def test_nothing_is_compiled_after_the_second_step_but_a_shorter_last_window(sin
     assert sum(found["compiled by step"][1:-1]) == 0, found["compiled by step"]
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_a_schedule_and_an_evaluation_compile_once(single):
     assert single("schedule")["compiled after step 2"] == 0 and single("schedule")["weights"] < 1e-5
     assert single("evaluation")["compiled"] == 0 and single("evaluation")["losses"] < 1e-5
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_dropout_drops_the_same_in_the_second_run(single):
     found = single("recompute_draws_the_same")
     assert found["gradients"] < 1e-6 < found["some"]
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_seeds_reach_the_device(single):
     # torch.manual_seed does not: that is torch-xla's, and told in docs/xla.md
     assert single("seeds") == {"case": "single_seeds", "same": True, "manual_seed": False, "other": False}
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_what_xla_cannot_do_is_refused_with_the_reason(single):
     found = single("precisions")
     for policy in ("fp16", "fp16-true"):
@@ -126,14 +126,12 @@ def test_what_xla_cannot_do_is_refused_with_the_reason(single):
     assert "recompute: save cannot be used on xla" in found["save"]
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_averages_of_weights_are_those_of_plain_torch(single):
     assert single("averages")["weights"] < 1e-5
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("single")
 def test_a_mesh_after_the_first_tensor_is_refused():
     error = _cases("late", CPU_NUM_DEVICES="4")["late_mesh"]["error"]
     assert "comes too late" in error and "found:    a device of XLA is in use already" in error
@@ -142,21 +140,18 @@ def test_a_mesh_after_the_first_tensor_is_refused():
 # -- a mesh of four --------------------------------------------------------------------------------------
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 @pytest.mark.parametrize("name", ["replicate", "accumulation", "uneven_batch", "clipping", "recompute"])
 def test_twenty_steps_on_four_devices_are_those_of_plain_torch(mesh, name):
     _agrees(mesh(name))
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 def test_an_optimizer_of_whole_tensors_steps_on_shards(mesh):
     assert mesh("whole_tensors")["weights"] < 1e-5  # Adafactor looks at values, so that a step is more than one graph
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 @pytest.mark.parametrize(
     ("name", "parameters"), [("fully_shard", 0.25), ("replica_and_shard", 0.5)], ids=["one axis", "two axes"]
 )
@@ -167,8 +162,7 @@ def test_each_device_holds_its_part(mesh, name, parameters):
     assert found["compiled after step 2"] == 0
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 @pytest.mark.parametrize(("stage", "parameters"), [(1, 1.0), (2, 0.25), (3, 0.25)])
 def test_zero_partition_cuts_the_state(mesh, stage, parameters):
     found = mesh("zero")[f"stage {stage}"]
@@ -176,8 +170,7 @@ def test_zero_partition_cuts_the_state(mesh, stage, parameters):
     assert found["parameters"] == [parameters] * 4 and found["state"] == [0.25] * 4
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 def test_windows_on_a_mesh_compile_no_more(mesh):
     found = mesh("accumulation")
     assert found["compiled after step 2"] <= 1 and sum(found["compiled by step"][1:-1]) == 0
@@ -185,8 +178,7 @@ def test_windows_on_a_mesh_compile_no_more(mesh):
     assert mesh("clipping")["by weft"] < 1e-5
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 def test_values_are_whole_for_who_looks_at_them(mesh):
     found = mesh("values")
     assert found["facts"] == [1, 1, [["data", 1]], [["data", 4]]]
@@ -194,15 +186,13 @@ def test_values_are_whole_for_who_looks_at_them(mesh):
     assert found["gradients"] < 1e-6 and found["denominator"] == 8.0
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 def test_modules_on_meta_and_weights_from_files(mesh):
     assert mesh("on_meta")["equal"] and mesh("on_meta")["cut"] == [0.25] * 4
     assert mesh("weights")["weights"] == 0 and mesh("weights")["cut"] == [0.25] * 4
 
 
-@xla
-@pytest.mark.timeout(300)
+@on("mesh")
 def test_a_module_that_torch_has_cut_is_refused(mesh):
     for error in (mesh("fsdp2")["error"], mesh("fsdp2")["placing"]):
         assert "FSDP2 does not work there" in error or "sharded or replicated already" in error
@@ -212,15 +202,20 @@ def test_a_module_that_torch_has_cut_is_refused(mesh):
 # -- checkpoints -------------------------------------------------------------------------------------------
 
 
-@xla
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", ["single", "mesh"])
-def test_checkpoints_are_the_same_bits_on_both_engines(request, world):
-    found = request.getfixturevalue(world)("checkpoints")
+def _same_bits(found):
     assert found["step"] == 4
     assert found["from torch"] and found["to torch"] and found["goes on"], found
-    if world == "mesh":
-        assert found["parameters"] == found["state"] == [0.25] * 4
+
+
+@on("single")
+def test_checkpoints_are_the_same_bits_on_both_engines(single):
+    _same_bits(single("checkpoints"))
+
+
+@on("mesh")
+def test_checkpoints_are_the_same_bits_on_a_mesh_and_cut_after_loading(mesh):
+    _same_bits(mesh("checkpoints"))
+    assert mesh("checkpoints")["parameters"] == mesh("checkpoints")["state"] == [0.25] * 4
 
 
 # -- refused before anything could crash -------------------------------------------------------------------
@@ -237,8 +232,7 @@ print("imported" if "torch_xla" in sys.modules else "not imported")
 RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
 
 
-@xla
-@pytest.mark.timeout(120)
+@on("single")
 def test_several_processes_on_cpus_are_refused():
     done = _run(["-c", START], limit_s=100, **RANKS)
     assert "ContextError" in done.stdout and "found:    2 processes, PJRT_DEVICE=CPU" in done.stdout, done.stderr
