@@ -133,11 +133,13 @@ def ignored_in(what: str, module: nn.Module, chosen: Selection | None) -> tuple[
 
     Before torch 2.13 also integers.
     """
-    integers = torch.__version__ >= (2, 13)  # can be cut
+    integers = torch.__version__ >= "2.13"  # can be cut
     parts = () if chosen is None else select(f"{what}: ignored", module, chosen).values()
     whole = {id(p) for part in parts for p in part.parameters()}
     return tuple(
-        name for name, p in module.named_parameters() if id(p) in whole or not p.dim() or _is_integer(p) > integers
+        name
+        for name, p in module.named_parameters()
+        if id(p) in whole or not p.dim() or (_is_integer(p) and not integers)
     )
 
 

@@ -235,7 +235,7 @@ def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> 
 
 
 def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
-    rounds = torch.__version__ < (2, 10) and any(map(shards.is_sharded, module.parameters()))
+    rounds = torch.__version__ < "2.10" and any(map(shards.is_sharded, module.parameters()))
     # Of some modules torch sees no gradients; torch 2.9 takes the norm of shards in float32.
     if ctx is not None and (offered(module, KeepsParameters) or rounds):
         clip_grads(module, ctx, max_norm=job.clip)
