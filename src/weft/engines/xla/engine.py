@@ -244,7 +244,14 @@ class XlaEngine(TorchEngine):
     def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Raise if this is no random state of XLA."""
         if state.shape != (8,):
-            raise ValueError(f"{state.numel()} bytes as the random state of xla, which has 8")
+            raise ValueError(
+                message(
+                    "this is no random state of xla",
+                    found=f"{state.numel()} bytes",
+                    expected="8 bytes: the one number that XLA draws from",
+                    fix="weft.checkpointable(objects, ctx, rng=False)",
+                )
+            )
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Go on from a random state."""
