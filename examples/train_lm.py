@@ -148,6 +148,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
 
     last = evaluate(model, held_out, ctx)
     model, ctx = weft.plain(model, ctx, rebind=optimizer)  # whole parameters on every rank, whatever the strategy was
+    model = model.cpu()
     weft.log({"held_out_loss": last}, options.steps, ctx, trackers)
     if ctx.is_main:
         weft.reporting.write_report(options.out)
@@ -197,6 +198,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per optimizer step")
     parser.add_argument("--strategy", default="replicate", choices=("replicate", "fully_shard", *STAGES))
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
+    parser.add_argument("--device", help="cpu, cuda, xla, ...; default: what torch finds")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
@@ -211,5 +213,6 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with weft.start() as ctx:
-        main(parse(), ctx)
+    options = parse()
+    with weft.start(device=options.device) as ctx:
+        main(options, ctx)

@@ -19,27 +19,29 @@ torch.manual_seed(0)  # parameters of tests that are drawn are the same in all w
 
 
 def pytest_collection_modifyitems(config, items):
-    """Two suites of their own: `pytest -m slow`, and `pytest -m deepspeed` with the extra installed."""
+    """Suites of their own: `pytest -m slow`; `pytest -m deepspeed` and `pytest -m xla` with the extra installed."""
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
-    if importlib.util.find_spec("deepspeed") is None:
-        reason = "needs the extra deepspeed"
-    elif "deepspeed" not in config.option.markexpr:
-        reason = "in a suite of its own: pytest -m deepspeed"
-    else:
-        return
-    for item in items:
-        if item.get_closest_marker("deepspeed"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    for name, package in (("deepspeed", "deepspeed"), ("xla", "torch_xla")):
+        if importlib.util.find_spec(package) is None:
+            reason = f"needs the extra {name}"
+        elif name not in config.option.markexpr:
+            reason = f"in a suite of its own: pytest -m {name}"
+        else:
+            continue
+        for item in items:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _state():
     return {
-        "environment": dict(os.environ),
+        # torch 2.9 sets one of these when it compiles for the first time
+        "environment": {name: text for name, text in os.environ.items() if not name.startswith("TORCHINDUCTOR_")},
         "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
+        "default device": torch.empty(0).device,
         "gradients": torch.is_grad_enabled(),
         "torch threads": torch.get_num_threads(),
         "threads": sorted(t.name for t in threading.enumerate() if not t.daemon),

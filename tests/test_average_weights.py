@@ -362,6 +362,10 @@ def _ranks(ctx, how, decay):
     model, ctx = weft.average_weights(model, ctx, decay=decay)
     averages = weft.averages(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model(_x(9))  # torch 2.9 lays shards out anew in the first forward pass
+    for part in model.modules():
+        if how == "sharded" and hasattr(part, "reshard"):
+            part.reshard()
     pointers = [(p.to_local() if how == "sharded" else p).data_ptr() for p in model.parameters()]
     outputs = []
     for step in range(4):

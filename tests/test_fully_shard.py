@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.engines.torch.shards import groups_of
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 
@@ -1005,7 +1006,7 @@ def _reduces_in(ctx):
         policy = weft.Precision(compute=torch.bfloat16, output=torch.float32, reduce=dtype)
         model, here = weft.with_precision(model, ctx, policy)
         model, here = weft.fully_shard(model, here, ignored="head")
-        group = model._get_fsdp_state()._fsdp_param_groups[0]
+        (group,) = groups_of(model)
         with CommDebugMode():
             _loss(model, _x().float()).backward()
         found.append((group._reduce_dtype, next(model.parameters()).dtype, model.head.weight.grad.dtype))

@@ -257,7 +257,7 @@ def _state():
         "folder": str(Path.cwd()),
         "path": list(sys.path),
         "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
+        "device": torch.empty(0).device,
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "autocast": torch.is_autocast_enabled("cpu"),

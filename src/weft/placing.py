@@ -57,7 +57,7 @@ def place_module(what: str, module: nn.Module, ctx: DistContext) -> None:
     """
     check_place(what, module, ctx)
     if any(not _same(tensor.device, ctx.device) for _, tensor in _named_tensors(module)):
-        module.to(ctx.device)
+        ctx.engine.place(module, ctx.device)
 
 
 def check_place(what: str, module: nn.Module, ctx: DistContext) -> None:

@@ -211,6 +211,7 @@ def set_seed(
     random.seed(seeds.python)
     np.random.seed(seeds.numpy)
     torch.manual_seed(seeds.torch)
+    ctx.engine.seed(ctx.device, seeds.torch)
     if not deterministic:
         return Seeded(seeds, None)
     before = (

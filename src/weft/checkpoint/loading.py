@@ -244,14 +244,14 @@ class Loading:
     def _random(self) -> Callable[[], None]:
         ranks, ctx = self.manifest.ranks, self._ctx
         if len(ranks) != ctx.world_size or ranks[ctx.rank].get("rng", {}) is None:  # imported from elsewhere
-            return drawn_state(ctx.seed, self.manifest.step, ctx.rank)
-        return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx.device)
+            return drawn_state(self.manifest.step, ctx)
+        return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx)
 
     # -- putting in place ------------------------------------------------------------------------
 
     def load_objects(self) -> None:
         """Give all objects but the weights their state; `undo` takes it back."""
-        self._undo.callback(prepare_random_state(random_state(self._ctx.device), self._ctx.device))
+        self._undo.callback(prepare_random_state(random_state(self._ctx), self._ctx))
         for key, loaded in self._loaded.items():
             obj = self._state.objects[key]
             try:
@@ -316,6 +316,7 @@ class Loading:
             if isinstance(obj, nn.Module):
                 names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
                 tell_keepers(obj, {one: self._live.tensors[n] for one, n in names.items() if n in self._tensors})
+        self._ctx.engine.relay(self._state.objects.values())
         if self._set_random is not None:
             self._set_random()
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.context import DistContext
 from weft.errors import CheckpointError, message
 
 __all__ = ["drawn_state", "numpy_state", "prepare_random_state", "python_state", "random_state", "to_hex"]
@@ -18,7 +19,7 @@ __all__ = ["drawn_state", "numpy_state", "prepare_random_state", "python_state",
 _KEYS = 624  # words of a Mersenne twister
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(ctx: DistContext) -> dict[str, Any]:
     """The random states of this rank, as JSON."""
     version, numbers, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
@@ -27,8 +28,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": [str(kind), to_hex(keys, "<u4"), int(place), int(has_gauss), float(cached)],
         "torch": to_hex(torch.get_rng_state()),
     }
-    if device.type != "cpu":
-        found[device.type] = to_hex(torch.get_device_module(device).get_rng_state(device).cpu())
+    state = ctx.engine.rng_state(ctx.device)
+    if state is not None:
+        found[ctx.device.type] = to_hex(state)
     return found
 
 
@@ -65,12 +67,13 @@ def numpy_state(kind: str, keys: str, place: int, has_gauss: int, cached: float)
     return kind, words, place, int(has_gauss), float(cached)
 
 
-def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
+def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable[[], None]:
     """Check random states without setting them; call the result to go on from them.
 
     Raises:
         CheckpointError: One of them is not what it should be.
     """
+    device, engine = ctx.device, ctx.engine
     try:
         python, numpy = python_state(*found["python"]), numpy_state(*found["numpy"])
         cpu = _state(found["torch"])
@@ -79,7 +82,7 @@ def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Call
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(cpu)
         if other is not None:
-            torch.Generator(device).set_state(other)
+            engine.check_rng_state(device, other)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             message(
@@ -95,18 +98,19 @@ def prepare_random_state(found: Mapping[str, Any], device: torch.device) -> Call
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if other is not None:
-            torch.get_device_module(device).set_rng_state(other, device)
+            engine.set_rng_state(device, other)
 
     return apply
 
 
-def drawn_state(seed: int, step: int, rank: int) -> Callable[[], None]:
+def drawn_state(step: int, ctx: DistContext) -> Callable[[], None]:
     """New random states for a rank that did not save one; a function of seed, step and rank."""
-    number = zlib.crc32(f"{seed} {step} {rank}".encode())
+    number = zlib.crc32(f"{ctx.seed} {step} {ctx.rank}".encode())
 
     def apply() -> None:
         random.seed(number)
         np.random.seed(number)
         torch.manual_seed(number)
+        ctx.engine.seed(ctx.device, number)
 
     return apply

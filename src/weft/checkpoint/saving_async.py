@@ -162,7 +162,7 @@ class _Saver:
     def staged(self, state: Checkpoint, ctx: DistContext) -> tuple[Outline, Staged]:
         """Read the state and copy what this rank writes."""
         brought, mine = outline(state, ctx)
-        return brought, self._staging.copy(mine, ctx.device, num_threads=num_threads(ctx))
+        return brought, self._staging.copy(mine, ctx.engine.host_of(ctx.device), num_threads=num_threads(ctx))
 
     def open_board(self, world: World) -> World:
         """The same ranks, for meetings of the next save; all ranks have ended the one before."""

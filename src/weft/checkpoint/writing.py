@@ -75,10 +75,11 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded(tensor))
         for name, tensor in content.tensors.items()
     }
-    of_rank: dict[str, Any] = {"rng": random_state(ctx.device)} if state.rng else {}
+    of_rank: dict[str, Any] = {"rng": random_state(ctx)} if state.rng else {}
     if content.generators:
         of_rank["generators"] = content.generators
-    return Outline(tensors=facts, same_as=content.same_as, values=content.values, blocks=blocks, of_rank=of_rank), mine
+    brought = Outline(tensors=facts, same_as=content.same_as, values=content.values, blocks=blocks, of_rank=of_rank)
+    return brought, ctx.engine.readable(mine)
 
 
 def _share(content: Content, ctx: DistContext) -> tuple[dict[str, torch.Tensor], dict[str, Block]]:

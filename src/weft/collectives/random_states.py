@@ -36,8 +36,6 @@ def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), so
         >>> import weft
         >>> weft.sync_rng(weft.local())
     """
-    device = ctx.device if ctx.device.type != "cpu" else None
-    accelerator: Any = None if device is None else torch.get_device_module(device)
     mine: dict[str, Any] | None = None
     if ctx.rank == source or ctx.world_size == 1:
         numpy: Any = np.random.get_state()
@@ -45,7 +43,7 @@ def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), so
             "python": random.getstate(),
             "numpy": [numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
             "torch": torch.default_generator.get_state(),
-            "device": None if accelerator is None else accelerator.get_rng_state(device),
+            "device": ctx.engine.rng_state(ctx.device),
             "generators": [generator.get_state() for generator in generators],
         }
     states = broadcast(mine, ctx, source=source)
@@ -55,7 +53,7 @@ def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), so
     random.setstate(states["python"])
     np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))
     torch.default_generator.set_state(states["torch"].cpu())
-    if accelerator is not None:
-        accelerator.set_rng_state(states["device"].cpu(), device)
+    if states["device"] is not None:
+        ctx.engine.set_rng_state(ctx.device, states["device"].cpu())
     for generator, state in zip(generators, states["generators"], strict=True):
         generator.set_state(state.cpu())

@@ -23,8 +23,7 @@ from weft.context.distcontext import DistContext
 from weft.context.reaching import interface_to, reach
 from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
 from weft.context.world import World, announce, exchange
-from weft.engines import Engine
-from weft.engines.torch import TorchEngine
+from weft.engines import Engine, engine_for
 from weft.errors import ContextError, message
 from weft.launchers import Topology, topology
 
@@ -98,14 +97,15 @@ def start(
     settings = resolve(arguments, os.environ, place.source, _file(config))
     if dist.is_available() and dist.is_initialized():
         return _adopted(dist.group.WORLD, None, settings, engine)
-    axes = mesh_axes(settings.mesh, settings.data_axes, place.world_size)
-    chosen = engine or TorchEngine()
+    chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, place.local_rank, place.world_size)
+    axes, data_axes = mesh_axes(settings.mesh, settings.data_axes, chosen.num_devices(place.world_size))
+    chosen, axes = chosen.on_mesh(axes, data_axes, where, place.world_size)
     chosen.select(where)
     world = World(ranks=range(place.world_size), rank=place.rank, timeout_s=settings.timeout_s)
     if place.world_size > 1:
         _connect(world, place, chosen, where, settings)
-    return _context(place, world, axes, chosen, where, settings)
+    return _context(place, world, (axes, data_axes), chosen, where, settings)
 
 
 def adopt(
@@ -209,10 +209,12 @@ def local(
         True
     """
     settings = resolve({"device": None if device is None else str(device), "seed": seed, "debug": debug}, {}, "local")
-    chosen = engine or TorchEngine()
+    chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, 0, 1)
+    axes, data_axes = mesh_axes(None, None, chosen.num_devices(1))
+    chosen, axes = chosen.on_mesh(axes, data_axes, where, 1)
     world = World(ranks=[0], rank=0, timeout_s=settings.timeout_s)
-    return _context(Topology(), world, mesh_axes(None, None, 1), chosen, where, settings)
+    return _context(Topology(), world, (axes, data_axes), chosen, where, settings)
 
 
 def launched() -> Topology:
@@ -270,7 +272,7 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
         rank=place.rank,
         world_size=place.world_size,
         timeout=limit,
-        device_id=device if device.type != "cpu" and device.index is not None else None,
+        device_id=device if device.type not in ("cpu", "xla") and device.index is not None else None,
     )
     world.group = dist.group.WORLD
     world.store = dist.PrefixStore("board", store)
@@ -315,11 +317,11 @@ def _adopted(
                 fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
             )
         )
-    chosen = engine or TorchEngine()
+    chosen = engine or engine_for(settings.device)
     _check_same_settings(group, settings)
     timeout_s = _timeout_of(group) or settings.timeout_s
     world = World(ranks=ranks, rank=ranks.index(me), group=group, timeout_s=timeout_s)
-    mesh = mesh_axes(axes or settings.mesh, settings.data_axes, world.size)
+    mesh = mesh_axes(axes or settings.mesh, settings.data_axes, chosen.num_devices(world.size))
     place = Topology(rank=world.rank, world_size=world.size)
     if world.size > 1:
         board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
@@ -329,7 +331,8 @@ def _adopted(
         announce(world)
         place = _place_by_hosts(world)
     where = chosen.device(settings.device, place.local_rank, place.world_size)
-    return _context(place, world, mesh, chosen, where, settings)
+    chosen, rank_axes = chosen.on_mesh(*mesh, where, world.size)
+    return _context(place, world, (rank_axes, mesh[1]), chosen, where, settings)
 
 
 def _place_by_hosts(world: World) -> Topology:
@@ -405,6 +408,9 @@ def _context(
         engine=engine,
         world=world,
     )
+    held = engine.begin(device, settings.seed)
+    if held is not None:
+        world.holders.add(held)
     if world.group is not None:
         ctx.agree(
             "start", {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}

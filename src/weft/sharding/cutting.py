@@ -35,7 +35,7 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
         request: What the user asked for.
 
     Returns:
-        What the engine offers to later transforms; None with one rank.
+        What the engine offers to later transforms; None with one rank and one device.
 
     Raises:
         AlreadyApplied: A part is sharded or replicated already.
@@ -76,7 +76,7 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
         place_module(what, module, ctx)
         if line.group is not None:
             ctx.engine.broadcast_state(module, line.group)
-    sharded = None
+    sharded: Any = None
     if line.world_size > 1:
         assert line.group is not None
         assert ctx.mesh is not None
@@ -93,8 +93,11 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
             make_real=None if source is None else source.make_real,
         )
         sharded = ctx.engine.shard(module, ctx.mesh[axes], line.group, options)
-    elif source is not None:
-        source.make_real(module)
+    else:
+        if source is not None:
+            source.make_real(module)
+            place_module(what, module, ctx)
+        sharded = ctx.engine.lay_out(module, axes, "all")
     exchange_parameters(module, ctx, old, request.rebind)
     return sharded
 

@@ -110,7 +110,7 @@ class Source:
                     torch.distributed.broadcast(tensor.detach(), group=self._line.group, group_src=0)
 
     def _real_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        device = self._ctx.device
+        device = self._ctx.engine.host_of(self._ctx.device)
         if id(tensor) not in self._real:
             values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
             real = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
@@ -123,7 +123,7 @@ class Source:
 
 def draw_values(part: nn.Module, name: str, ctx: DistContext) -> None:
     """Let a part draw its numbers: a function of the seed and its name, whatever was drawn before."""
-    device = ctx.device
+    device = ctx.engine.host_of(ctx.device)
     seed = zlib.crc32(name.encode()) ^ ctx.seed
     others = [] if device.type == "cpu" else [device]
     reset: Any = part.reset_parameters

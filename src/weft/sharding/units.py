@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from weft.errors import listed, message
@@ -128,7 +129,19 @@ def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]
 
 
 def ignored_in(what: str, module: nn.Module, chosen: Selection | None) -> tuple[str, ...]:
-    """Names of the parameters that stay whole: those asked for, and single numbers, which cannot be cut."""
+    """Names of the parameters that stay whole: those asked for, and single numbers, which cannot be cut.
+
+    Before torch 2.13 also integers.
+    """
+    integers = torch.__version__ >= "2.13"  # can be cut
     parts = () if chosen is None else select(f"{what}: ignored", module, chosen).values()
     whole = {id(p) for part in parts for p in part.parameters()}
-    return tuple(name for name, p in module.named_parameters() if id(p) in whole or not p.dim())
+    return tuple(
+        name
+        for name, p in module.named_parameters()
+        if id(p) in whole or not p.dim() or (_is_integer(p) and not integers)
+    )
+
+
+def _is_integer(parameter: nn.Parameter) -> bool:
+    return not (parameter.is_floating_point() or parameter.is_complex())

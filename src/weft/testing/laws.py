@@ -235,8 +235,10 @@ def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> 
 
 
 def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
-    if ctx is not None and offered(module, KeepsParameters):
-        clip_grads(module, ctx, max_norm=job.clip)  # torch sees no gradients
+    rounds = torch.__version__ < "2.10" and any(map(shards.is_sharded, module.parameters()))
+    # Of some modules torch sees no gradients; torch 2.9 takes the norm of shards in float32.
+    if ctx is not None and (offered(module, KeepsParameters) or rounds):
+        clip_grads(module, ctx, max_norm=job.clip)
     else:
         torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
     optimizer.step()
@@ -442,12 +444,13 @@ def _train_once(parts: Parts, job: Job, ctx: DistContext) -> None:
 
 def _process_state() -> dict[str, object]:
     return {
-        "environment": dict(os.environ),
+        # torch 2.9 sets one of these when it compiles for the first time
+        "environment": {name: text for name, text in os.environ.items() if not name.startswith("TORCHINDUCTOR_")},
         "torch random state": torch.get_rng_state().tolist(),
         "python random state": random.getstate(),
         "numpy random state": [np.asarray(part).tolist() for part in np.random.get_state()],
         "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
+        "default device": torch.empty(0).device,
         "gradients": torch.is_grad_enabled(),
         "torch threads": torch.get_num_threads(),
         "threads": threading.active_count(),

@@ -121,7 +121,8 @@ def _reset() -> None:
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled("cpu", False)  # noqa: FBT003
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("highest")
+    with warnings.catch_warnings(action="ignore"):  # torch 2.9 warns, whoever sets it
+        torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(mode=False)
 
 

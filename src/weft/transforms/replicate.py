@@ -90,7 +90,8 @@ def replicate(
     _check_module(module, ctx)
     if line.world_size == 1:
         place_module("replicate", module, ctx)
-        return module, ctx
+        laid = ctx.engine.lay_out(module, [name for name, _ in line.axes], "no")
+        return module, ctx if laid is None else ctx.offering(laid)
     world = ctx.require_collective("replicate")
     facts = {"bucket_bytes": bucket_bytes, "flat": flat, "unused": unused, "buffers": buffers, "methods": list(methods)}
     agree_on_parameters("replicate", module, ctx, facts)

@@ -280,6 +280,16 @@ def _check_device(precision: Precision, ctx: DistContext) -> None:
                 fix='model, ctx = weft.with_precision(model, ctx, "fp32")',
             )
         )
+    reasons = [ctx.engine.refusal(dtype) for dtype in (precision.compute, precision.param)]
+    for reason in filter(None, reasons):
+        raise ValueError(
+            message(
+                f"with_precision: {kind} cannot do this policy",
+                found=reason,
+                expected='"bf16", whose range is that of float32 and needs no scale',
+                fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+            )
+        )
 
 
 def _check_scalable(module: nn.Module, precision: Precision) -> None:

@@ -147,7 +147,12 @@ class Memory:
 
     def settle(self) -> None:
         """Bring what had values beside tensors on meta, such as buffers, to their device; tell FSDP2 of shards."""
-        device = self._ctx.device
+        device, engine = self._ctx.device, self._ctx.engine
+        if engine.host_of(device) != device:
+            if self._real:
+                engine.place(self._module, device)
+            engine.relay([self._module])
+            return
         for tensor in (*self._module.parameters(), *self._module.buffers()) if self._real else ():
             if not is_sharded(tensor) and tensor.device.type == "cpu" != device.type:
                 tensor.data = tensor.data.to(device)
@@ -158,7 +163,9 @@ class Memory:
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._real:
             dtype = self._dtypes.get(id(tensor), tensor.dtype)
-            made: torch.Tensor = torch.empty_like(tensor, dtype=dtype, device=self._ctx.device)
+            made: torch.Tensor = torch.empty_like(
+                tensor, dtype=dtype, device=self._ctx.engine.host_of(self._ctx.device)
+            )
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, tensor.requires_grad)
             vars(made).update(vars(tensor))

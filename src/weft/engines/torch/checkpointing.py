@@ -26,7 +26,7 @@ from weft.engines.options import RecomputeOptions
 from weft.engines.torch.calls import Removable, around_methods, arounds
 from weft.errors import ContractError, listed, message
 
-__all__ = ["Recomputed", "already_recomputed", "moves_statistics_twice", "saved_ops"]
+__all__ = ["Checkpoint", "Recomputed", "already_recomputed", "moves_statistics_twice", "no_cached_casts", "saved_ops"]
 
 # Composite operations, by what they come down to below autograd; those a version of torch lacks are left out.
 _GROUPS = {
@@ -57,14 +57,14 @@ class Recomputed:
             policy = list(options.save) if isinstance(options.save, tuple) else options.save
             settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
         for name, block in blocks.items():
-            around_methods(block, ["forward"], _Checkpoint(name, block, settings), self._removable)
+            around_methods(block, ["forward"], Checkpoint(name, block, settings), self._removable)
 
     def undo(self) -> None:
         """Let the blocks keep their activations again."""
         self._removable.remove()
 
 
-class _Checkpoint:
+class Checkpoint:
     """What is done around the forward of one block."""
 
     def __init__(self, name: str, block: nn.Module, settings: dict[str, Any]) -> None:
@@ -73,6 +73,7 @@ class _Checkpoint:
         self._settings = settings
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block, and let backward run it again."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         # What is compiled has no side effects in its second run, and keeps no Python state.
@@ -86,7 +87,7 @@ class _Checkpoint:
 
         if compiling or "context_fn" not in self._settings:
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
-        with _no_cached_casts():
+        with no_cached_casts():
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +125,7 @@ class _Checkpoint:
 
 
 @contextlib.contextmanager
-def _no_cached_casts() -> Iterator[None]:
+def no_cached_casts() -> Iterator[None]:
     """Let autocast cast weights at each use: both runs must do the same operations to pair them up."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -177,16 +178,14 @@ def already_recomputed(module: nn.Module) -> list[str]:
 
 def moves_statistics_twice(module: nn.Module) -> bool:
     """Whether norms with running statistics are in blocks that are run twice by `Recomputed`."""
-    blocks = [
-        part for part in module.modules() if any(isinstance(one, _Checkpoint) for one in arounds(part, "forward"))
-    ]
+    blocks = [part for part in module.modules() if any(isinstance(one, Checkpoint) for one in arounds(part, "forward"))]
     norms = [part for block in blocks for part in block.modules() if isinstance(part, _NormBase)]
     return any(True for norm in norms for _ in norm.buffers(recurse=False))
 
 
 def _is_checkpointed(part: nn.Module) -> bool:
     return (
-        any(isinstance(around, _Checkpoint) for around in arounds(part, "forward"))
+        any(isinstance(around, Checkpoint) for around in arounds(part, "forward"))
         # torch.distributed._composable.checkpoint, checkpoint_wrapper, and the switch of transformers
         or "checkpoint" in (_get_registry(part) or ())
         or any(cls.__name__ == "CheckpointWrapper" for cls in type(part).__mro__)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
-from weft.errors import ContextError, message
+from weft.errors import ContextError, MissingExtra, message
 
 __all__ = ["choose_device", "default_backend", "select_device"]
 
@@ -24,6 +26,7 @@ def choose_device(request: str | None, local_rank: int, world_size: int) -> torc
 
     Raises:
         ContextError: No such device here, or it cannot be used by several processes (MPS).
+        MissingExtra: A TPU is asked for, and torch_tpu, which tells torch of it, is not installed.
     """
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if request is None:
@@ -54,6 +57,8 @@ def choose_device(request: str | None, local_rank: int, world_size: int) -> torc
 
 
 def _parse(request: str) -> torch.device:
+    if request.partition(":")[0] == "tpu":
+        _load_tpu(request)
     try:
         return torch.device(request)
     except RuntimeError as error:
@@ -65,6 +70,24 @@ def _parse(request: str) -> torch.device:
                 fix='weft.start(device="cpu")',
             )
         ) from error
+
+
+def _load_tpu(request: str) -> None:
+    """Import torch_tpu, unless torch knows the device already."""
+    try:
+        torch.device("tpu")
+    except RuntimeError:
+        try:
+            importlib.import_module("torch_tpu")
+        except ImportError as error:
+            raise MissingExtra(
+                message(
+                    f"start: device = {request!r} needs the package torch_tpu",
+                    found=f"{type(error).__name__}: {error}",
+                    expected="torch_tpu, with which torch has the device (torch 2.11 to 2.15), on a machine with a TPU",
+                    fix='pip install torch_tpu  # or, with torch 2.9 and torch-xla: weft.start(device="xla")',
+                )
+            ) from error
 
 
 def select_device(device: torch.device) -> None:

@@ -27,7 +27,9 @@ from weft.engines.torch.reducer import GradientReducer, is_reduced
 from weft.engines.torch.shards import is_sharded
 from weft.engines.torch.skipping import SkippingStep
 
-__all__ = ["TorchEngine"]
+__all__ = ["Axes", "Held", "Sharded", "TorchEngine", "Undoable"]
+
+Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
 
 
 class Undoable(Protocol):
@@ -35,6 +37,13 @@ class Undoable(Protocol):
 
     def undo(self) -> None:
         """Take it off."""
+
+
+class Held(Protocol):
+    """Something that a context keeps until it is closed."""
+
+    def release(self) -> None:
+        """Let it go."""
 
 
 class Sharded(Undoable, Protocol):
@@ -60,9 +69,27 @@ class TorchEngine:
         """Make `device` the current one; see `select_device`."""
         select_device(device)
 
+    def num_devices(self, world_size: int) -> int:
+        """How many devices a mesh has: one per rank."""
+        return world_size
+
+    def on_mesh(
+        self, axes: Axes, data_axes: tuple[str, ...], device: torch.device, world_size: int
+    ) -> tuple[TorchEngine, Axes]:
+        """The engine that computes on a mesh of devices, and the axes of the ranks, which are the same."""
+        return self, axes
+
+    def begin(self, device: torch.device, seed: int) -> Held | None:
+        """What has to be there as long as a context lives: nothing."""
+        return None
+
     def backend(self, device: torch.device) -> str:
         """The process-group backend for tensors on `device`."""
         return default_backend(device)
+
+    def place(self, module: nn.Module, device: torch.device) -> None:
+        """Bring a module to `device`; its parameters stay the same objects."""
+        module.to(device)
 
     def move(self, value: Any, device: torch.device, *, skip: frozenset[str] = frozenset()) -> Any:
         """Put a nested value on `device`."""
@@ -81,6 +108,17 @@ class TorchEngine:
         state = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
         if state:
             dist._broadcast_coalesced(group, state, 250 * 2**20, 0)
+
+    def lay_out(self, module: nn.Module, axes: Sequence[str], cut: str) -> Undoable | None:
+        """Divide a module among the devices of this one rank, "no", "state" or "all" of it; it has one."""
+        return None
+
+    def relay(self, objects: Iterable[object]) -> None:
+        """Values of modules and optimizers were put in place by somebody else: nothing to be done."""
+
+    def refusal(self, dtype: torch.dtype | None) -> str | None:
+        """Why the device cannot compute in a dtype; None if it can."""
+        return None
 
     def precise(self, module: nn.Module, device: torch.device, options: CastOptions) -> PreciseModule:
         """Cast and scale at the borders of `module`."""
@@ -193,6 +231,29 @@ class TorchEngine:
     def saved_ops(self, save: Iterable[object]) -> tuple[object, ...]:
         """The operations that names and operations to save stand for."""
         return saved_ops(save)
+
+    def seed(self, device: torch.device, number: int) -> None:
+        """Seed what `torch.manual_seed` does not reach: nothing."""
+
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """The random state of a device, uint8 on the CPU; None if that is the CPU's own."""
+        return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device).cpu()
+
+    def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Raise if this is no random state of the device."""
+        torch.Generator(device).set_state(state)
+
+    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Go on from a random state."""
+        torch.get_device_module(device).set_rng_state(state, device)
+
+    def host_of(self, device: torch.device) -> torch.device:
+        """Where the program makes and reads values of a device: there, or on the CPU."""
+        return device
+
+    def readable(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors whose bytes can be copied, one by one, to the memory of the CPU."""
+        return tensors
 
     def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Compiled:
         """Compile the forward of each part."""

@@ -38,7 +38,7 @@ from weft.engines.options import ShardOptions
 from weft.engines.torch.backward import BackwardSession
 from weft.engines.torch.calls import Hook, Removable, around_methods
 from weft.engines.torch.rebinding import optimizers_of
-from weft.engines.torch.shards import groups_of
+from weft.engines.torch.shards import groups_of, reset_units
 from weft.engines.torch.unsharding import replace_parameters, take_fsdp_off, whole_parameter
 from weft.engines.torch.whole_step import check_steps_on_whole
 from weft.errors import UnusedParameters, listed, message
@@ -84,9 +84,10 @@ class ShardedModule:
         self._buffers = options.buffers == "broadcast" and any(True for _ in module.buffers())
         for fsdp_group in self._parameter_groups():
             # Unused parameters count as zero, so that all ranks reduce the same; and are noted.
-            if hasattr(fsdp_group, "reduce_scatter_unused_params"):  # torch 2.13
+            fills = not hasattr(fsdp_group, "reduce_scatter_unused_params")  # torch before 2.13
+            if not fills:
                 fsdp_group.reduce_scatter_unused_params = True
-                fsdp_group.post_backward = _noting(weakref.ref(self), weakref.ref(fsdp_group))
+            fsdp_group.post_backward = _noting(weakref.ref(self), weakref.ref(fsdp_group), fills=fills)
 
     # -- what other rooms may ask ----------------------------------------------------------------
 
@@ -202,6 +203,8 @@ class ShardedModule:
     def _start_anew(self, module: Any) -> None:
         if hasattr(module, "reset_iter_state"):  # torch 2.13
             module.reset_iter_state()
+        else:
+            reset_units(module)
 
     # -- one backward pass -----------------------------------------------------------------------
 
@@ -245,13 +248,20 @@ class ShardedModule:
 
     # -- parameters without gradient -------------------------------------------------------------
 
-    def note(self, group: Any) -> None:
-        """The gradients of a unit are about to be reduced; after several forward passes, several times."""
+    def note(self, group: Any, *, fills: bool) -> None:
+        """The gradients of a unit are about to be reduced; after several forward passes, several times.
+
+        Args:
+            group: Of the unit.
+            fills: Put zeros where there is no gradient.
+        """
         self._session.enter()
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad:
                 kept, new = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
                 (self._missing if kept is None and new is None else self._used).add(_name(parameter))
+                if fills and kept is None and new is None:
+                    parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
     def _forget_unused(self, unused: Collection[str], group: dist.ProcessGroup) -> None:
         """What no rank used has no gradient, as in one process, and not one of zeros."""
@@ -273,13 +283,13 @@ class ShardedModule:
         )
 
 
-def _noting(owner: weakref.ref[ShardedModule], group: weakref.ref[Any]) -> Callable[..., None]:
+def _noting(owner: weakref.ref[ShardedModule], group: weakref.ref[Any], *, fills: bool) -> Callable[..., None]:
     """FSDP2's function that reduces the gradients of a unit, after a look at which are there."""
 
     def post_backward(*unused: Any) -> None:
         sharded, reduced = owner(), cast("Any", group())
         if sharded is not None and reduced.reduce_grads:
-            sharded.note(reduced)
+            sharded.note(reduced, fills=fills)
         type(reduced).post_backward(reduced, *unused)
 
     return post_backward

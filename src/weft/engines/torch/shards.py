@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.engines.torch.cut_gradient import CutGradient
 
-__all__ = ["forget_groups", "groups_of", "is_sharded", "local", "resting_parameters"]
+__all__ = ["forget_groups", "groups_of", "is_sharded", "local", "reset_units", "resting_parameters"]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -43,6 +43,28 @@ def groups_of(unit: Any) -> list[Any]:
     return list(groups)
 
 
+def reset_units(module: Any) -> None:
+    """Let FSDP2 forget a pass that was not finished, as `reset_iter_state` of torch 2.13 does, in older ones."""
+    root: Any = module._get_fsdp_state()
+    if not hasattr(root._comm_ctx, "post_forward_order"):
+        return  # no pass has begun
+    if root._device.type != "cpu":
+        torch.accelerator.synchronize()
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        group = state._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group._training_state = state._training_state
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
 def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters as they are between steps, also while FSDP2 has some of them gathered."""
     parameters = list(module.parameters())
@@ -67,11 +89,14 @@ def forget_groups() -> None:
     the same ranks, whose groups are gone.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug  # noqa: PLC0415  (see above)
+        from torch.distributed.tensor import DTensor, debug  # noqa: PLC0415  (see above)
 
-        # The first is torch 2.13's and clears two memories, the other is older and there is one.
+        # The first is torch 2.13's and clears two memories, the other is older and there is one; 2.9 has neither.
         clear: Any = getattr(debug, "_clear_sharding_prop_cache", None) or getattr(
             debug, "_clear_python_sharding_prop_cache", None
         )
+        memory: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        if clear is None and hasattr(memory, "cache"):
+            clear = memory.cache.cache_clear
         if clear is not None:
             clear()

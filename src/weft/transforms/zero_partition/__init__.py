@@ -150,7 +150,8 @@ def zero_partition(
     check_methods("zero_partition", module, methods)
     if line.world_size == 1:
         place_module("zero_partition", module, ctx)
-        return module, optimizer, ctx
+        laid = ctx.engine.lay_out(module, axes, "state")
+        return module, optimizer, ctx if laid is None else ctx.offering(laid)
     dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
     options = ReduceOptions(
         bucket_bytes=bucket_bytes,

@@ -1,0 +1,19 @@
+"""torch-xla under a plain loop: one process per host, whose devices are one mesh (SPMD).
+
+library.py      torch-xla itself, if it is there and fits torch
+layout.py       which device holds which part of a tensor
+moving.py       modules, batches and values to the devices and back
+stepping.py     where a step ends, and with it the graph that XLA compiles
+recomputing.py  activations computed again
+engine.py       what transforms ask
+
+Nothing of torch-xla is imported before a context on the device "xla" is made.
+
+[Note: one view] Under SPMD a tensor is one value, however many devices hold parts of it: the program sees whole
+parameters and the batch of all devices, and the compiler adds the messages. So a process is one rank, with
+any number of devices, and a strategy is nothing but a layout. Names, classes and parameters stay what they are.
+"""
+
+from weft.engines.xla.engine import XlaEngine
+
+__all__ = ["XlaEngine"]

@@ -1,0 +1,266 @@
+"""`XlaEngine`: what transforms ask, answered by torch-xla; see [Note: one view] in the package."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.engines.options import CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.torch.engine import Axes, Held, Sharded, TorchEngine, Undoable
+from weft.engines.xla.layout import Laid, batch_plan, lay
+from weft.engines.xla.library import Library, check_processes, library, use_spmd
+from weft.engines.xla.moving import fetch, place, prefetch
+from weft.engines.xla.recomputing import RecomputedOnXla
+from weft.engines.xla.stepping import StepEnd
+from weft.errors import ContextError, message
+from weft.nested import map_leaves
+
+__all__ = ["XlaEngine"]
+
+
+class _Nothing:
+    """Where the torch engine has to do something and XLA sees whole tensors anyway."""
+
+    def undo(self) -> None:
+        """There is nothing to take back."""
+
+
+@dataclass(frozen=True)
+class XlaEngine(TorchEngine):
+    """torch-xla; the devices of all processes are one mesh.
+
+    Attributes:
+        axes: Names and sizes of the mesh of devices.
+        data_axes: Those along which batches are cut.
+    """
+
+    name: str = "xla"
+    axes: Axes = ()
+    data_axes: tuple[str, ...] = ()
+    _mesh: Any = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return XlaEngine, (self.name, self.axes, self.data_axes)
+
+    @property
+    def _lib(self) -> Library:
+        return library()
+
+    # -- devices ---------------------------------------------------------------------------------
+
+    def device(self, request: str | None, local_rank: int, world_size: int) -> torch.device:
+        """The one device that stands for all of this process."""
+        if request is not None and torch.device(request).index not in (None, 0):
+            raise ContextError(
+                message(
+                    f"start: device = {request!r} cannot be chosen",
+                    found=request,
+                    expected='"xla": all devices of this host are one mesh, which the process drives alone',
+                    fix='weft.start(device="xla")',
+                )
+            )
+        check_processes(self._lib, world_size)
+        return torch.device("xla", 0)
+
+    def num_devices(self, world_size: int) -> int:
+        """The devices of all hosts."""
+        return int(self._lib.runtime.global_runtime_device_count())
+
+    def on_mesh(
+        self, axes: Axes, data_axes: tuple[str, ...], device: torch.device, world_size: int
+    ) -> tuple[TorchEngine, Axes]:
+        """This engine over a mesh of devices; of the ranks, each of which has several, the outermost axis consists."""
+        size = math.prod(size for _, size in axes)
+        if world_size > 1 and axes[0][1] % world_size:
+            raise ContextError(
+                message(
+                    f"start: mesh = {dict(axes)} does not fit {world_size} hosts",
+                    found=f"{axes[0][1]} devices along {axes[0][0]!r}",
+                    expected=f"an outermost axis that {world_size} hosts can share",
+                    fix='weft.start(device="xla", mesh={"data": -1})',
+                )
+            )
+        ranks = tuple((name, world_size if place == 0 else 1) for place, (name, _) in enumerate(axes))
+        mesh = None
+        if size > 1:
+            use_spmd(self._lib)
+            spmd = self._lib.spmd
+            mesh = spmd.Mesh(list(range(size)), tuple(size for _, size in axes), tuple(name for name, _ in axes))
+        return replace(self, axes=axes, data_axes=data_axes, _mesh=mesh), ranks
+
+    def select(self, device: torch.device) -> None:
+        """There is one."""
+
+    def begin(self, device: torch.device, seed: int) -> Held | None:
+        """End the graph with every step of an optimizer; draw random numbers from `seed` on."""
+        self.seed(device, seed)
+        return StepEnd(self._lib, self._mesh)
+
+    def backend(self, device: torch.device) -> str:
+        """What hosts tell each other; tensors travel by XLA."""
+        return "gloo"
+
+    def refusal(self, dtype: torch.dtype | None) -> str | None:
+        """float16 is refused."""
+        if dtype is not torch.float16:
+            return None
+        return "float16, which XLA has no autocast and TPUs have no arithmetic for"
+
+    # -- modules and batches ---------------------------------------------------------------------
+
+    def place(self, module: nn.Module, device: torch.device) -> None:
+        """Bring a module to the devices; its parameters stay the same objects."""
+        place(module, device)
+
+    def move(self, value: Any, device: torch.device, *, skip: frozenset[str] = frozenset()) -> Any:
+        """Put a nested value on the devices, the rows of tensors shared out among them."""
+
+        def put(path: tuple[str, ...], leaf: Any) -> Any:
+            if skip and any(key in skip for key in path):
+                return leaf
+            if isinstance(leaf, torch.Tensor):
+                return self._send(leaf, device)
+            moves = callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
+            return leaf.to(device) if moves else leaf
+
+        return map_leaves(put, value)
+
+    def _send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if self._mesh is None or tensor.device.type != "cpu":
+            return tensor.to(device)
+        hosts = self._lib.runtime.process_count()
+        size = math.prod(size for name, size in self.axes if name in self.data_axes) // hosts
+        plan = batch_plan(tensor.shape, self.data_axes, size)
+        layout = self._lib.spmd.ShardingSpec(self._mesh, plan, minibatch=hosts > 1)
+        sent: torch.Tensor = self._lib.model.send_cpu_data_to_device([tensor], device, input_sharding=layout)[0]
+        return sent
+
+    def prefetch(self, batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+        """Yield batches on the devices, copied ahead of use."""
+        return prefetch(batches, lambda batch: self.move(batch, device), self._lib)
+
+    # -- strategies are layouts ------------------------------------------------------------------
+
+    def lay_out(self, module: nn.Module, axes: Sequence[str], cut: str) -> Undoable | None:
+        """Divide a module among the devices: "no", "state" or "all" of it."""
+        return None if self._mesh is None else Laid(self._lib, self._mesh, module, axes, cut)
+
+    def relay(self, objects: Iterable[object]) -> None:
+        """Lay modules and optimizers out again, whose values came from elsewhere."""
+        if self._mesh is not None:
+            lay(self._lib, self._mesh, objects)
+        self._lib.torch_xla.sync(wait=True)
+
+    def broadcast_state(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """Give parameters and buffers the values of the first host."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            values = tensor.detach().cpu()
+            dist.broadcast(values, group=group, group_src=0)
+            with torch.no_grad():
+                tensor.copy_(values)
+
+    def reduce_gradients(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions) -> Any:
+        """A copy of `module` on every device of all hosts."""
+        return self._of_hosts(module, [name for name, _ in self.axes], "no", group)
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions) -> Sharded:
+        """Cut a module over the devices of all hosts."""
+        return self._of_hosts(module, list(mesh.mesh_dim_names or ()), "all", group)
+
+    def _of_hosts(self, module: nn.Module, axes: Sequence[str], cut: str, group: dist.ProcessGroup) -> Laid:
+        assert self._mesh is not None
+        laid = Laid(self._lib, self._mesh, module, axes, cut)
+        # Each host counts the samples of all of them, as it sees them all.
+        laid.mean_over = dist.get_world_size(group)
+        return laid
+
+    def cut_state(self, optimizer: torch.optim.Optimizer) -> Undoable:
+        """State is laid out in the first step, see [Note: marks get lost]."""
+        return _Nothing()
+
+    def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+        """Every optimizer sees whole parameters."""
+        return _Nothing()
+
+    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Undoable:
+        """State is laid out in the first step, see [Note: marks get lost]."""
+        return _Nothing()
+
+    @contextlib.contextmanager
+    def gathered(
+        self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
+    ) -> Iterator[None]:
+        """Parameters are whole as they are; what is written gets its layout back."""
+        yield
+        if write:
+            if group is not None:
+                self.broadcast_state(module, group)
+            self.relay([module])
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    # -- what is computed ------------------------------------------------------------------------
+
+    def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Any:
+        """Compute what `blocks` compute again in backward, instead of keeping it."""
+        return RecomputedOnXla(blocks, options)
+
+    def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Any:
+        """Refused: the whole step is compiled anyway.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            message(
+                "compiled: has no place on xla",
+                found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
+                expected="no torch.compile: XLA compiles forward, backward and step as one graph",
+                fix="leave weft.compiled out",
+            )
+        )
+
+    # -- random numbers, and values of the devices -----------------------------------------------
+
+    def seed(self, device: torch.device, number: int) -> None:
+        """Seed the devices, which `torch.manual_seed` does not reach."""
+        self._lib.model.set_rng_state(number % 2**63, str(device))
+
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """The random state of the devices, one number, as its bytes."""
+        number = int(self._lib.model.get_rng_state(str(device))) % 2**64
+        return torch.frombuffer(bytearray(number.to_bytes(8, "little")), dtype=torch.uint8)
+
+    def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Raise if this is no random state of XLA."""
+        if state.shape != (8,):
+            raise ValueError(
+                message(
+                    "this is no random state of xla",
+                    found=f"{state.numel()} bytes",
+                    expected="8 bytes: the one number that XLA draws from",
+                    fix="weft.checkpointable(objects, ctx, rng=False)",
+                )
+            )
+
+    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Go on from a random state."""
+        self._lib.model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"), str(device))
+
+    def host_of(self, device: torch.device) -> torch.device:
+        """The CPU: values come from there and are read there."""
+        return torch.device("cpu")
+
+    def readable(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The values of tensors in the memory of the CPU."""
+        return fetch(tensors, self._lib)

@@ -1,0 +1,123 @@
+"""Which device holds which part of a tensor: the strategies as layouts, see [Note: one view].
+
+[Note: marks get lost] XLA keeps the layout with the values of a tensor. What is copied in from elsewhere, and the
+state that an optimizer makes in its first step or loads, comes without; so the layout of each parameter and
+of its state is kept beside the parameter, and laid on again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft.engines.xla.library import Library
+
+__all__ = ["Laid", "Plan", "batch_plan", "lay_state", "mark", "plans_of"]
+
+Plan = tuple[tuple[str, ...] | None, ...]  # for each dimension the mesh axes that cut it; None: whole
+_KEPT = "_weft_layout"
+
+
+class _Kept(NamedTuple):
+    """What is kept beside a parameter or buffer.
+
+    Attributes:
+        own: Layout of the tensor itself.
+        state: Of the optimizer's state of its shape; None: as XLA decides.
+    """
+
+    own: Plan
+    state: Plan | None
+
+
+class Laid:
+    """The layout of a module, for later transforms; `undo` takes it off."""
+
+    mean_over = 1
+
+    def __init__(self, lib: Library, mesh: Any, module: nn.Module, axes: Sequence[str], cut: str) -> None:
+        self._lib = lib
+        self._mesh = mesh
+        self._module = weakref.ref(module)
+        over = tuple(name for name in axes if mesh.shape()[name] > 1)[-1:]
+        for tensor in _tensors(module):
+            whole: Plan = (None,) * tensor.dim()
+            parts = whole
+            if over and isinstance(tensor, nn.Parameter):
+                parts = _cut(tuple(tensor.shape), over, mesh.shape()[over[0]])
+            vars(tensor)[_KEPT] = _Kept(parts if cut == "all" else whole, parts if cut in ("all", "state") else None)
+        lay(lib, mesh, [module])
+
+    def set(self, enabled: bool) -> None:
+        """Gradients are sums over the batch of all devices in every backward; there is nothing to switch."""
+
+    def undo(self) -> None:
+        """Let every device hold everything again."""
+        module = self._module()
+        for tensor in _tensors(module) if module is not None else ():
+            vars(tensor).pop(_KEPT, None)
+            mark(self._lib, self._mesh, tensor, (None,) * tensor.dim())
+
+
+def lay(lib: Library, mesh: Any, objects: Iterable[object]) -> None:
+    """Lay the modules and optimizers among `objects` out as it was decided for them."""
+    for obj in objects:
+        if isinstance(obj, nn.Module):
+            for tensor in _tensors(obj):
+                if kept := plans_of(tensor):
+                    mark(lib, mesh, tensor, kept.own)
+        elif isinstance(obj, torch.optim.Optimizer):
+            lay_state(lib, mesh, obj)
+
+
+def lay_state(lib: Library, mesh: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Lay out what an optimizer keeps of the shape of its parameters."""
+    for parameter, state in optimizer.state.items():
+        kept = plans_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        for value in state.values() if kept is not None and kept.state is not None else ():
+            if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
+                assert kept is not None
+                assert kept.state is not None
+                mark(lib, mesh, value, kept.state)
+
+
+def plans_of(tensor: torch.Tensor) -> _Kept | None:
+    """What was decided for a tensor."""
+    found: _Kept | None = vars(tensor).get(_KEPT)
+    return found
+
+
+def mark(lib: Library, mesh: Any, tensor: torch.Tensor, plan: Plan) -> None:
+    """Lay a tensor out; nothing happens if it is so already."""
+    layout = mesh.get_op_sharding(plan)
+    values = tensor.detach()
+    try:
+        lib.native._xla_mark_sharding(values, layout)
+    except RuntimeError:  # it has another layout, which has to go first
+        lib.native._xla_clear_sharding(values)
+        lib.native._xla_mark_sharding(values, layout)
+
+
+def batch_plan(shape: Sequence[int], axes: Sequence[str], num_devices: int) -> Plan:
+    """Rows of a batch to the devices; a batch that cannot be shared out evenly goes to all of them."""
+    whole: Plan = (None,) * len(shape)
+    if not shape or not axes or not shape[0] or shape[0] % num_devices:
+        return whole
+    return (tuple(axes), *whole[1:])
+
+
+def _cut(shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> Plan:
+    """The first dimension that can be cut evenly; what has none stays whole."""
+    for dim, length in enumerate(shape):
+        if length and length % size == 0:
+            return (*(None,) * dim, axes, *(None,) * (len(shape) - dim - 1))
+    return (None,) * len(shape)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, tied ones once."""
+    return [*module.parameters(), *module.buffers()]
