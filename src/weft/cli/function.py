@@ -55,7 +55,7 @@ def run_call(folder: str) -> None:
     place = Path(folder)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a pipe; whole lines, and at once
+            stream.reconfigure(line_buffering=True, write_through=False)  # a pipe; whole lines, and at once
     with as_rank(place) as here:
         call = Call(*pickle.loads((place / CALL_FILE).read_bytes()))
         sys.path[:], sys.argv[:] = call.path, call.arguments

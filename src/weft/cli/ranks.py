@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
+import torch
+
 from weft.cli.failures import crash_file, why_again, write_report
 from weft.cli.plan import cores_of
 from weft.context.world import PREEMPTED
@@ -58,6 +60,9 @@ def as_rank(
 ) -> Iterator[Topology]:
     """Make this process a rank, and turn how the body ends into an exit code and a report."""
     os.environ.update(variables)  # noqa: TID251
+    threads = os.environ.get("OMP_NUM_THREADS", "")  # noqa: TID251
+    if threads.isdecimal() and int(threads) > 0:
+        torch.set_num_threads(int(threads))  # `python -m weft` imports torch before it has read what is asked for
     _interrupt_once()
     for number in signal.SIGTERM, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)):
         signal.signal(number, signal.SIG_DFL)  # the process that ranks are forked from ignores them
