@@ -112,6 +112,26 @@ def test_small_values_travel_in_one_message():
     assert run_ranks(_messages, 2) == [1, 1]
 
 
+def _of_many_sizes(ctx):
+    """Sizes that go up and down, alike or not on the ranks; some in one message, some in several."""
+    for number, width in enumerate([1, 3000, 3000, 2, 70_000, 2, 3000, 1]):
+        for mine in (4, 4 + ctx.rank, 0 if ctx.rank else 4):
+            counts = [mine] if ctx.world_size == 1 else weft.gather_objects(mine, ctx)
+            first = sum(counts[: ctx.rank])
+            ids = torch.arange(first, first + mine)
+            rows = weft.Rows(ids=ids.flip(0), valid=torch.ones(mine, dtype=torch.bool))
+            value = {"x": ids.flip(0).float()[:, None].expand(mine, width), "y": ids.flip(0)}
+            found = weft.gather_metrics(value, ctx, rows=rows)
+            expected = torch.arange(sum(counts))
+            assert torch.equal(found["y"], expected), number
+            assert torch.equal(found["x"], expected.float()[:, None].expand(-1, width)), number
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_values_of_any_size_one_after_the_other(ranks):
+    run_ranks(_of_many_sizes, ranks)
+
+
 def _refused(ctx):
     rows = weft.Rows(ids=torch.arange(2), valid=torch.ones(2, dtype=torch.bool))
     texts = []

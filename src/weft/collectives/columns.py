@@ -1,8 +1,10 @@
 """Columns of all ranks: the messages of `gather_metrics`.
 
 [Note: one message] What `gather_metrics` sends first is a message of a fixed size: sizes, and of the sample ids and
-values those that fit. Small metrics are one collective this way. Of ranks that bring tensors of the same shapes, each
-large one is then gathered from where it lies to where it stays; if they differ, all goes into a second message.
+values those that fit. Small metrics are one collective this way, and so are those of some hundred kilobytes from the
+second time on: the size follows what the ranks brought the last time, which all of them know. Of ranks that bring
+tensors of the same shapes, each large one is then gathered from where it lies to where it stays; if they differ, all
+goes into a second message.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from weft.context.world import compare, exchange
 __all__ = ["exchange_columns"]
 
 _FIRST_BYTES = 2**13  # of all ranks together
+_ONE_MESSAGE = 2**20  # bytes per rank
 _HEAD = 72  # bytes: nine words
 Kinds: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]  # of the columns; None: one that is a list
 
@@ -61,7 +64,8 @@ def exchange_columns(
     """
     world = ctx.require_collective("gather_metrics")
     size, device = ctx.world_size, ctx.device
-    room = max(_FIRST_BYTES // size, 1024) - _HEAD
+    usual = max(_FIRST_BYTES // size, 1024) - _HEAD
+    room = world.room or usual
     kinds: Kinds = tuple([(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in columns])
     parts: list[torch.Tensor] = []
     failed: TypeError | None = None
@@ -85,11 +89,12 @@ def exchange_columns(
     torch.cat(first, out=rows[ctx.rank, : sum(map(len, first))])
     all_gather_rows(rows, world)
     heads = [each.tobytes() for each in rows[:, :_HEAD].cpu().numpy()]
+    longest = max(struct.unpack_from("q", each, 40)[0] for each in heads)
+    world.room = longest if usual < longest <= _ONE_MESSAGE else None  # the same on all ranks, for the next time
     if None not in kinds and heads.count(head.raw) == size:
         return [_all_alike(rows[:, _HEAD:], tensors, pieces, chosen, world)]
     words = [struct.unpack("9q", each) for each in heads]
     _check_heads(words, failed, f"{structure}: {_described(kinds)}", world)
-    longest = max(each[5] for each in words)
     bodies = rows[:, _HEAD:]
     if longest > room:
         bodies = torch.empty(size, longest, dtype=torch.uint8, device=device)
@@ -119,7 +124,7 @@ def _head(structure: str, kinds: Kinds, count: int, room: int, text: bytes, flag
 
 def _head_of_tensors(structure: str, kinds: Kinds, count: int, room: int, world: World) -> _Head:
     """The head where all columns are tensors: made once for batches of one shape."""
-    key = (kinds, count)
+    key = (kinds, count, room)
     known: tuple[object, Any] = world.heads.get(structure, (None, None))
     if known[0] != key:
         # The ranks may differ: a column of rows of one shape here, of several there. So each tells its kinds.

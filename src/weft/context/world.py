@@ -99,6 +99,7 @@ class World:
         watch: Tells late ranks from those that went another way; None until somebody needs it.
         background: On a root, what goes on beside the program.
         abandoned: On a root, whether a collective was left that not all ranks came to.
+        room: Bytes for values in the first message of a collective, if not the usual; the same on all ranks.
         heads: What a collective told of its values the last time, by their structure.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
     """
@@ -127,6 +128,7 @@ class World:
         self.made: list[World] = []
         self.disposable: list[dist.ProcessGroup] = []
         self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self.room: int | None = None
         self.heads: dict[str, tuple[object, Any]] = {}
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.meetings = 0
