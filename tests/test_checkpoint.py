@@ -761,3 +761,39 @@ def test_save_on_one_rank_only_ends_the_job_soon(tmp_path, instead):
     else:
         assert "rank 1 failed: left the job" in text, text
     assert weft.latest(tmp_path / "saved") is None
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+class _Elsewhere(torch.Tensor):
+    """Memory of the CPU that says it is on an accelerator."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+def _saved_in_pieces(ctx, folder):
+    torch.manual_seed(0)
+    model, ctx = weft.fully_shard(nn.Linear(6, 5), ctx)
+    state, ctx = weft.checkpointable({"model": model}, ctx)
+    weft.save(state, folder, 1, ctx)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("on_accelerator", [True, False])
+def test_a_tensor_of_several_pieces_is_put_together(tmp_path, checked, on_accelerator):
+    from weft.checkpoint.manifest import read_manifest
+    from weft.checkpoint.reader import Reader
+
+    run_ranks(_saved_in_pieces, 4, str(tmp_path))
+    torch.manual_seed(0)
+    expected = nn.Linear(6, 5).weight
+    manifest = read_manifest(tmp_path / "step-00000001")
+    assert len(manifest.tensors["model/weight"].pieces) > 1
+    with Reader(tmp_path / "step-00000001", manifest, check=manifest.files if checked else ()) as reader:
+        found = reader.read("model/weight", None)
+        if on_accelerator:
+            reader._wanted[0] = reader._wanted[0]._replace(values=found.as_subclass(_Elsewhere))
+    assert torch.equal(found, expected)

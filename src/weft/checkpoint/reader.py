@@ -103,7 +103,8 @@ class Reader:
 
     def _read_all(self) -> None:
         streams: dict[str, list[Stretch]] = {}
-        others: list[Wanted] = []
+        # What goes to an accelerator is put together on the CPU, tensor by tensor.
+        others = [wanted for wanted in self._wanted if wanted.values.device.type != "cpu"]
         for file, parts in self._by_file().items():
             stretches = self._stretches(parts) if file in self._check else None
             if stretches is None:
@@ -125,17 +126,15 @@ class Reader:
             checks.shutdown(cancel_futures=True)
 
     def _by_file(self) -> dict[str, list[Wanted]]:
-        """What is wanted of each file, in the order of its bytes."""
+        """What is wanted of each file on the CPU, piece by piece, in the order of its bytes."""
         parts: defaultdict[str, list[Wanted]] = defaultdict(list)
         for wanted in sorted(self._wanted, key=_place_in_file):
-            for piece in wanted.entry.pieces:
+            for piece in wanted.entry.pieces if wanted.values.device.type == "cpu" else ():
                 parts[piece.file].append(wanted._replace(entry=replace(wanted.entry, pieces=(piece,))))
         return dict(sorted(parts.items()))
 
     def _stretches(self, parts: list[Wanted]) -> list[Stretch] | None:
         """What to read of a file in one pass; None if it has to be read in another way."""
-        if any(part.values.device.type != "cpu" for part in parts):
-            return None
         found: list[Stretch] = []
         try:
             for part in parts:
