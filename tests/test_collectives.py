@@ -242,6 +242,7 @@ def test_a_flag_of_any_rank_is_seen_by_all_once():
 
 def _once(ctx):
     weft.print_once("loss", 0.5, ctx=ctx)
+    ctx.print("as", "a", "method", sep="-", end="!\n")
     on_last = weft.on_rank(_name, ctx, "last")
     return on_last(ctx.rank), on_last.__name__
 
@@ -253,7 +254,7 @@ def _name(rank):
 
 def test_print_and_work_on_one_rank(capsys):
     assert run_ranks(_once, 2) == [(None, "_name"), ("rank 1", "_name")]
-    assert capsys.readouterr().out == "[rank 0] loss 0.5\n"
+    assert capsys.readouterr().out == "[rank 0] loss 0.5\n[rank 0] as-a-method!\n"
 
 
 def _no_tensors_moved(ctx):

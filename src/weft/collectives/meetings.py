@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
@@ -188,6 +187,4 @@ def print_once(*values: object, ctx: DistContext, sep: str = " ", end: str = "\n
         >>> print_once("loss", 0.5, ctx=weft.local())
         loss 0.5
     """
-    if ctx.is_main:
-        sys.stdout.write(sep.join(str(value) for value in values) + end)
-        sys.stdout.flush()
+    ctx.print(*values, sep=sep, end=end)

@@ -418,6 +418,23 @@ class DistContext:
         if self.world_size > 1 and self.world.store is not None:
             agree(self.require_collective(what), what, facts)
 
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Print on the main rank only; `weft.print_once` as a method.
+
+        Args:
+            values: As for `print`.
+            sep: Between the values.
+            end: After the last one.
+
+        Example:
+            >>> import weft
+            >>> weft.local().print("loss", 0.5)
+            loss 0.5
+        """
+        if self.is_main:
+            sys.stdout.write(sep.join(str(value) for value in values) + end)
+            sys.stdout.flush()
+
     # -- end of life -----------------------------------------------------------------------------
 
     def close(self) -> None:
