@@ -1,7 +1,4 @@
-"""`accumulate_grads`: the loader yields windows of micro-batches, one optimizer step per window.
-
-A window is a value: it has a length, can be asked for the number of tokens in it over all ranks,
-and knows which of its micro-batches is the last. Nothing outside of it changes.
+"""One window and how a loader is cut into windows.
 
 [Note: position in windows] A position lies between two windows. Gradients of a window in progress are in no
 checkpoint, and neither is what its forward passes changed (random states, statistics), so `save` refuses
@@ -13,24 +10,20 @@ goes on as by one that was never interrupted. Other loaders cannot read it again
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NoReturn, TypeVar, cast, overload
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from weft.collectives import reduce
 from weft.context import DistContext
-from weft.contract import GradSync, Stateful, offered, transform
+from weft.contract import GradSync
 from weft.errors import ContractError, message
-from weft.loaders import Extension, Seekable, extended_copy
 
-__all__ = ["Window", "Windows", "accumulate_grads"]
+__all__ = ["Count", "Cutting", "Remainder", "Steps", "Window", "check_steps", "unfinished"]
 
 B = TypeVar("B")
-M = TypeVar("M", bound=nn.Module)
 Steps = int | Callable[[int], int]
 Count = int | float | torch.Tensor
 Remainder = Literal["step", "drop", "carry"]
@@ -43,7 +36,7 @@ class Window(Generic[B]):
     only (`reduce="last"`), or in each one.
     """
 
-    def __init__(self, source: Iterator[B], length: int, cutting: _Cutting[B], *, ahead: int = 0) -> None:
+    def __init__(self, source: Iterator[B], length: int, cutting: Cutting[B], *, ahead: int = 0) -> None:
         self._source = source
         self._length = length
         self._cutting = cutting
@@ -180,7 +173,7 @@ class Window(Generic[B]):
 
 
 @dataclass
-class _Cutting(Generic[B]):
+class Cutting(Generic[B]):
     """How a stream of micro-batches is cut into windows, and how far that has come.
 
     Attributes:
@@ -207,7 +200,7 @@ class _Cutting(Generic[B]):
     def size_of(self, window: int) -> int:
         """Micro-batches in a full window."""
         size = self.steps(window) if callable(self.steps) else self.steps
-        _check_steps(size, f"steps({window})" if callable(self.steps) else "steps")
+        check_steps(size, f"steps({window})" if callable(self.steps) else "steps")
         return size
 
     def count(self, batches: int) -> int:
@@ -236,7 +229,7 @@ class _Cutting(Generic[B]):
             ContractError: A window has begun, or micro-batches are carried over: they cannot be read again.
         """  # noqa: DOC501  (also an error made by a function)
         if self.current is not None and not self.current.used_up:
-            raise _unfinished(self.current)
+            raise unfinished(self.current)
         if self.carried:
             raise ContractError(
                 message(
@@ -304,119 +297,8 @@ def _raise_untrue_length(how_many: str, what: str) -> NoReturn:
     )
 
 
-class Windows(Generic[B]):
-    """Windows over any iterable of batches; what `accumulate_grads` returns for a non-DataLoader."""
-
-    def __init__(self, batches: Iterable[B], cutting: _Cutting[B]) -> None:
-        self.batches = batches
-        self.weft_cutting = cutting
-
-    def __iter__(self) -> Iterator[Window[B]]:
-        batches = iter(self.batches)
-        return self.weft_cutting.cut(batches, _length(self.batches))
-
-    def __len__(self) -> int:
-        return self.weft_cutting.count(len(self.batches))  # type: ignore[arg-type]
-
-
-class _WindowLoader(Extension[Any]):
-    """Mixed in before the class of a loader, so that it yields windows."""
-
-    weft_cutting: _Cutting[Any]
-
-    def __iter__(self) -> Iterator[Window[Any]]:  # type: ignore[override]
-        batches = iter(super().__iter__())  # before `len`: a new epoch may have another length
-        length = _length(self, super().__len__)
-        return self.weft_cutting.cut(batches, self._to_read(length))
-
-    def _to_read(self, length: int | None) -> int | None:
-        return length
-
-    def __len__(self) -> int:
-        return self.weft_cutting.count(super().__len__())
-
-
-class _SeekableWindowLoader(_WindowLoader):
-    """Over a loader that can leave batches unread; see [Note: position in windows]."""
-
-    def _to_read(self, length: int | None) -> int | None:
-        cutting, loader = self.weft_cutting, _seekable(super())
-        if length is None or cutting.remainder != "carry":
-            return length
-        rest = cutting.fit(cutting.windows, length)[1]
-        loader.weft_hold_back(rest)
-        return length - rest
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position between two windows, free of the number of ranks; in a window: where it begins."""
-        cutting, loader = self.weft_cutting, _seekable(super())
-        window = cutting.current
-        if window is None or window.used_up:
-            # What is carried over from a loader without length lies in memory, and is read again.
-            return loader.weft_position(len(cutting.carried)) | {"windows": cutting.windows}
-        return loader.weft_position(window.taken) | {"windows": cutting.windows - 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position, also one saved with other `steps` or before there were windows."""
-        windows, base = _windows_in(state), cast("Any", super())
-        base.load_state_dict(state)
-        self.weft_cutting.go_to(windows)
-
-    def check_savable(self) -> None:
-        """Raise in the middle of a window."""
-        window = self.weft_cutting.current
-        if window is not None and not window.used_up and window.begun:
-            raise _unfinished(window)
-
-
-class _StatefulWindowLoader(_WindowLoader):
-    """Over a loader with a state of its own kind, which is asked between two windows only."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the loader below, and the number of windows."""
-        base = cast("Any", super())
-        return self.weft_cutting.state_between_windows(base.state_dict)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
-        windows, base = _windows_in(state), cast("Any", super())
-        base.load_state_dict(state["loader"])
-        self.weft_cutting.go_to(windows)
-
-
-class _StatefulWindows(Windows[B]):
-    """The same over an iterable that is no `DataLoader`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the iterable below, and the number of windows."""
-        return self.weft_cutting.state_between_windows(cast("Stateful", self.batches).state_dict)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
-        windows = _windows_in(state)
-        cast("Stateful", self.batches).load_state_dict(state["loader"])
-        self.weft_cutting.go_to(windows)
-
-
-def _seekable(loader: object) -> Seekable:
-    return cast("Seekable", loader)
-
-
-def _windows_in(state: Mapping[str, Any]) -> int:
-    windows = state.get("windows", 0)
-    if isinstance(windows, bool) or not isinstance(windows, int) or windows < 0:
-        raise ValueError(
-            message(
-                "load_state_dict: this is not a position in windows",
-                found=f"windows = {windows!r}",
-                expected="a whole number >= 0",
-                fix="loader.load_state_dict(saved_loader.state_dict())",
-            )
-        )
-    return windows
-
-
-def _unfinished(window: Window[Any]) -> ContractError:
+def unfinished(window: Window[Any]) -> ContractError:
+    """What a save in the middle of a window raises."""
     return ContractError(
         message(
             "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",
@@ -427,173 +309,12 @@ def _unfinished(window: Window[Any]) -> ContractError:
     )
 
 
-@overload
-def accumulate_grads(
-    modules: M,
-    loader: Iterable[B],
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
-) -> tuple[M, Windows[B], DistContext]: ...
-@overload
-def accumulate_grads(
-    modules: Sequence[M],
-    loader: Iterable[B],
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
-) -> tuple[Sequence[M], Windows[B], DistContext]: ...
-@overload
-def accumulate_grads(
-    modules: Mapping[str, M],
-    loader: Iterable[B],
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
-) -> tuple[Mapping[str, M], Windows[B], DistContext]: ...
-@transform(after={"replicate", "fully_shard", "zero_partition", "shard_data"}, collective=True)
-def accumulate_grads(
-    modules: Any,
-    loader: Any,
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
-) -> tuple[Any, Any, DistContext]:
-    """Let the loader yield windows of micro-batches: one optimizer step per window.
-
-    A window knows its true length, also the short one at the end of an epoch, so `/ len(window)`
-    and `window.denominator(...)` are right without guessing, and gradients travel only in the last
-    backward of a window. `break`, exceptions and other loaders inside a window change nothing.
-
-        for window in loader:
-            tokens = window.denominator(lambda batch: batch[1].numel())
-            for x, y in window:
-                loss = cross_entropy(model(x), y, reduction="sum") / tokens
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    Changes: nothing; a copy of the loader comes back. The modules are only marked.
-    Collectives: none here (a meeting through the store) and none while iterating.
-
-    Args:
-        modules: The module, or a list, tuple or dict of several, whose gradients are accumulated
-            over a window. Parts of them may be replicated instead of the whole.
-        loader: A `DataLoader` (after `shard_data`), or any iterable of batches, with or without
-            length; without one, windows are read ahead.
-        ctx: Where we run.
-        steps: Micro-batches per window; or a function of the number of windows so far.
-        remainder: Of an epoch that does not fill the last window. "step": a short window; "drop":
-            leave it out; "carry": it begins the first window of the next epoch.
-        reduce: "last": gradients travel once per window; "every": in each backward (less memory
-            for sharded gradients).
-
-    Returns:
-        `modules` itself; the loader of windows, with `len` in windows; `ctx` with this transform
-        in `applied`.
+def check_steps(steps: object, what: str) -> None:
+    """Raise if this is no number of micro-batches.
 
     Raises:
-        AlreadyApplied: A module or the loader is accumulated already.
-        OrderError: A strategy or `shard_data` is applied afterwards.
-        TypeError: The modules or the loader are something else.
-        ValueError: An option is out of range, or the modules average over different ranks.
-        ContextError: The ranks disagree.
-
-    Example:
-        >>> import weft
-        >>> model, ctx = weft.replicate(nn.Linear(1, 1), weft.local())
-        >>> model, windows, ctx = weft.accumulate_grads(model, [1, 2, 3], ctx, steps=2)
-        >>> [list(window) for window in windows]
-        [[1, 2], [3]]
+        ValueError: The text says what it has to be.
     """
-    if not callable(steps):
-        _check_steps(steps, "steps")
-    for name, value, allowed in (
-        ("remainder", remainder, ("step", "drop", "carry")),
-        ("reduce", reduce, ("last", "every")),
-    ):
-        if value not in allowed:
-            raise ValueError(
-                message(
-                    f"accumulate_grads: {name} = {value!r} is unknown",
-                    found=repr(value),
-                    expected=" or ".join(map(repr, allowed)),
-                    fix=f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})",
-                )
-            )
-    several = _flattened(modules)
-    if not several or not all(isinstance(m, nn.Module) for m in several) or not isinstance(loader, Iterable):
-        raise TypeError(
-            message(
-                "accumulate_grads: takes modules and a loader",
-                found=f"{', '.join(type(m).__name__ for m in several) or 'no module'}; {type(loader).__name__}",
-                expected="one module, or a list, tuple or dict of them, and an iterable of batches",
-                fix="model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
-            )
-        )
-    syncs = _grad_syncs(several)
-    means = {sync.mean_over for sync in syncs} or {1}
-    if len(means) > 1:
-        raise ValueError(
-            message(
-                "accumulate_grads: the modules average their gradients over different numbers of ranks",
-                found=f"{sorted(means)} ranks",
-                expected="modules with one denominator in one window",
-                fix="one accumulate_grads per module, each with a loader of its own",
-            )
-        )
-    cutting: _Cutting[Any] = _Cutting(steps, remainder, reduce, syncs, means.pop(), ctx)
-    windows = _windowed(loader, cutting)
-    ctx.agree("accumulate_grads", _facts(windows, cutting))
-    return modules, windows, ctx
-
-
-def _flattened(modules: Any) -> list[Any]:
-    """The modules in a module, list, tuple or dict."""
-    if isinstance(modules, nn.Module) or not isinstance(modules, (Mapping, Sequence)):
-        return [modules]
-    return list(modules.values() if isinstance(modules, Mapping) else modules)
-
-
-def _grad_syncs(modules: Sequence[nn.Module]) -> list[GradSync]:
-    """What reduces the gradients of these modules or of parts of them, each once."""
-    found = [sync for module in modules for part in module.modules() for sync in offered(part, GradSync)]
-    return list({id(sync): sync for sync in found}.values())
-
-
-def _facts(windows: Any, cutting: _Cutting[Any]) -> dict[str, object]:
-    """What the ranks have to agree on, or they would wait for each other for ever."""
-    facts: dict[str, object] = {
-        "steps": f"schedule, at first {cutting.size_of(0)}" if callable(cutting.steps) else cutting.steps,
-        "remainder": cutting.remainder,
-        "reduce": cutting.reduce,
-    }
-    if cutting.syncs:
-        facts["windows per epoch"] = _length(windows)
-    return facts
-
-
-def _windowed(loader: Any, cutting: _Cutting[Any]) -> Any:
-    if not isinstance(loader, DataLoader):
-        kind = _StatefulWindows if _is(loader, Stateful) else Windows
-        return kind(loader, cutting)
-    addition = _StatefulWindowLoader if _is(loader, Stateful) else _WindowLoader
-    return extended_copy(loader, _SeekableWindowLoader if _is(loader, Seekable) else addition, weft_cutting=cutting)
-
-
-def _is(loader: object, protocol: Any) -> bool:
-    return isinstance(loader, protocol)
-
-
-def _check_steps(steps: object, what: str) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
             message(
@@ -603,13 +324,3 @@ def _check_steps(steps: object, what: str) -> None:
                 fix="weft.accumulate_grads(model, loader, ctx, steps=4)",
             )
         )
-
-
-def _length(batches: object, measure: Callable[[], int] | None = None) -> int | None:
-    """How many batches, or windows, there will be; None if that is not known for sure."""
-    if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
-        return None  # with several workers its length is a guess
-    try:
-        return measure() if measure is not None else len(batches)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
