@@ -3,9 +3,9 @@
 The state is a model with AdamW moments of about 1 GB, replicated. Every contestant writes it into a new
 folder and everything is brought to the disk (fsync) before the clock stops, whether the contestant does
 that itself or not. It is loaded twice, with the files dropped from the page cache: by the processes that saved,
-and by new ones, as after a restart, whose memory is fresh. "disk" writes and reads the same number of bytes in
-one file, one after the other, in the same run. Training stands still for the "stall" of a save in the background:
-"first" takes fresh memory, a later one does not. Contestants take turns.
+and by new ones, as after a restart, whose memory is fresh and whose optimizer has not stepped yet. "disk" writes and
+reads the same number of bytes in one file, one after the other, in the same run. Training stands still for the "stall"
+of a save in the background: "first" takes fresh memory, a later one does not. Contestants take turns.
 
     python benchmarks/bench_checkpoint.py [--ranks 1 2] [--rounds 3] [--megabytes 1000] [--quick] [--check]
 """
@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch._dynamo  # noqa: F401  (every optimizer does; here once, before ranks are forked)
@@ -42,21 +42,26 @@ import weft
 WIDTH = 1024
 BLOCK = 2**24
 KINDS = ("save", "load", "load again")
+Sums: TypeAlias = tuple[float, ...]  # of the weights, and of their first moments
 
 
 class Job:
     """What every contestant has to save: a module and an optimizer with moments."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, *, has_stepped: bool = True) -> None:
         layers = max(round(megabytes * 1e6 / (12 * WIDTH * (WIDTH + 1))), 1)  # weights and two moments in fp32
         torch.manual_seed(0)
         self.model: nn.Module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if has_stepped:
+            self.step()
+        self.nbytes = 3 * 4 * sum(p.numel() for p in self.model.parameters())
+
+    def step(self) -> None:
         for p in self.model.parameters():
             p.grad = torch.full_like(p, 1e-3)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.nbytes = 3 * 4 * sum(p.numel() for p in self.model.parameters())
 
     def spoil(self) -> None:
         """Change all values, so that a load has something to do."""
@@ -64,8 +69,10 @@ class Job:
             for p in self.model.parameters():
                 p.add_(1.0)
 
-    def fingerprint(self) -> float:
-        return float(sum(p.double().sum() for p in self.model.parameters()))
+    def sums(self) -> Sums:
+        parameters = [p.detach() for p in self.model.parameters()]
+        moments = [entry["exp_avg"] for entry in self.optimizer.state.values()]
+        return tuple(float(sum(one.double().sum() for one in each)) for each in (parameters, moments))
 
 
 # -- contestants: (save, load); a save may return the seconds for which training stood still -------------
@@ -227,7 +234,9 @@ def memcpy_s(job: Job) -> float:
     return 3 * best  # weights and two moments
 
 
-def worker(rank: int, ranks: int, name: str, megabytes: int, store: str, pipe: Connection) -> None:
+def worker(
+    rank: int, ranks: int, name: str, megabytes: int, expected: Sums | None, store: str, pipe: Connection
+) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -235,9 +244,9 @@ def worker(rank: int, ranks: int, name: str, megabytes: int, store: str, pipe: C
     if ranks > 1:
         os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    job = Job(megabytes)
+    job = Job(megabytes, has_stepped=expected is None)
     save, load = CONTESTANTS[name](job, ranks)
-    expected = job.fingerprint()
+    expected = expected or job.sums()
 
     def saved(folder: Path) -> float | None:
         stall = save(folder)
@@ -258,7 +267,7 @@ def worker(rank: int, ranks: int, name: str, megabytes: int, store: str, pipe: C
                 drop_from_cache(folder)
             job.spoil()
             seconds, _ = timed(ranks, lambda folder=folder: load(folder))
-            assert job.fingerprint() == expected, f"{name} did not restore what it saved"
+            assert job.sums() == expected, f"{name} did not restore what it saved"
             pipe.send({"seconds": seconds})
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -268,13 +277,13 @@ def worker(rank: int, ranks: int, name: str, megabytes: int, store: str, pipe: C
 
 
 class Contestant:
-    """Its ranks, which wait for a folder."""
+    """Its ranks, which wait for a folder; with `expected`, new ones that load what others have saved."""
 
-    def __init__(self, name: str, ranks: int, megabytes: int, scratch: Path) -> None:
+    def __init__(self, name: str, ranks: int, megabytes: int, scratch: Path, expected: Sums | None) -> None:
         server = multiprocessing.get_context("forkserver")  # torch is imported once
         pairs = [server.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pairs]
-        arguments = (ranks, name, megabytes, str(scratch / f"{name}.store"))
+        arguments = (ranks, name, megabytes, expected, str(scratch / f"{name}.store"))
         self._processes = [
             server.Process(target=worker, args=(rank, *arguments, pairs[rank][1])) for rank in range(ranks)
         ]
@@ -297,16 +306,16 @@ class Contestant:
             process.join()
 
 
-def turn(name: str, ranks: int, megabytes: int, folder: Path) -> dict[str, Any]:
+def turn(name: str, ranks: int, megabytes: int, folder: Path, expected: Sums) -> dict[str, Any]:
     """One contestant saves twice, and loads twice: in the processes that saved, and in new ones."""
-    contestant = Contestant(name, ranks, megabytes, folder.parent)
+    contestant = Contestant(name, ranks, megabytes, folder.parent, None)
     first = contestant.do("save", folder)
     shutil.rmtree(folder)
     later = contestant.do("save", folder)
     again = contestant.do("load", folder)
     contestant.end()
     (folder.parent / f"{name}.store").unlink(missing_ok=True)
-    contestant = Contestant(name, ranks, megabytes, folder.parent)
+    contestant = Contestant(name, ranks, megabytes, folder.parent, expected)
     load = contestant.do("load", folder)
     contestant.end()
     (folder.parent / f"{name}.store").unlink(missing_ok=True)
@@ -345,14 +354,16 @@ def disk(folder: Path, nbytes: int) -> dict[str, Any]:
 
 def measure(ranks: int, rounds: int, megabytes: int, scratch: Path) -> dict[str, dict[str, Any]]:
     """The best of the rounds of each contestant; one is in memory at a time."""
-    nbytes = Job(megabytes).nbytes
+    job = Job(megabytes)
+    nbytes, expected = job.nbytes, job.sums()
+    del job
     found: dict[str, list[dict[str, Any]]] = {}
     names = [name for name in CONTESTANTS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
     for _ in range(rounds):
         found.setdefault("disk", []).append(disk(scratch / "disk", nbytes))
         names = [*names[3:], *names[:3]]  # memory is quicker to come by after some contestants than after others
         for name in names:
-            found.setdefault(name, []).append(turn(name, ranks, megabytes, scratch / name))
+            found.setdefault(name, []).append(turn(name, ranks, megabytes, scratch / name, expected))
     best: dict[str, dict[str, Any]] = {}
     for name in ("disk", *(name for name in CONTESTANTS if name in found)):
         results = found[name]
@@ -397,6 +408,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     rounds, megabytes = (1, 50) if options.quick else (options.rounds, options.megabytes)
     tables: dict[int, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import weft
+from weft.checkpoint import node_memory
 from weft.checkpoint.commit import folders
 from weft.checkpoint.values import decode, encode
 from weft.errors import CheckpointError, PeerError
@@ -396,6 +398,11 @@ def _train_and_save(ctx, strategy, folder):
 
 
 def _restore_and_train(ctx, cases, folders):
+    with mock.patch.object(node_memory, "_LEAST", 0):  # small as they are, they are read once per node
+        return _restored_and_trained(ctx, cases, folders)
+
+
+def _restored_and_trained(ctx, cases, folders):
     found = []
     for strategy, folder in [(strategy, folder) for strategy in cases for folder in folders]:
         state, mine, *parts = _build(ctx, strategy)
@@ -792,8 +799,10 @@ def test_a_tensor_of_several_pieces_is_put_together(tmp_path, checked, on_accele
     expected = nn.Linear(6, 5).weight
     manifest = read_manifest(tmp_path / "step-00000001")
     assert len(manifest.tensors["model/weight"].pieces) > 1
-    with Reader(tmp_path / "step-00000001", manifest, check=manifest.files if checked else ()) as reader:
-        found = reader.read("model/weight", None)
-        if on_accelerator:
-            reader._wanted[0] = reader._wanted[0]._replace(values=found.as_subclass(_Elsewhere))
+    reader = Reader(tmp_path / "step-00000001", manifest, weft.local())
+    reader._checkers = dict.fromkeys(manifest.files, 0 if checked else 1)
+    found = reader.read("model/weight", None)
+    if on_accelerator:
+        reader._wanted[0] = reader._wanted[0]._replace(values=found.as_subclass(_Elsewhere))
+    reader.fill()
     assert torch.equal(found, expected)

@@ -3,14 +3,16 @@
 [Note: all or nothing] What can fail comes first: reading, then `load_state_dict` of the user's objects, of
 which the old state is kept. The tensors of modules are copied last, when every rank has come so far:
 that cannot fail, and needs no second copy of them.
+
+What optimizers and other objects take is read into memory of its own, which they keep. Where ranks of a node can
+read into the same memory, what torch's own optimizers hold already is copied last too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from weft.checkpoint.generators import (
     prepare_generator,
     restored_from,
 )
-from weft.checkpoint.manifest import Manifest
+from weft.checkpoint.manifest import TensorEntry
 from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import local_part
 from weft.checkpoint.randomness import drawn_state, prepare_random_state, random_state
@@ -43,46 +45,51 @@ from weft.checkpoint.state import (
 )
 from weft.checkpoint.values import decode, encode
 from weft.context import DistContext
+from weft.engines.torch.shards import is_sharded
 from weft.errors import CheckpointError, listed, message
 
 __all__ = ["Loading"]
 
 
 class Loading:
-    """Everything read and checked, on this rank, ready to be put in place.
+    """What a checkpoint gives this rank: found to fit, then read, then put in place.
 
     Attributes:
         folder: Of the checkpoint.
         manifest: Its manifest.
         missing: Names that the state has and the checkpoint has not.
         unexpected: Names that only the checkpoint has.
+
+    Args:
+        state: Whose objects.
+        reader: Of the files. It is told what is wanted, and has to be filled before anything is put in place.
+        ctx: Whose ranks.
+        strict: Raise if names differ.
     """
 
     def __init__(
         self,
         state: Checkpoint,
-        folder: Path,
-        manifest: Manifest,
+        reader: Reader,
         ctx: DistContext,
         *,
-        check: Collection[str],
         strict: bool,
     ) -> None:
         self._state = state
-        self.folder = folder
-        self.manifest = manifest
+        self.folder = reader.folder
+        self.manifest = manifest = reader.manifest
+        self._reader = reader
         self._ctx = ctx
         self._undo = contextlib.ExitStack()  # calls all, also if one raises
         self._live = collect(state, to_save=False)
         self._loaded: dict[str, Any] = {}
         self.missing, self.unexpected = self._compare()
         self._check(strict=strict)
-        with Reader(folder, manifest, check=check, num_threads=num_threads(ctx)) as reader:
-            self._tensors, twins = self._read_weights(reader)
-            for key in state.objects:
-                if key in manifest.values:
-                    self._loaded[key] = self._read_object(key, reader)
-        self._check_values(twins)
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # what optimizers hold; its new values
+        self._tensors, self._twins = self._read_weights(reader)
+        for key in state.objects:
+            if key in manifest.values:
+                self._loaded[key] = self._read_object(key, reader)
         self._set_random = self._random() if state.rng else None
 
     # -- does it fit -----------------------------------------------------------------------------
@@ -130,11 +137,15 @@ class Loading:
             groups.setdefault(origin, [origin]).append(name)
         return {name: names for names in groups.values() for name in names}
 
-    def _check_values(self, twins: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Raise if values would be lost: those of one of two tensors, or numbers too large for their dtype."""
+    def check_values(self) -> None:
+        """Raise if values that were read would be lost.
+
+        Raises:
+            CheckpointError: Those of one of two tensors would be, or numbers too large for their dtype.
+        """
         wrong = [
             f"{name} and {other} are one tensor, and have two values in the checkpoint"
-            for name, other, values in twins
+            for name, other, values in self._twins
             if memory_of(local_part(values).cpu()) != memory_of(local_part(self._tensors[name]).cpu())
         ]
         for name, values in self._tensors.items():
@@ -162,10 +173,10 @@ class Loading:
             there = [one for one in tied.get(name, [name]) if one in entries and _is_weight(self._state, one)]
             if not there:
                 continue
-            tensors[name] = reader.read(there[0], tensor)
+            tensors[name] = reader.look_at(there[0], tensor)
             stored = entries[there[0]].same_as or there[0]
             others = [one for one in there[1:] if (entries[one].same_as or one) != stored]
-            twins += [(name, other, reader.read(other, tensor)) for other in others]
+            twins += [(name, other, reader.look_at(other, tensor)) for other in others]
         return tensors, twins
 
     def _read_object(self, key: str, reader: Reader) -> Any:
@@ -205,11 +216,20 @@ class Loading:
             if (layout := offer.state_layout(own)) is not None
         }
 
+        has_peers = self._ctx.local_world_size > 1 and _keeps_tensors(optimizer)
+        replaced: set[int] = set()
+
         def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
             """Reads state cut up as its parameter, if it has its shape."""
 
             def read(name: str) -> torch.Tensor:
-                shape, layout = self.manifest.tensors[name].shape, layouts.get(id(parameter), parameter)
+                held = self._live.tensors.get(name) if has_peers else None
+                entry = self.manifest.tensors[name]
+                if held is not None and id(held) not in replaced and _may_be_overwritten(held, parameter, entry):
+                    replaced.add(id(held))
+                    self._replaced.append((held, reader.look_at(name, held)))
+                    return held
+                shape, layout = entry.shape, layouts.get(id(parameter), parameter)
                 return reader.read(name, layout if shape and shape == tuple(layout.shape) else None)
 
             return read
@@ -303,22 +323,29 @@ class Loading:
         self._undo.close()
 
     def copy_weights(self) -> None:
-        """Put the tensors of modules in place, and the random states."""
+        """Put the tensors of modules and optimizers in place, and the random states."""
         self._undo.pop_all()
+        self._copy_all()
+        for key, obj in self._state.objects.items():
+            if isinstance(obj, nn.Module):
+                names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
+                tell_keepers(obj, {one: self._live.tensors[n] for one, n in names.items() if n in self._tensors})
+        self._ctx.engine.relay(self._state.objects.values())
+        for held in (self._tensors, self._twins, self._replaced):
+            held.clear()
+        self._reader.drop()
+        if self._set_random is not None:
+            self._set_random()
+
+    def _copy_all(self) -> None:
         pairs = [(local_part(self._live.tensors[name]), local_part(values)) for name, values in self._tensors.items()]
+        pairs += self._replaced
         if self._ctx.device.type == "cpu":
             with ThreadPoolExecutor(num_threads(self._ctx), thread_name_prefix="weft-copy") as threads:
                 list(threads.map(_copy, pairs))
         else:
             for pair in pairs:
                 _copy(pair)
-        for key, obj in self._state.objects.items():
-            if isinstance(obj, nn.Module):
-                names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
-                tell_keepers(obj, {one: self._live.tensors[n] for one, n in names.items() if n in self._tensors})
-        self._ctx.engine.relay(self._state.objects.values())
-        if self._set_random is not None:
-            self._set_random()
 
 
 class _OptimizerState:
@@ -351,6 +378,25 @@ class _OptimizerState:
                 held = optimizer.state[parameters[index]]
                 for key in held.keys() & entry.keys() - {"step"}:  # fused and capturable ones need theirs in float32
                     held[key] = _of_saved_dtype(held[key], entry[key])
+
+
+def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `load_state_dict` makes the very tensors it is given the state: that of torch's own, without hooks."""
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    is_own = type(optimizer).__module__.startswith("torch.optim.")
+    return is_own and not any(getattr(optimizer, name, True) for name in hooks)
+
+
+def _may_be_overwritten(held: torch.Tensor, parameter: torch.Tensor, entry: TensorEntry) -> bool:
+    """Whether what an optimizer holds for a parameter takes the saved values, and stays in `load_state_dict`."""
+    return (
+        bool(entry.shape)  # counters are few bytes, and torch gives them another dtype
+        and entry.shape == tuple(held.shape)
+        and entry.dtype == str(held.dtype).removeprefix("torch.")
+        and (held.dtype, held.device) == (parameter.dtype, parameter.device)
+        and held.is_contiguous()
+        and not is_sharded(held)
+    )
 
 
 def _of_saved_dtype(held: Any, saved: Any) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from weft.checkpoint import commit
 from weft.checkpoint.files import Damage, check_file
 from weft.checkpoint.hashes import new_hash
 from weft.checkpoint.loading import Loading
-from weft.checkpoint.manifest import NAME, STEP, Manifest, check_place, read_manifest
+from weft.checkpoint.manifest import NAME, STEP, check_place, read_manifest
+from weft.checkpoint.node_memory import NodeMemory, Offer
 from weft.checkpoint.ranks import from_main, gathered, on_all
+from weft.checkpoint.reader import Reader
 from weft.checkpoint.state import Checkpoint
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
@@ -52,7 +54,7 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
 
     Changes: the objects of `state` in place, and the global random states if they belong to it.
     Collectives: meetings through the store; each rank reads the blocks it holds, and checks its share of
-    the files.
+    the files. What the ranks of a node want alike is read once, into memory that they share until it is copied.
 
     Args:
         state: From `checkpointable`; built as for training, sharded as it may be.
@@ -116,15 +118,13 @@ def _read(
     is_one, folders = from_main("restore", ctx, lambda: _candidates(directory))
     skipped: list[tuple[Path, str]] = []
     for folder in map(Path, folders):
-        attempts: list[_Attempt] = []
-
-        def attempted(folder: Path = folder, attempts: list[_Attempt] = attempts) -> str | None:
-            attempts.append(_attempt(state, folder, ctx, strict=strict))
-            return attempts[0].damage
-
-        damage = next(filter(None, gathered("restore", ctx, attempted)), None)
+        attempt, told = _planned(state, folder, ctx, strict=strict)
+        damage = next((one["damage"] for one in told if one["damage"]), None)
         if damage is None:
-            return on_all("restore", ctx, attempts[0].result), skipped
+            attempt.let_read(told)
+            damage = next(filter(None, gathered("restore", ctx, attempt.read)), None)
+        if damage is None:
+            return on_all("restore", ctx, attempt.result), skipped
         if is_one:
             raise CheckpointError(damage)
         skipped.append((folder, damage))
@@ -149,49 +149,93 @@ def _candidates(directory: Path) -> tuple[bool, list[str]]:
     return False, [str(path) for path in reversed(commit.named_folders(directory))]
 
 
-class _Attempt(NamedTuple):
-    """What came of reading a checkpoint on this rank: it is damaged, or does not fit, or is read."""
+def _planned(
+    state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool
+) -> tuple[_Attempt, list[dict[str, Any]]]:
+    """What this rank would read, and what every rank tells of that."""
+    attempts: list[_Attempt] = []
 
-    damage: str | None = None
-    failure: CheckpointError | None = None
-    loading: Loading | None = None
+    def plan() -> dict[str, Any]:
+        attempts.append(_Attempt(state, folder, ctx, strict=strict))
+        return attempts[0].told()
 
-    def result(self) -> Loading:
-        if self.failure is not None:
-            raise self.failure
-        assert self.loading is not None
-        return self.loading
+    told = gathered("restore", ctx, plan)
+    return attempts[0], told
 
 
-def _attempt(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> _Attempt:
-    """Read what this rank needs, while it compares its share of the files with their hashes.
+class _Attempt:
+    """What comes of reading a checkpoint on this rank: it is damaged, or does not fit, or is read.
 
     What was read is put in place later, when all ranks have found their share to be whole.
     """
-    try:
-        manifest = read_manifest(folder)
-        for name, entry in manifest.files.items():
-            check_file(folder, name, manifest, content=False)
-            new_hash(entry.hash)  # before anything is read: is it installed?
-    except CheckpointError as error:
-        return _Attempt(damage=str(error))
-    share = list(manifest.files)[ctx.rank :: ctx.world_size]
-    try:
-        attempt = _loaded(state, folder, manifest, ctx, share, strict=strict)
-        for name in share if attempt.failure is not None else ():  # it may not fit because it is damaged
-            check_file(folder, name, manifest)
-        check_place(folder, manifest)
-    except CheckpointError as error:
-        return _Attempt(damage=str(error))
-    return attempt
 
+    def __init__(self, state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> None:
+        self._ctx = ctx
+        self._folder = folder
+        self._damage: str | None = None
+        self._failure: CheckpointError | None = None
+        self._offer: Offer | None = None
+        self._memory: NodeMemory | None = None
+        self._only_check = False
+        try:
+            self._manifest = read_manifest(folder)
+            for name, entry in self._manifest.files.items():
+                check_file(folder, name, self._manifest, content=False)
+                new_hash(entry.hash)  # before anything is read: is it installed?
+        except CheckpointError as error:
+            self._damage = str(error)
+            return
+        self._reader = Reader(folder, self._manifest, ctx)
+        try:
+            self._loading = Loading(state, self._reader, ctx, strict=strict)
+        except CheckpointError as error:
+            self._failure = error
 
-def _loaded(
-    state: Checkpoint, folder: Path, manifest: Manifest, ctx: DistContext, share: list[str], *, strict: bool
-) -> _Attempt:
-    try:
-        return _Attempt(loading=Loading(state, folder, manifest, ctx, check=share, strict=strict))
-    except Damage:
-        raise
-    except CheckpointError as error:
-        return _Attempt(failure=error)
+    def told(self) -> dict[str, Any]:
+        """What the other ranks have to know before it is read, as JSON."""
+        if self._damage is None and self._failure is None:
+            self._offer = self._reader.offer()
+        offer = None if self._offer is None else self._offer.told(self._ctx)
+        return {"damage": self._damage, "fits": self._failure is None, "offer": offer}
+
+    def let_read(self, told: list[dict[str, Any]]) -> None:
+        """Prepare for `read`, by what all ranks told. A collective."""
+        self._only_check = not all(one["fits"] for one in told)
+        if self._offer is not None and not self._only_check:
+            self._memory = NodeMemory.of("restore", self._ctx, self._offer, [one["offer"] for one in told])
+            self._offer.close()
+
+    def read(self) -> str | None:
+        """Read what this rank needs, while it compares its share of the files with their hashes.
+
+        Returns:
+            What is damaged.
+        """
+        try:
+            if not self._only_check:
+                self._fill()
+            if self._only_check or self._failure is not None:  # it may not fit because it is damaged
+                self._reader.check()
+            check_place(self._folder, self._manifest)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def _fill(self) -> None:
+        try:
+            self._reader.fill(self._memory)
+        except Damage:
+            raise
+        except CheckpointError as error:
+            self._failure = error
+
+    def result(self) -> Loading:
+        """What was read.
+
+        Raises:
+            CheckpointError: It does not fit.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._loading.check_values()
+        return self._loading

@@ -289,7 +289,7 @@ def _arrives(store: dist.Store, key: str, limit_s: float) -> bool:
         waited = time.monotonic() - start
         if waited >= limit_s:
             return False
-        time.sleep(min(waited / 4 + 1e-4, _PAUSE_S, limit_s - waited))
+        time.sleep(min(waited / 16 + 1e-4, _PAUSE_S, limit_s - waited))
     return True
 
 
