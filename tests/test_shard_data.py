@@ -1,5 +1,6 @@
 """shard_data: who gets which samples, in which order, and that nothing else changes."""
 
+import inspect
 import pickle
 import random
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import weft
 from weft.testing import fake, run_ranks
@@ -179,6 +181,7 @@ FIRST_USE = """
 import sys
 import numpy as np, weft
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 assert "numpy.random" not in sys.modules
 
@@ -417,3 +420,39 @@ def _different_data(ctx):
 def test_ranks_with_different_data_are_told():
     for found in run_ranks(_different_data, 2):
         assert "length: 12 on rank 0, 18 on rank 1" in found
+
+
+# -- profiles ----------------------------------------------------------------------------------------
+
+
+class _Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_have_torchs_names_in_a_profile_and_only_there(workers):
+    loader, _ = weft.shard_data(DataLoader(_Numbers(), batch_size=4, num_workers=workers), weft.local())
+    kind = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
+    with torch.autograd.profiler.profile() as unrelated:
+        pass
+    assert not unrelated.key_averages()
+    without = [batch.tolist() for batch in loader]
+    with torch.autograd.profiler.profile() as seen:
+        watched = [batch.tolist() for batch in loader]
+    assert watched == without == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    names = {event.key: event.count for event in seen.key_averages()}
+    assert names[f"enumerate(DataLoader)#{kind}.__next__"] == 4  # the last finds nothing more
+
+
+def test_torchs_iterators_do_what_this_one_leaves_out():
+    """Fails if torch comes to do more for a batch than is done without a profiler."""
+    source = inspect.getsource(_BaseDataLoaderIter.__next__)
+    for line in ("record_function(self._profile_name)", "self._reset()", "self._next_data()", "self._num_yielded += 1",
+                 "self._IterableDataset_len_called is not None", "warnings.warn"):  # fmt: skip
+        assert line in source
+    code = [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(code) == 23  # of torch 2.9 to 2.13

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from weft.collectives.metrics import Rows
 from weft.context import DistContext
 from weft.errors import message
-from weft.loaders import Extension, extended_copy
+from weft.loaders import Extension, extended_copy, torch_iterator
 from weft.seeding import mix
 from weft.transforms.shard_data.dispatch import scattered
 from weft.transforms.shard_data.meeting import Meeting, without_rows
@@ -258,7 +258,7 @@ class ShardedLoader(Extension[T]):
 
     def _get_iterator(self) -> Any:
         if self.weft_reading.stream is None:
-            return DataLoader._get_iterator(self.weft_view()[0])
+            return torch_iterator(self.weft_view()[0])
         return _Unwrapped(self)
 
     def weft_view(self) -> tuple[DataLoader[Any], deque[Given]]:
@@ -376,7 +376,7 @@ class _Unwrapped:
     def _open(self, loader: ShardedLoader[Any]) -> None:
         view, self._given = loader.weft_view()
         self._ready: deque[Any] = deque()
-        self._inner = DataLoader._get_iterator(view)
+        self._inner = torch_iterator(view)
 
     def _reset(self, loader: ShardedLoader[Any]) -> None:
         view, self._given = loader.weft_view()
