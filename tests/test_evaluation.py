@@ -212,3 +212,76 @@ def _torchmetrics(ctx):
 def test_torchmetrics_counts_every_sample_once(ranks):
     pytest.importorskip("torchmetrics")
     run_ranks(_torchmetrics, ranks)
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+DTYPES = [getattr(torch, name) for name in (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64",
+    "complex128", "float8_e4m3fn", "float8_e5m2",
+)]  # fmt: skip
+
+
+def _every_dtype(ctx, count):
+    ids = torch.arange(count) * ctx.world_size + ctx.rank
+    rows = weft.Rows(ids=ids, valid=torch.ones(count, dtype=torch.bool))
+    values = {str(dtype): torch.arange(3 * count).view(count, 3).remainder(2).to(dtype) for dtype in DTYPES}
+    values["bytes"] = torch.arange(count, dtype=torch.uint8) + 100 * ctx.rank
+    return {name: each.view(torch.uint8).tolist() for name, each in weft.gather_metrics(values, ctx, rows=rows).items()}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 2000])
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_dtype_comes_back_bit_for_bit(n, count):
+    for found in run_ranks(_every_dtype, n, count):
+        for dtype in DTYPES:
+            mine = torch.arange(3 * count).view(count, 3).remainder(2).to(dtype).view(torch.uint8)
+            assert found[str(dtype)] == mine.repeat_interleave(n, 0).tolist()
+        assert found["bytes"] == [(i + 100 * rank) % 256 for i in range(count) for rank in range(n)]
+
+
+def _again_and_again(ctx):
+    found = []
+    for step in range(4):
+        # Of another shape now and then, so that what is kept of the last message does not fit.
+        count = 3 if step == 2 and ctx.rank == 1 else 5
+        ids = torch.arange(count) + 5 * ctx.rank
+        rows = weft.Rows(ids=ids, valid=torch.ones(count, dtype=torch.bool))
+        values = torch.arange(10.0).view(5, 2)[:count].t().contiguous().t() + 100 * step + 10 * ctx.rank
+        values.requires_grad_(requires_grad=True)
+        found.append((weft.gather_metrics((values, values[:, 0]), ctx, rows=rows), values))
+    for step, ((pairs, firsts), values) in enumerate(found):
+        assert not pairs.requires_grad and pairs.data_ptr() != values.data_ptr()
+        second = 3 if step == 2 else 5
+        expected = [[2 * i + 100 * step, 2 * i + 1 + 100 * step] for i in range(5)]
+        expected += [[2 * i + 100 * step + 10, 2 * i + 11 + 100 * step] for i in range(second)]
+        if ctx.world_size == 1:
+            expected = expected[:5]
+        assert pairs.tolist() == expected and firsts.tolist() == [row[0] for row in expected]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_was_gathered_stays_when_more_is(n):
+    run_ranks(_again_and_again, n)
+
+
+def test_on_one_rank_the_result_is_a_copy():
+    values = torch.ones(3)
+    rows = weft.Rows(ids=torch.arange(3), valid=torch.ones(3, dtype=torch.bool))
+    weft.gather_metrics({"x": values}, weft.local(), rows=rows)["x"][0] = 7
+    assert values.tolist() == [1, 1, 1]
+
+
+class _Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make", [lambda a, b: (a, b), _Pair, lambda a, b: {"a": a, 2: b}, lambda a, b: (a, {"b": (b,)})]
+)
+def test_the_structure_comes_back(make):
+    a, b = torch.arange(2), torch.arange(4.0).view(2, 2)
+    rows = weft.Rows(ids=torch.tensor([1, 0]), valid=torch.ones(2, dtype=torch.bool))
+    found, expected = weft.gather_metrics(make(a, b), weft.local(), rows=rows), make(a.flip(0), b.flip(0))
+    assert type(found) is type(expected) and repr(found) == repr(expected)

@@ -71,18 +71,17 @@ class NodeMemory:
         memory: Of dtype uint8, on the CPU.
 
     Raises:
-        OSError: It cannot be opened from here, or there is no memory.
-        ValueError: There is another file in its place.
+        OSError: It cannot be opened from here, there is another file in its place, or there is no memory.
     """
 
     def __init__(self, place: str, token: str, nbytes: int, ranks: list[int]) -> None:
         if not str(Path(place).readlink()).startswith("/memfd:weft-restore"):  # a process of another container
-            raise ValueError(place)
+            raise FileNotFoundError(place)
         handle = os.open(place, os.O_RDWR | os.O_CLOEXEC)
         self._close = weakref.finalize(self, _close_behind, handle)
         self._close.atexit = False
         if os.pread(handle, _TOKEN, 0).hex() != token:
-            raise ValueError(place)
+            raise FileNotFoundError(place)
         os.ftruncate(handle, _HEAD + nbytes)  # all to the same size: nothing is lost
         self.memory = torch.frombuffer(mmap.mmap(handle, _HEAD + nbytes), dtype=torch.uint8, offset=_HEAD)
         self._ranks = ranks

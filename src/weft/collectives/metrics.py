@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
@@ -81,7 +81,8 @@ def gather_metrics(values: Any, ctx: DistContext, *, rows: Rows | Sequence[Rows]
     world = enter("gather_metrics", line, None, {})
     shape, structure, columns, ids = _columns(batches)
     if world.group is None:
-        return _ordered(shape, [columns], [ids])
+        own = [column.clone() if isinstance(column, torch.Tensor) else column for column in columns]
+        return _ordered(shape, [own], [ids])
     with peers_named("gather_metrics", world):
         parts = exchange_columns(structure, columns, ids, line)
     return _ordered(shape, [part for part, _ in parts], [found for _, found in parts])
@@ -97,7 +98,7 @@ def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, str, list[Any], 
         every = bool(rows.valid.all())
         ids.append(rows.ids if every else rows.ids[rows.valid])
         keep = None if every else rows.valid.nonzero().flatten().tolist()
-        leaf_list: list[tuple[tuple[str, ...], Any]] = list(_entries(value))
+        leaf_list = _entries(value)
         wrong = [
             f"{'.'.join(path) or 'value'}: {len(leaf) if isinstance(leaf, list) else list(leaf.shape)}"
             for path, leaf in leaf_list
@@ -130,6 +131,9 @@ def _joined_ids(ids: list[torch.Tensor]) -> torch.Tensor:
 
 def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """The leaves: tensors, and lists as they are."""
+    items = _plain_items(value)
+    if items is not None:
+        return [((str(key),), item.detach()) for key, item in items]
     held: list[tuple[tuple[str, ...], Any]] = []
     for where, leaf in leaves(map_lists(value)):
         if isinstance(leaf, _Listed):
@@ -146,6 +150,15 @@ def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ..
                 )
             )
     return held
+
+
+def _plain_items(value: Any) -> Iterable[tuple[Any, torch.Tensor]] | None:
+    """The most frequent case, a dict or tuple of tensors alone: found without a walk."""
+    kind = type(value)
+    items = value.items() if kind is dict else list(enumerate(value)) if kind is tuple else None
+    if items is None or any(type(item) is not torch.Tensor or item.is_nested for _, item in items):
+        return None
+    return items
 
 
 class _Listed:
@@ -182,21 +195,26 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _ordered(shape: Any, parts: list[list[Any]], ids: list[torch.Tensor]) -> Any:
-    """Join the columns of all ranks and sort the rows by sample id."""
+    """Join the columns of all ranks and sort the rows by sample id; the columns may be returned themselves."""
     every = ids[0] if len(ids) == 1 else torch.cat(ids)
-    in_order = bool((every[1:] >= every[:-1]).all()) if len(every) > 1 else True
-    order = None if in_order else torch.argsort(every, stable=True)
-    columns = []
-    for pieces in zip(*parts, strict=True):
-        column = _joined(list(pieces))
-        if order is None:
-            columns.append(column.clone() if isinstance(column, torch.Tensor) and len(parts) == 1 else column)
-        else:
-            columns.append(
-                column[order.to(column.device)] if isinstance(column, torch.Tensor) else _pick(column, order.tolist())
-            )
+    columns = parts[0] if len(parts) == 1 else [_joined(list(pieces)) for pieces in zip(*parts, strict=True)]
+    if not _is_sorted(every):
+        order = torch.argsort(every, stable=True)
+        columns = [
+            column[order.to(column.device)] if isinstance(column, torch.Tensor) else _pick(column, order.tolist())
+            for column in columns
+        ]
+    if _plain_items(shape) is not None:
+        return dict(zip(shape, columns, strict=True)) if isinstance(shape, dict) else tuple(columns)
     found = iter(columns)
     return map_leaves(lambda *_: next(found), map_lists(shape))
+
+
+def _is_sorted(ids: torch.Tensor) -> bool:
+    if ids.device.type == "cpu":
+        numbers = ids.numpy()  # comparing in numpy is the cheaper for a batch
+        return bool((numbers[1:] >= numbers[:-1]).all())
+    return bool((ids[1:] >= ids[:-1]).all())
 
 
 # -- means -------------------------------------------------------------------------------------------

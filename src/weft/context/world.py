@@ -129,7 +129,7 @@ class World:
         self.disposable: list[dist.ProcessGroup] = []
         self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.room: int | None = None
-        self.heads: dict[str, tuple[object, Any]] = {}
+        self.messages: dict[object, Any] = {}
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.meetings = 0
         self.watch: Watcher | None = None
