@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -162,21 +163,27 @@ class Reader:
         to_check = self._to_check()
         streams: dict[str, list[Stretch]] = {}
         # What goes to an accelerator is put together on the CPU, tensor by tensor.
-        others = [wanted for wanted in self._wanted if wanted.values.device.type != "cpu"]
+        others = [(1.0, wanted) for wanted in self._wanted if wanted.values.device.type != "cpu"]
         for file, parts in self._by_file(shared).items():
             stretches = self._stretches(parts) if file in to_check else None
             if stretches is None:
-                others += parts
+                others += [(number / len(parts), part) for number, part in enumerate(parts)]
             else:
                 streams[file] = stretches
         threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="weft-read")
         checks = ThreadPoolExecutor(1, thread_name_prefix="weft-verify")
+        waiting = deque(sorted(others, key=itemgetter(0)))
+        done, total = 0, sum(self.manifest.files[file].bytes for file in streams)
         try:
             files = [file for file in to_check if file not in streams]
             found = [checks.submit(check_file, self.folder, file, self.manifest) for file in files]
             for file, stretches in streams.items():
-                self._stream(file, stretches, threads)
-            found += [threads.submit(self._fill, *part[:4]) for part in others]
+                for size in self._stream(file, stretches, threads):
+                    # Of the other files as much: other ranks read them at the same pace, so their pages are there.
+                    done += size
+                    while waiting and waiting[0][0] * total < done:
+                        found.append(threads.submit(self._fill, *waiting.popleft()[1][:4]))
+            found += [threads.submit(self._fill, *part[:4]) for _, part in waiting]
             for result in found:
                 result.result()
         finally:
@@ -226,8 +233,15 @@ class Reader:
         is_once = all(end <= after.start for end, after in zip(ends, found[1:], strict=False))
         return found if is_once else None
 
-    def _stream(self, file: str, stretches: list[Stretch], threads: ThreadPoolExecutor) -> None:
-        """Read a file from the beginning to the end, and compare it with its hash."""
+    def _stream(self, file: str, stretches: list[Stretch], threads: ThreadPoolExecutor) -> Iterator[int]:
+        """Read a file from the beginning to the end, and compare it with its hash.
+
+        Yields:
+            How many bytes were read since the last time.
+
+        Raises:
+            Damage: It is not the one that was saved, or cannot be read.
+        """
         entry, handle = self.manifest.files[file], self._files.handle(file)
         digest = new_hash(entry.hash)
         ahead: deque[Future[list[memoryview]]] = deque()
@@ -235,7 +249,7 @@ class Reader:
             for start, buffers in _chunks(stretches, entry.bytes):
                 ahead.append(threads.submit(_read_chunk, handle, start, buffers))
                 if len(ahead) > 2 * self._num_threads:
-                    _take(ahead.popleft(), digest)
+                    yield _take(ahead.popleft(), digest)
             while ahead:
                 _take(ahead.popleft(), digest)
             found = None if digest.hexdigest() == entry.digest else other_bytes(entry)
@@ -310,6 +324,9 @@ def _read_chunk(handle: int, start: int, buffers: list[memoryview | int]) -> lis
     return memory
 
 
-def _take(read: Future[list[memoryview]], digest: Hash) -> None:
-    for memory in read.result():
+def _take(read: Future[list[memoryview]], digest: Hash) -> int:
+    """Hash what was read; gives the number of bytes."""
+    memories = read.result()
+    for memory in memories:
         digest.update(memory)
+    return sum(map(len, memories))
