@@ -8,11 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 import weft.cli
+from tests.processes import is_alive, until
 from weft import ContextError
 from weft.cli.plan import make_plan
 from weft.cli.slurm import batch_script
@@ -316,20 +316,6 @@ def _children_of(pid):
     return found
 
 
-def _is_alive(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _until(condition, limit_s):
-    end = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
 @pytest.mark.parametrize(
     ("number", "whole_group"),
@@ -347,7 +333,7 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
     )  # fmt: skip
     try:
         files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-        assert _until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+        assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)
         family = _children_of(process.pid)
         assert {int(f.read_text()) for f in files} <= family
         if whole_group:  # as Ctrl-C in a terminal
@@ -357,10 +343,10 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
         error = process.communicate(timeout=40)[1]
         assert process.returncode == 128 + number, error
         assert error == f"weft launch: ended by {number.name}\n"
-        assert _until(lambda: not any(map(_is_alive, family)), 10), [p for p in family if _is_alive(p)]
+        assert until(lambda: not any(map(is_alive, family)), 10), [p for p in family if is_alive(p)]
     finally:
         for pid in {*_children_of(process.pid), process.pid}:
-            if _is_alive(pid):
+            if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from tests.processes import is_alive, until
 
 SLOW = pytest.mark.slow
 PROC = pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
@@ -25,20 +26,6 @@ class Refused(Exception):
     def __init__(self, text, rank):
         super().__init__(text, rank)
         self.rank = rank
-
-
-def _is_alive(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _until(condition, limit_s):
-    end = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 # -- results -----------------------------------------------------------------------------------------
@@ -67,7 +54,7 @@ def test_results_come_in_rank_order_and_output_arrives(capsys):
     assert [type(point) for point, _, _ in found] == [Point, Point] and [point.x for point, _, _ in found] == [15, 15]
     assert [float(total) for _, total, _ in found] == [3.0, 3.0]
     for rank, (_, _, place) in enumerate(found):
-        assert place.pop("pid") != os.getpid() and not _is_alive(place.get("pid"))
+        assert place.pop("pid") != os.getpid() and not is_alive(place.get("pid"))
         assert place == {"rank": rank, "local": rank, "size": 2, "nodes": 1, "argv": sys.argv}
     seen = capsys.readouterr()
     assert sorted(seen.out.splitlines()) == ["rank 0 says ünï", "rank 1 says ünï"]
@@ -142,7 +129,7 @@ def test_the_exception_of_the_rank_that_failed_is_raised_here(tmp_path, capfd):
     cause = str(caught.value.__cause__)
     assert re.search(r'Traceback (.|\n)*test_launch_function.py", line \d+, in _fails(.|\n)*Refused: ', cause), cause
     assert "runpy" not in cause and "ranks.py" not in cause and 'function.py"' not in cause.replace(__file__, "")
-    assert not any(_is_alive(int(path.read_text())) for path in tmp_path.iterdir())
+    assert not any(is_alive(int(path.read_text())) for path in tmp_path.iterdir())
     assert capfd.readouterr().err == ""
 
 
@@ -217,17 +204,17 @@ def test_when_the_caller_is_interrupted_or_killed_all_ranks_end(tmp_path, number
     pids = []
     try:
         files = [folder / str(rank) for rank in range(2)]
-        assert _until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+        assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)
         pids = [int(pid) for f in files for pid in f.read_text().split()]
         os.killpg(process.pid, number)  # as a terminal does
         out, error = process.communicate(timeout=60)
         if number == signal.SIGINT:
             assert (process.returncode, out) == (7, "interrupted\n"), error
         ranks = pids[::2]
-        assert _until(lambda: not any(map(_is_alive, pids if number == signal.SIGINT else ranks)), 20)
+        assert until(lambda: not any(map(is_alive, pids if number == signal.SIGINT else ranks)), 20)
     finally:
         for pid in pids:
-            if _is_alive(pid):
+            if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         process.kill()
         process.communicate()

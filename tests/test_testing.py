@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from tests.processes import is_alive
 from weft.testing import RankPool, RanksFailed, assert_equivalent, fake, largest_difference, laws, run_ranks
 from weft.testing.laws import Row
 
@@ -197,20 +198,13 @@ def test_the_pool_goes_on_after_any_failure():
         assert not set(before) & {r[5] for r in after}
 
 
-def _is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_a_rank_that_dies_between_two_calls_is_replaced():
     pids = [r[5] for r in run_ranks(_where, 2)]
     os.kill(pids[0], signal.SIGKILL)
-    while _is_alive(pids[0]) or len(list(Path(f"/proc/{pids[0]}/task").iterdir())) > 1:  # its threads end after it
+    while is_alive(pids[0]) or len(list(Path(f"/proc/{pids[0]}/task").iterdir())) > 1:  # its threads end after it
         pass
     again = run_ranks(_where, 2)
-    assert [r[:3] for r in again] == [(0, 2, 1.0), (1, 2, 1.0)] and not _is_alive(pids[1])
+    assert [r[:3] for r in again] == [(0, 2, 1.0), (1, 2, 1.0)] and not is_alive(pids[1])
 
 
 def test_an_interrupted_call_leaves_no_ranks_behind(tmp_path):
