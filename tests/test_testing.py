@@ -225,9 +225,9 @@ def test_an_interrupted_call_leaves_no_ranks_behind(tmp_path):
         signal.signal(signal.SIGALRM, old)
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     end = time.monotonic() + 5
-    while any(map(_is_alive, pids)) and time.monotonic() < end:
+    while any(map(is_alive, pids)) and time.monotonic() < end:
         pass
-    assert len(pids) == 2 and not any(map(_is_alive, pids))
+    assert len(pids) == 2 and not any(map(is_alive, pids))
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_pool_of_its_own_ends_with_close():
     pids = [r[5] for r in pool.run(_where, 2)]
     assert pids != [r[5] for r in run_ranks(_where, 2)]
     pool.close()
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
     pool.close()
     assert len(pool.run(_where, 1)) == 1  # and can be used again
     pool.close()
