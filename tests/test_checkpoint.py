@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from unittest import mock
 
 import numpy as np
@@ -91,6 +91,7 @@ NESTED = {
     "tuple": (1, (2.5, None), [True, "text"]), "ints": {3: "a", 10: {"deep": (1,)}}, "mixed": {"a": 1, 2: 3},
     "nan": math.nan, "inf": -math.inf, "large": 2**80, "empty": [{}, [], ()], "$": "a key", "": 0, "a/b": "slash",
     "tensor": torch.arange(3), "in tuple": (torch.ones(2, dtype=torch.bfloat16),), "counter": Counter({4: 2}),
+    "ordered": OrderedDict(b=1, a=torch.ones(1)),
 }  # fmt: skip
 
 

@@ -112,7 +112,8 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
     found = None
     try:
         if path.is_symlink() or not path.is_file():
-            found = "a symbolic link" if path.is_symlink() else "no such file"
+            kind = "something that is no file" if path.exists() else "no such file"
+            found = "a symbolic link" if path.is_symlink() else kind
         elif path.stat().st_size != entry.bytes:
             found = f"{path.stat().st_size} bytes"
         elif content and _digest(path, entry.hash) != entry.digest:

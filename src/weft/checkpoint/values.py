@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +14,8 @@ from weft.checkpoint.manifest import DTYPES
 from weft.errors import message
 
 __all__ = ["check_tensor", "decode", "encode"]
+
+_DICTS: dict[Any, type[dict[Any, Any]]] = {"counter": Counter, "ordered": OrderedDict}  # kept as what they are
 
 
 def encode(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -41,7 +43,8 @@ def encode(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return {key: encode(f"{path}/{key}", item, tensors) for key, item in value.items()}
         if all(isinstance(key, (str, int, float, bool)) for key in value):
             items = [[key, encode(f"{path}/{key}", item, tensors)] for key, item in value.items()]
-            return {"$": "counter" if isinstance(value, Counter) else "dict", "items": items}
+            kind = next((name for name, made in _DICTS.items() if isinstance(value, made)), "dict")
+            return {"$": kind, "items": items}
     raise TypeError(
         message(
             f"save: {path} cannot be saved",
@@ -89,7 +92,6 @@ def decode(value: Any, tensors: Callable[[str], torch.Tensor]) -> Any:
         return tensors(value["name"])
     if kind == "tuple":
         return tuple(decode(item, tensors) for item in value["items"])
-    if kind in ("dict", "counter"):
-        found = {key: decode(item, tensors) for key, item in value["items"]}
-        return Counter(found) if kind == "counter" else found
+    if kind == "dict" or kind in _DICTS:
+        return _DICTS.get(kind, dict)({key: decode(item, tensors) for key, item in value["items"]})
     raise ValueError(f"a value marked {kind!r}")

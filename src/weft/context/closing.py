@@ -185,10 +185,12 @@ def _release(world: World) -> None:
     for holder in list(world.holders):
         holder.release()
     world.meshes.clear()
+    world.messages.clear()  # they know the group
     disposable, world.disposable = world.disposable, []
     for line in (*world.made, *world.lines.values()):
         line.group = None
         line.meshes.clear()
+        line.messages.clear()
     world.lines.clear()
     world.made.clear()
     group, world.group = world.group, None

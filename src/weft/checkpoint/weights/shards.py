@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,13 +74,22 @@ class Plan:
         filter: Names | None,
         rename: Callable[[str], str] | None,
     ) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
             raise ValueError(
                 message(
                     f"export: name = {name!r} cannot be used",
                     found=repr(name),
                     expected="the beginning of names of files",
                     fix='weft.export(path, out, name="model")',
+                )
+            )
+        if rename is not None and not callable(rename):
+            raise ValueError(
+                message(
+                    f"export: rename = {rename!r:.80} cannot be used",
+                    found=type(rename).__name__,
+                    expected="a function from the name in the module to one in the files",
+                    fix='rename=lambda name: "model." + name',
                 )
             )
         self._source = source
@@ -140,7 +149,16 @@ def _chosen(source: Source, filter: Names | None) -> dict[str, Stored]:
     elif callable(filter):
         names = [name for name in source.tensors if filter(name)]
     else:
-        patterns = [filter] if isinstance(filter, str) else list(filter)
+        patterns = [filter] if isinstance(filter, str) else list(filter) if isinstance(filter, Iterable) else [filter]
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(
+                message(
+                    f"export: filter = {filter!r:.80} cannot be used",
+                    found=listed(sorted({type(one).__name__ for one in patterns if not isinstance(one, str)})),
+                    expected="a pattern, several patterns, or a function of the name",
+                    fix='filter="**.weight"; filter=lambda name: "lora_" in name',
+                )
+            )
         names = [name for name in source.tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
         idle = [one for one in patterns if not any(fits_pattern(name, one) for name in names)]
         names = [] if idle else names
