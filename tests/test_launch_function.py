@@ -177,7 +177,8 @@ def test_ranks_are_started_again(capsys, tmp_path):
 
 
 WAITS = """
-import os, pathlib, subprocess, sys, time, weft
+import os, pathlib, signal, subprocess, sys, time, weft
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started in the background
 def waits(folder):
     child = subprocess.Popen(["sleep", "100"])
     pathlib.Path(folder, os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")

@@ -34,7 +34,6 @@ __all__ = ["CALL_FILE", "ENDING_FILE", "Call", "dumps", "launch_function"]
 
 R = TypeVar("R")
 CALL_FILE, ENDING_FILE = "call", "ending.json"
-_LOOK_S = 1.0  # how late a signal may be seen
 _GRACE_S = 40.0  # after Ctrl-C; the launcher kills ranks that are still there after 30
 
 
@@ -191,7 +190,7 @@ def _run_launcher(arguments: Sequence[str]) -> int:
     try:
         for reader in readers:
             reader.start()
-        code = _waited(process)
+        code = process.wait()
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -204,13 +203,6 @@ def _run_launcher(arguments: Sequence[str]) -> int:
         for stream in (process.stdin, process.stdout, process.stderr):
             stream.close()
     return code
-
-
-def _waited(process: subprocess.Popen[bytes]) -> int:
-    """Wait for its end; not at one go, as a signal that the system gives to another thread would be seen only then."""
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_LOOK_S)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
