@@ -285,3 +285,20 @@ def test_the_structure_comes_back(make):
     rows = weft.Rows(ids=torch.tensor([1, 0]), valid=torch.ones(2, dtype=torch.bool))
     found, expected = weft.gather_metrics(make(a, b), weft.local(), rows=rows), make(a.flip(0), b.flip(0))
     assert type(found) is type(expected) and repr(found) == repr(expected)
+
+
+def _no_batches(ctx):
+    nothing = weft.gather_metrics([], ctx, rows=[])
+    if ctx.world_size > 1:
+        some = [
+            (torch.ones(1), weft.Rows(ids=torch.zeros(1, dtype=torch.int64), valid=torch.ones(1, dtype=torch.bool)))
+        ]
+        mine = some if ctx.rank else []
+        with pytest.raises(weft.ContextError, match="no batches"):
+            weft.gather_metrics([value for value, _ in mine], ctx, rows=[rows for _, rows in mine])
+    return nothing
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_of_no_batches_there_are_no_rows(n):
+    assert run_ranks(_no_batches, n) == [[]] * n

@@ -62,7 +62,7 @@ def gather_metrics(values: Any, ctx: DistContext, *, rows: Rows | Sequence[Rows]
     Returns:
         The same structure on every rank, sorted by sample id; a sample that was drawn several times is
         there as often. A tensor whose rows differ in shape between batches or ranks comes back as a
-        list of its rows.
+        list of its rows. Of no batches at all, an empty list.
 
     Raises:
         TypeError: On all ranks, if an entry cannot be sent.
@@ -81,10 +81,12 @@ def gather_metrics(values: Any, ctx: DistContext, *, rows: Rows | Sequence[Rows]
     world = enter("gather_metrics", line, None, {})
     shape, structure, columns, ids = _columns(batches)
     if world.group is None:
-        own = [column.clone() if isinstance(column, torch.Tensor) else column for column in columns]
-        return _ordered(shape, [own], [ids])
-    with peers_named("gather_metrics", world):
-        parts = exchange_columns(structure, columns, ids, line)
+        parts = [([column.clone() if isinstance(column, torch.Tensor) else column for column in columns], ids)]
+    else:
+        with peers_named("gather_metrics", world):
+            parts = exchange_columns(structure, columns, ids, line)
+    if not batches:
+        return []
     return _ordered(shape, [part for part, _ in parts], [found for _, found in parts])
 
 
@@ -92,7 +94,7 @@ def _columns(batches: Sequence[tuple[Any, Rows]]) -> tuple[Any, str, list[Any], 
     """An example of the structure, also as text; one tensor or list per leaf, of the rows that count; and their ids."""
     found: list[list[Any]] = []
     shape: Any = None
-    structure = ""
+    structure = "no batches"
     ids: list[torch.Tensor] = []
     for number, (value, rows) in enumerate(batches):
         every = bool(rows.valid.all())
