@@ -1,44 +1,43 @@
 """Reading the tensors of a checkpoint while its files are compared with their hashes.
 
 [Note: one pass] A file that this rank has to check, and wants in long stretches, is read once, from the beginning to
-the end: threads read it straight into the tensors, and the hash is taken of what lies there, while the caches still
-have it. Of any other file only what is wanted is read; one that this rank has to check too is read beside that.
+the end, block by block: each is hashed and copied to its places while the caches still have it. Of any other file only
+what is wanted is read; one that this rank has to check too is read beside that.
 
 What is only looked at until it is copied may lie in memory that ranks of a node share, see
-`[Note: once per node]` in node_memory.py.
+`[Note: once per node]` in node_memory.py; the rest they pass on to each other, see `[Note: passing on]` in passing.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
+from weft.checkpoint.blocks import Blocks, Places
 from weft.checkpoint.files import Damage, check_file, damage_text, other_bytes
-from weft.checkpoint.hashes import Hash, new_hash
+from weft.checkpoint.hashes import new_hash
 from weft.checkpoint.manifest import DTYPES, Manifest, TensorEntry
 from weft.checkpoint.node_memory import NodeMemory, Offer
+from weft.checkpoint.passing import Passing
 from weft.checkpoint.pieces import Block, block_of, local_part
 from weft.checkpoint.ranks import num_threads
-from weft.checkpoint.reading import Stretch, TensorFiles, read_into
+from weft.checkpoint.reading import Stretch, TensorFiles
 from weft.context import DistContext
 from weft.engines.torch.shards import is_sharded
 from weft.errors import CheckpointError, message
 
 __all__ = ["Reader"]
 
-_CHUNK = 4 * 2**20  # bytes that one thread reads at a time
-_BUFFERS = 512  # per call of the system, which takes 1024
 _ALIGNED = 64  # bytes; as torch's own memory
 _SHORT = 4096  # bytes; a file wanted in shorter stretches is read in another way
-Chunk: TypeAlias = tuple[int, list[memoryview | int]]  # first byte; memory, or how many bytes nobody wants
 
 
 class Wanted(NamedTuple):
@@ -53,6 +52,25 @@ class Wanted(NamedTuple):
     block: Block
     values: torch.Tensor
     place: int | None = None
+
+
+class _Plan:
+    """How the files are read.
+
+    Attributes:
+        streams: Those this rank reads from the beginning to the end, and where their bytes go.
+        given: What of those it passes on to other ranks.
+        expected: Where what other ranks pass on goes, by rank and number of the file.
+        passed: The parts of that, by number of the file.
+        others: Parts that are read one by one; how far on in their file they lie, from 0 to 1.
+    """
+
+    def __init__(self, others: list[tuple[float, Wanted]]) -> None:
+        self.streams: dict[str, list[Stretch]] = {}
+        self.given: dict[str, list[Stretch]] = {}
+        self.expected: defaultdict[int, dict[int, Places]] = defaultdict(dict)
+        self.passed: dict[int, list[Wanted]] = {}
+        self.others = others
 
 
 class Reader:
@@ -72,7 +90,7 @@ class Reader:
         self._files = TensorFiles("restore", {name: folder / name for name in manifest.files})
         self._rank = ctx.rank
         self._checkers = {name: number % ctx.world_size for number, name in enumerate(manifest.files)}
-        self._num_threads = max(num_threads(ctx), 2)  # as one of them waits for the disk
+        self._num_threads = num_threads(ctx)
         self._wanted: list[Wanted] = []
         self._to_share = 0  # bytes
         self._shared: NodeMemory | None = None
@@ -94,7 +112,7 @@ class Reader:
             CheckpointError: There is no such tensor.
         """
         wanted = self._want(name, like)
-        nbytes = wanted.values.numel() * wanted.values.element_size()
+        nbytes = _nbytes(wanted)
         if not nbytes or wanted.block.shape != wanted.entry.shape or is_sharded(like):
             return self.read(name, like)
         self._wanted.append(wanted._replace(place=self._to_share))
@@ -103,8 +121,18 @@ class Reader:
 
     def offer(self) -> Offer:
         """What may be shared with other ranks."""
-        wanted = [(one.name, one.entry) for one in self._wanted if one.place is not None]
-        return Offer(hashlib.sha256(repr((self.folder.name, wanted)).encode()).hexdigest(), self._to_share)
+        shared = [one for one in self._wanted if one.place is not None]
+        rest = [one for one in self._wanted if one.place is None and one.values.device.type == "cpu"]
+        wants, more = (
+            hashlib.sha256(repr((self.folder.name, [one[:3] for one in each])).encode()).hexdigest()
+            for each in (shared, rest)
+        )
+        return Offer(wants, self._to_share, more, sum(map(_nbytes, rest)))
+
+    def files(self) -> list[int]:
+        """The numbers of the files that hold what is wanted."""
+        names = {piece.file for wanted in self._wanted for piece in wanted.entry.pieces}
+        return [number for number, name in enumerate(self.manifest.files) if name in names]
 
     def check(self) -> None:
         """Compare this rank's files with their hashes, and read nothing.
@@ -115,18 +143,19 @@ class Reader:
         for name in self._to_check():
             check_file(self.folder, name, self.manifest)
 
-    def fill(self, shared: NodeMemory | None = None) -> None:
+    def fill(self, shared: NodeMemory | None = None, others_read: Collection[int] = ()) -> None:
         """Read what is wanted, and compare this rank's files with their hashes.
 
         Args:
             shared: Memory for what `look_at` gave. It is filled when all ranks that have it are here.
+            others_read: Numbers of the files that other processes of this node read at the same time.
 
         Raises:
             CheckpointError: A file does not hold what the manifest says; `Damage` if it is not the one that was saved.
         """
         self._shared = shared
         try:
-            self._fill_all(shared)
+            self._fill_all(shared, others_read)
         finally:
             self._files.close()
 
@@ -158,32 +187,37 @@ class Reader:
 
     # -- filling ---------------------------------------------------------------------------------
 
-    def _fill_all(self, shared: NodeMemory | None) -> None:
+    def _fill_all(self, shared: NodeMemory | None, others_read: Collection[int]) -> None:
         self._move_to(shared)
+        plan = self._plan(shared)
         to_check = self._to_check()
-        streams: dict[str, list[Stretch]] = {}
-        # What goes to an accelerator is put together on the CPU, tensor by tensor.
-        others = [(1.0, wanted) for wanted in self._wanted if wanted.values.device.type != "cpu"]
-        for file, parts in self._by_file(shared).items():
-            stretches = self._stretches(parts) if file in to_check else None
-            if stretches is None:
-                others += [(number / len(parts), part) for number, part in enumerate(parts)]
-            else:
-                streams[file] = stretches
-        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="weft-read")
+        threads = ThreadPoolExecutor(self._num_threads + 1, thread_name_prefix="weft-read")  # one waits for the disk
         checks = ThreadPoolExecutor(1, thread_name_prefix="weft-verify")
-        waiting = deque(sorted(others, key=itemgetter(0)))
-        done, total = 0, sum(self.manifest.files[file].bytes for file in streams)
+        passing = None if shared is None else shared.passing
+        waiting = deque(sorted(plan.others, key=itemgetter(0)))
+        done, total = 0, sum(self.manifest.files[file].bytes for file in plan.streams)
         try:
-            files = [file for file in to_check if file not in streams]
+            if passing is not None:
+                passing.take(plan.expected)
+            files = [file for file in to_check if file not in plan.streams]
             found = [checks.submit(check_file, self.folder, file, self.manifest) for file in files]
-            for file, stretches in streams.items():
-                for size in self._stream(file, stretches, threads):
+            blocks = Blocks(2 * (self._num_threads + 1), threads)
+            read_twice = {piece.file for _, wanted in plan.others for piece in wanted.entry.pieces}
+            for number, file in enumerate(self.manifest.files):
+                if file not in plan.streams:
+                    continue
+                is_alone = number not in others_read and file not in read_twice
+                for size in self._stream(number, file, plan, passing, blocks, alone=is_alone):
                     # Of the other files as much: other ranks read them at the same pace, so their pages are there.
                     done += size
                     while waiting and waiting[0][0] * total < done:
                         found.append(threads.submit(self._fill, *waiting.popleft()[1][:4]))
-            found += [threads.submit(self._fill, *part[:4]) for _, part in waiting]
+            rest = [part for _, part in waiting]
+            if passing is not None:
+                passing.end()
+                taken = passing.taken()
+                rest += [part for number, parts in plan.passed.items() if number not in taken for part in parts]
+            found += [threads.submit(self._fill, *part[:4]) for part in rest]
             for result in found:
                 result.result()
         finally:
@@ -196,26 +230,43 @@ class Reader:
             if shared is not None and wanted.place is not None:
                 values = wanted.values
                 start = wanted.place
-                memory = shared.memory[start : start + values.numel() * values.element_size()].view(values.dtype)
+                memory = shared.memory[start : start + _nbytes(wanted)].view(values.dtype)
                 values.set_(memory.untyped_storage(), memory.storage_offset(), values.shape, values.stride())
 
-    def _by_file(self, shared: NodeMemory | None) -> dict[str, list[Wanted]]:
-        """What this rank reads of each file on the CPU, piece by piece, in the order of its bytes."""
+    def _plan(self, shared: NodeMemory | None) -> _Plan:
+        """How each file is read."""
+        # What goes to an accelerator is put together on the CPU, tensor by tensor.
+        plan = _Plan([(1.0, wanted) for wanted in self._wanted if wanted.values.device.type != "cpu"])
+        numbers = {name: number for number, name in enumerate(self.manifest.files)}
+        for file, parts in self._by_file().items():
+            number, checker = numbers[file], self._checkers[file]
+            reader = self._rank if shared is None else shared.reader_of(number, checker)
+            own = [part for part in parts if part.place is None]
+            mine = parts if reader == self._rank else own
+            passes = shared is not None and shared.passing is not None
+            if passes and shared is not None and checker not in shared.ranks:
+                passes = 2 * sum(map(_nbytes, own)) >= self.manifest.files[file].bytes  # it is read whole
+            stretches = self._stretches(own) if passes else None
+            if checker == self._rank or (reader == self._rank and stretches):
+                everything = self._stretches(mine)
+                if everything is not None:
+                    plan.streams[file] = everything
+                    plan.given[file] = stretches or []
+                    continue
+            elif stretches:
+                plan.expected[reader][number] = Places(stretches)
+                plan.passed[number] = own
+                continue
+            plan.others += [(place / len(mine), part) for place, part in enumerate(mine)]
+        return plan
+
+    def _by_file(self) -> dict[str, list[Wanted]]:
+        """What is wanted of each file on the CPU, piece by piece, in the order of its bytes."""
         parts: defaultdict[str, list[Wanted]] = defaultdict(list)
-        readers = self._readers(shared)
         for wanted in sorted(self._wanted, key=_place_in_file):
             for piece in wanted.entry.pieces if wanted.values.device.type == "cpu" else ():
-                if wanted.place is None or readers[piece.file] == self._rank:
-                    parts[piece.file].append(wanted._replace(entry=replace(wanted.entry, pieces=(piece,))))
-        return dict(sorted(parts.items()))
-
-    def _readers(self, shared: NodeMemory | None) -> dict[str, int]:
-        """Who reads what is shared, by file."""
-        if shared is None:
-            return dict.fromkeys(self._checkers, self._rank)
-        return {
-            name: shared.reader_of(number, checker) for number, (name, checker) in enumerate(self._checkers.items())
-        }
+                parts[piece.file].append(wanted._replace(entry=replace(wanted.entry, pieces=(piece,))))
+        return {file: parts[file] for file in self.manifest.files if file in parts}
 
     def _stretches(self, parts: list[Wanted]) -> list[Stretch] | None:
         """What to read of a file in one pass; None if it has to be read in another way."""
@@ -233,8 +284,10 @@ class Reader:
         is_once = all(end <= after.start for end, after in zip(ends, found[1:], strict=False))
         return found if is_once else None
 
-    def _stream(self, file: str, stretches: list[Stretch], threads: ThreadPoolExecutor) -> Iterator[int]:
-        """Read a file from the beginning to the end, and compare it with its hash.
+    def _stream(
+        self, number: int, file: str, plan: _Plan, passing: Passing | None, blocks: Blocks, *, alone: bool
+    ) -> Iterator[int]:
+        """Read a file from the beginning to the end, and compare it with its hash if that is for this rank to do.
 
         Yields:
             How many bytes were read since the last time.
@@ -243,20 +296,23 @@ class Reader:
             Damage: It is not the one that was saved, or cannot be read.
         """
         entry, handle = self.manifest.files[file], self._files.handle(file)
-        digest = new_hash(entry.hash)
-        ahead: deque[Future[list[memoryview]]] = deque()
+        digest = new_hash(entry.hash) if self._checkers[file] == self._rank else None
+        places, given = Places(plan.streams[file]), Places(plan.given[file])
+        in_threads = self._num_threads > 1
         try:
-            for start, buffers in _chunks(stretches, entry.bytes):
-                ahead.append(threads.submit(_read_chunk, handle, start, buffers))
-                if len(ahead) > 2 * self._num_threads:
-                    yield _take(ahead.popleft(), digest)
-            while ahead:
-                _take(ahead.popleft(), digest)
-            found = None if digest.hexdigest() == entry.digest else other_bytes(entry)
+            for block in blocks.of(handle, entry.bytes, alone=alone, places=places if in_threads else None):
+                if digest is not None:
+                    digest.update(block.memory)
+                if not in_threads:
+                    places.put(block)
+                if passing is not None and any(given.parts(block)):
+                    passing.give(number, block)
+                yield len(block.memory)
+            if passing is not None:
+                passing.all_given(number)
+            found = None if digest is None or digest.hexdigest() == entry.digest else other_bytes(entry)
         except (OSError, ValueError) as error:
             found = f"{type(error).__name__}: {error}"
-        finally:
-            wait(ahead)  # or a thread reads from a file that is closed
         if found is not None:
             raise Damage(damage_text(self.folder, file, self.manifest, found))
 
@@ -265,6 +321,10 @@ class Reader:
         self._files.read(name, entry, block, on_cpu)
         if on_cpu is not values:
             values.copy_(on_cpu)
+
+
+def _nbytes(wanted: Wanted) -> int:
+    return wanted.values.numel() * wanted.values.element_size()
 
 
 def _place_in_file(wanted: Wanted) -> tuple[int, str]:
@@ -282,51 +342,3 @@ def _cut_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         values, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
     )
-
-
-# -- one pass ----------------------------------------------------------------------------------------
-
-
-def _chunks(stretches: list[Stretch], end: int) -> Iterator[Chunk]:
-    """A file in parts that are read at a time.
-
-    Yields:
-        Where each begins, and the memory for it; a number for bytes that nobody wants.
-    """
-    start = place = 0
-    buffers: list[memoryview | int] = []
-    for buffer in _covering(stretches, end):
-        buffers.append(buffer)
-        place += buffer if isinstance(buffer, int) else len(buffer)
-        if place - start >= _CHUNK or len(buffers) == _BUFFERS:
-            yield start, buffers
-            start, buffers = place, []
-    if buffers:
-        yield start, buffers
-
-
-def _covering(stretches: list[Stretch], end: int) -> Iterator[memoryview | int]:
-    """All bytes of a file, in parts of at most `_CHUNK`."""
-    place = 0
-    for stretch in (*stretches, Stretch("", end, memoryview(b""))):
-        while place < stretch.start:
-            size = min(_CHUNK, stretch.start - place)
-            yield size
-            place += size
-        for at in range(0, len(stretch.memory), _CHUNK):
-            yield stretch.memory[at : at + _CHUNK]
-        place += len(stretch.memory)
-
-
-def _read_chunk(handle: int, start: int, buffers: list[memoryview | int]) -> list[memoryview]:
-    memory = [memoryview(bytearray(one)) if isinstance(one, int) else one for one in buffers]
-    read_into(handle, list(memory), start)
-    return memory
-
-
-def _take(read: Future[list[memoryview]], digest: Hash) -> int:
-    """Hash what was read; gives the number of bytes."""
-    memories = read.result()
-    for memory in memories:
-        digest.update(memory)
-    return sum(map(len, memories))

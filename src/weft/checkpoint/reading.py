@@ -26,7 +26,7 @@ from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import Block, overlap
 from weft.errors import CheckpointError, message
 
-__all__ = ["Slot", "Stretch", "TensorFiles", "in_order", "inside", "open_tensors", "read_into"]
+__all__ = ["Slot", "Stretch", "TensorFiles", "expect", "in_order", "inside", "open_tensors", "read_into"]
 
 _MAX_HEADER = 100_000_000  # as safetensors has it
 _NEAR = 4096  # bytes between two runs that are read along: a page comes whole from the disk anyway
@@ -247,6 +247,13 @@ def read_into(handle: int, buffers: list[memoryview], at: int) -> None:
             first += 1
         if count:
             buffers[first] = buffers[first][count:]
+
+
+def expect(handle: int, start: int, nbytes: int) -> None:
+    """Tell the system that bytes of a file are soon read; it begins at once, in the background."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # a hint is not worth a failure
+            os.posix_fadvise(handle, start, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 # -- headers -----------------------------------------------------------------------------------------

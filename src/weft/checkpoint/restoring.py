@@ -54,7 +54,8 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
 
     Changes: the objects of `state` in place, and the global random states if they belong to it.
     Collectives: meetings through the store; each rank reads the blocks it holds, and checks its share of
-    the files. What the ranks of a node want alike is read once, into memory that they share until it is copied.
+    the files. What the ranks of a node want alike is read once, into memory that they share until it is copied, or
+    passed on from one to the others. What is not in the page cache and nobody else reads goes past it.
 
     Args:
         state: From `checkpointable`; built as for training, sharded as it may be.
@@ -177,6 +178,7 @@ class _Attempt:
         self._offer: Offer | None = None
         self._memory: NodeMemory | None = None
         self._only_check = False
+        self._others_read = 0  # a bit for each file
         try:
             self._manifest = read_manifest(folder)
             for name, entry in self._manifest.files.items():
@@ -196,7 +198,14 @@ class _Attempt:
         if self._damage is None and self._failure is None:
             self._offer = self._reader.offer()
         offer = None if self._offer is None else self._offer.told(self._ctx)
-        return {"damage": self._damage, "fits": self._failure is None, "offer": offer}
+        files = self._reader.files() if self._offer is not None else []
+        return {
+            "damage": self._damage,
+            "fits": self._failure is None,
+            "offer": offer,
+            "node": self._ctx.node_rank,
+            "files": hex(sum(1 << number for number in files)),
+        }
 
     def let_read(self, told: list[dict[str, Any]]) -> None:
         """Prepare for `read`, by what all ranks told. A collective."""
@@ -204,6 +213,11 @@ class _Attempt:
         if self._offer is not None and not self._only_check:
             self._memory = NodeMemory.of("restore", self._ctx, self._offer, [one["offer"] for one in told])
             self._offer.close()
+            passing = self._memory is not None and self._memory.passing is not None
+            known = self._memory.ranks if self._memory is not None and passing else [self._ctx.rank]
+            for rank, one in enumerate(told):
+                if one["node"] == self._ctx.node_rank and rank not in known:
+                    self._others_read |= int(one["files"], 16)
 
     def read(self) -> str | None:
         """Read what this rank needs, while it compares its share of the files with their hashes.
@@ -219,11 +233,15 @@ class _Attempt:
             check_place(self._folder, self._manifest)
         except CheckpointError as error:
             return str(error)
+        finally:
+            if self._memory is not None and self._memory.passing is not None:
+                self._memory.passing.close()
         return None
 
     def _fill(self) -> None:
         try:
-            self._reader.fill(self._memory)
+            others = [number for number in range(len(self._manifest.files)) if self._others_read >> number & 1]
+            self._reader.fill(self._memory, others)
         except Damage:
             raise
         except CheckpointError as error:
