@@ -14,28 +14,39 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class SumOverRanks:
-    """Offers `weft.GradSync`: later transforms switch it on and off, and divide by `mean_over`."""
+    """Offers `weft.GradSync`: later transforms tell it where a window begins and ends, and divide by `mean_over`."""
 
     mean_over = 1  # a sum: nothing is averaged
 
     def __init__(self, module: torch.nn.Module, ctx: weft.DistContext) -> None:
-        self.group, self.enabled = ctx.group, True
+        self.group, self.waits = ctx.group, False
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.waiting: dict[int, torch.Tensor] = {}  # gradients of micro-batches before the last
-        self.hooks = [p.register_hook(self.reduce_of(i)) for i, p in enumerate(module.parameters()) if p.requires_grad]
-
-    def set(self, enabled: bool) -> None:
-        self.enabled = enabled
+        self.hooks = [p.register_hook(self.reduce_of(i)) for i, p in enumerate(self.parameters)]
 
     def reduce_of(self, index: int):
         def reduce(gradient: torch.Tensor) -> torch.Tensor:
             total = gradient + self.waiting.pop(index, torch.zeros(()).to(gradient))
-            if not self.enabled:
+            if self.waits:
                 self.waiting[index] = total
                 return torch.zeros_like(gradient)
             dist.all_reduce(total, group=self.group)
             return total
 
         return reduce
+
+    def begin_window(self) -> None:
+        self.waits = True
+
+    def last_backward(self) -> None:
+        self.waits = False
+
+    def end_window(self, *, left: bool = False) -> None:
+        self.waits = False
+        if left:
+            self.waiting.clear()
+        for index in list(self.waiting):  # the last micro-batch was skipped, on all ranks
+            self.parameters[index].grad += self.reduce_of(index)(torch.zeros_like(self.parameters[index]))
 
     def undo(self) -> None:
         for hook in self.hooks:

@@ -1,8 +1,8 @@
 """Gradient accumulation: the loader yields windows of micro-batches, one optimizer step each.
 
-A window knows its true length, also the short one at the end of an epoch, and `denominator` counts
-samples over all ranks and micro-batches, so the loss is the exact mean under any split. Differs from
-base_loop.py in the lines marked `new`.
+A window knows the samples of all its micro-batches on all ranks: mean losses times `window.share` have the
+gradient of the mean over all of them, also in the short window at the end of an epoch. Differs from base_loop.py
+in the lines marked `new`.
 
     weft launch -n 2 examples/accumulate_grads.py
 """
@@ -36,11 +36,10 @@ def main(ctx: weft.DistContext) -> None:  # new
     for epoch in range(8):
         total = 0.0
         for window in windows:  # new
-            samples = window.denominator(lambda batch: len(batch[1]))  # new
             for x, y in window:  # new
-                loss = cross_entropy(model(x), y, reduction="sum") / samples  # new
-                loss.backward()  # new
-                total += loss.item() * samples  # new
+                loss = cross_entropy(model(x), y)  # new
+                (loss * window.share).backward()  # new
+                total += loss.item() * len(y)  # new
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -34,7 +34,7 @@ def main(ctx: weft.DistContext) -> None:  # new
         total = 0.0
         for x, y in loader:
             loss = cross_entropy(model(x), y)
-            loss.backward()
+            (loss * loader.share).backward()  # new
             weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip")  # new
             optimizer.step()
             optimizer.zero_grad()

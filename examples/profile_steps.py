@@ -37,7 +37,7 @@ def train(ctx: weft.DistContext, profile: weft.profiling.Profile) -> None:  # ne
         total = 0.0
         for step, (x, y) in enumerate(speed.timed(loader)):  # new
             loss = cross_entropy(model(x), y)
-            loss.backward()
+            (loss * loader.share).backward()  # new
             if finding := health(loss, step):  # new
                 raise FloatingPointError(f"epoch {epoch}: {finding}")  # new
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

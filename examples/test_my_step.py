@@ -22,7 +22,7 @@ def train(ctx: weft.DistContext, epochs: int) -> list[float]:
     losses = []
     for _ in range(epochs):
         for x, y in loader:
-            loss = cross_entropy(model(x), y)
+            loss = cross_entropy(model(x), y) * loader.share
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

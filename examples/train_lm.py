@@ -126,8 +126,8 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
         loss = torch.zeros((), device=ctx.device)
         for (text,) in speed.timed(window):
             part = cross_entropy(model(text[:, :-1].long()).flatten(0, 1), text[:, 1:].long().flatten())
-            (part / len(window)).backward()
-            loss += part.detach() / len(window)
+            (part * window.share).backward()
+            loss += part.detach() * window.share
             speed.count(tokens=text[:, 1:].numel())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -172,7 +172,7 @@ def resume(state: weft.Checkpoint, options: argparse.Namespace, ctx: weft.DistCo
     return 0
 
 
-def evaluate(model: nn.Module, loader: Iterable[list[Tensor]], ctx: weft.DistContext) -> float:
+def evaluate(model: nn.Module, loader: Iterable[tuple[Tensor, ...]], ctx: weft.DistContext) -> float:
     """Mean loss per byte over the whole held-out text, the same on every rank."""
     sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
     with torch.no_grad():

@@ -47,7 +47,7 @@ def main(ctx: weft.DistContext) -> None:
             verdicts = judge(torch.cat([real, generator(noise).detach()]))
             truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)]).to(ctx.device)
             judge_loss = binary_cross_entropy_with_logits(verdicts, truth)
-            judge_loss.backward()
+            (judge_loss * loader.share).backward()
             judge_optimizer.step()
             judge_optimizer.zero_grad()
 
@@ -55,7 +55,7 @@ def main(ctx: weft.DistContext) -> None:
             loss = binary_cross_entropy_with_logits(
                 judge(generator(noise)), torch.ones(len(real), 1, device=ctx.device)
             )
-            loss.backward()
+            (loss * loader.share).backward()
             judge.requires_grad_(requires_grad=True)
             generator_optimizer.step()
             generator_optimizer.zero_grad()

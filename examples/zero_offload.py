@@ -39,7 +39,7 @@ def main(ctx: weft.DistContext) -> None:  # new
         total = 0.0
         for x, y in loader:
             loss = cross_entropy(model(x), y)
-            loss.backward()
+            (loss * loader.share).backward()  # new
             largest = max(largest, *(g.abs().max().item() for g in weft.full_grads(model, ctx).values()))  # new
             weft.clip_grads(model, ctx, max_norm=1.0)  # new
             optimizer.step()

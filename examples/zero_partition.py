@@ -36,7 +36,7 @@ def main(ctx: weft.DistContext) -> None:  # new
         total = 0.0
         for x, y in loader:
             loss = cross_entropy(model(x), y)
-            loss.backward()
+            (loss * loader.share).backward()  # new
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -74,6 +74,7 @@ def _by_fork() -> Iterator[None]:
     before = util.spawnv_passfds
 
     def fork(path: str, arguments: list[str], fds: list[int]) -> int:
+        launcher = os.getpid()
         pid = os.fork()
         if pid:
             return pid
@@ -85,6 +86,7 @@ def _by_fork() -> Iterator[None]:
                 os.closerange(low + 1, high)
             server._lock = threading.RLock()  # the old one is held, by the parent
             util.spawnv_passfds = before
+            end_with_parent(launcher)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher and the ranks
             sys.argv[:] = ["-c"]
             exec(arguments[-1], {"__name__": "__main__"})  # noqa: S102  (of multiprocessing: runs until all are gone)
@@ -97,6 +99,16 @@ def _by_fork() -> Iterator[None]:
         yield
     finally:
         util.spawnv_passfds = before
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the system kill this process as soon as its parent is gone, however that ended; on Linux."""
+    if sys.platform.startswith("linux"):
+        import ctypes  # noqa: PLC0415  (torch imports it too)
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was too late
+            os._exit(1)
 
 
 def _cores() -> int:

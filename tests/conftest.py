@@ -19,14 +19,20 @@ torch.manual_seed(0)  # parameters of tests that are drawn are the same in all w
 
 
 def pytest_collection_modifyitems(config, items):
-    """Suites of their own: `pytest -m slow`; `pytest -m deepspeed` and `pytest -m xla` with the extra installed."""
+    """Suites of their own: `pytest -m slow`; `-m deepspeed` and `-m xla` with the extra, `-m gpu` with a device."""
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
-    for name, package in (("deepspeed", "deepspeed"), ("xla", "torch_xla")):
-        if importlib.util.find_spec(package) is None:
-            reason = f"needs the extra {name}"
+    missing = {
+        "deepspeed": importlib.util.find_spec("deepspeed") is None and "needs the extra deepspeed",
+        "xla": importlib.util.find_spec("torch_xla") is None and "needs the extra xla",
+        # GPU_TESTS_DRY: the same tests in miniature on the CPU, by `.ci/gpu --dry`
+        "gpu": not (torch.accelerator.is_available() or "GPU_TESTS_DRY" in os.environ) and "needs an accelerator",
+    }
+    for name, why in missing.items():
+        if why:
+            reason = why
         elif name not in config.option.markexpr:
             reason = f"in a suite of its own: pytest -m {name}"
         else:

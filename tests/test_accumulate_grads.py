@@ -724,7 +724,7 @@ def test_fp16_skips_the_window_with_the_overflow_on_all_ranks(flat):
 
 
 def test_one_rank_without_replicate_is_plain_torch_bit_for_bit():
-    x = torch.randn(10, 2, dtype=torch.float64)
+    x = torch.randn(9, 2, dtype=torch.float64)
     model, plain = _net(), _net()
     model, windows, ctx = weft.accumulate_grads(model, DataLoader(x, batch_size=3), weft.local(), steps=2)
     for window in windows:
@@ -820,7 +820,13 @@ class Summed:
 
     mean_over = 3
 
-    def set(self, enabled):
+    def begin_window(self):
+        pass
+
+    def last_backward(self):
+        pass
+
+    def end_window(self, *, left=False):
         pass
 
 
@@ -862,9 +868,22 @@ def test_nothing_global_changes_and_nothing_is_left():
         for x in window:
             model(x).sum().backward()
     assert _global_state() == before
-    first = next(iter(window.__class__(iter([1]), 1, windows.weft_cutting)))
+    first = next(iter(window.__class__(iter([(1, None)]), 1, windows.weft_cutting)))
     assert first == 1
     refs = [weakref.ref(part) for part in (model, loader, windows, window, ctx, windows.weft_cutting)]
     del model, loader, windows, window, ctx, x
     gc.collect()
     assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_a_window_that_is_used_as_a_batch_says_so():
+    model, windows, _ = weft.accumulate_grads(nn.Linear(1, 1), [torch.ones(2, 1)] * 4, weft.local(), steps=2)
+    window = next(iter(windows))
+    with pytest.raises(TypeError, match="(?s)a window was passed to linear.*for batch in window"):
+        model(window)
+    for use in (lambda: torch.stack(window), lambda: window["x"], lambda: window[0]):
+        with pytest.raises(TypeError, match="(?s)a window was.*for batch in window"):
+            use()
+    with pytest.raises(AttributeError, match="(?s)a window was asked for its attribute 'to'"):
+        window.to("cpu")
+    assert [len(batch) for batch in window] == [2, 2] and not hasattr(window, "__array__")

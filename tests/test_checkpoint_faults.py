@@ -1,7 +1,9 @@
 """Kills, full disks, damaged and hostile checkpoints: the newest whole one, or an error, and never a half."""
 
 import copy
+import errno
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -11,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,7 +70,9 @@ def _steps_in(state):
 
 
 def _saved(folder, steps=(1, 2)):
+    """Save, as a run that goes on if there is a checkpoint already."""
     ctx = weft.local()
+    weft.restore(_build(ctx, -1), folder, ctx)
     for step in steps:
         weft.save(_build(ctx, step), folder, step, ctx)
     return folder / f"step-{steps[-1]:08d}"
@@ -466,7 +471,7 @@ def test_one_rank_that_cannot_read_keeps_all_as_they_are(tmp_path):
                 reading.open_tensors = broken
             before = torch.get_rng_state()
             try:
-                with pytest.raises((CheckpointError, PeerError, RuntimeError)) as caught:
+                with pytest.raises((CheckpointError, PeerError, OSError)) as caught:
                     weft.restore(state, folder, ctx)
             finally:
                 reading.open_tensors = opens
@@ -600,3 +605,132 @@ def test_all_is_brought_to_the_disk_before_the_rename_and_the_folder_after_it(tm
     order = ["parent synced", "data written", "data synced", "manifest written", "manifest synced", "hidden synced",
              "renamed", "folder synced"]  # fmt: skip
     assert sorted(place, key=place.get) == order, place
+
+
+# -- what cannot be read is not damaged --------------------------------------------------------------
+
+
+def _cannot_read(monkeypatch, number, of):
+    """Make one file of a checkpoint unreadable, as a disk, a limit or a permission would."""
+    real = os.open
+
+    def opened(path, flags, *more, **options):
+        if of in str(path) and not flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    real_open = io.open
+
+    def opened_file(path, *more, **options):
+        if of in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return real_open(path, *more, **options)
+
+    monkeypatch.setattr(io, "open", opened_file)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("of", ["step-00000002/manifest.json", "step-00000002/rank-00000"])
+def test_what_cannot_be_read_now_is_neither_passed_over_nor_renamed(tmp_path, monkeypatch, number, of):
+    path = _saved(tmp_path)
+    ctx = weft.local()
+    state = _build(ctx, -1)
+    weft.restore(state, tmp_path, ctx)
+    _cannot_read(monkeypatch, number, of)
+    calls = [
+        lambda: weft.restore(state, tmp_path, ctx),
+        lambda: weft.restore(state, path, ctx),
+        lambda: weft.verify(path),
+        lambda: weft.save(state, tmp_path, 2, ctx),
+    ]
+    for call in calls + [lambda: weft.latest(tmp_path)] * ("manifest" in of):
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
+            call()
+        assert caught.value.errno == number
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.glob("step*")) == ["step-00000001", "step-00000002"]
+    assert _steps_in(state) == {2} and _restored(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_an_error_while_a_file_is_read_is_no_damage(tmp_path, monkeypatch, header):
+    path = _saved(tmp_path)
+    state, ctx = _build(weft.local(), -1), weft.local()
+    real = os.preadv
+
+    def broken(handle, buffers, at, *more):
+        if (at == 8) == header:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(handle, buffers, at, *more)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        weft.restore(state, tmp_path, ctx)
+    monkeypatch.undo()
+    assert _steps_in(state) == {-1} and weft.verify(path).step == 2
+
+
+def test_a_checkpoint_of_a_newer_weft_is_neither_passed_over_nor_renamed(tmp_path):
+    path = _saved(tmp_path)
+    state, ctx = _build(weft.local(), -1), weft.local()
+    data = _data(path)
+    data["format"] = "weft checkpoint 2"
+    _plant(path, data)
+    for call in (lambda: weft.restore(state, tmp_path, ctx), lambda: weft.latest(tmp_path), lambda: weft.verify(path)):
+        with pytest.raises(CheckpointError, match=r"another version of weft\n  found: +format 'weft checkpoint 2'"):
+            call()
+    weft.restore(state, tmp_path / "step-00000001", ctx)
+    with pytest.raises(CheckpointError):
+        weft.save(state, tmp_path, 2, ctx)
+    assert sorted(p.name for p in tmp_path.glob("step*")) == ["step-00000001", "step-00000002"]
+
+
+def test_one_rank_that_cannot_read_its_manifest_stops_all(tmp_path):
+    def restores(ctx, folder):
+        from weft.checkpoint import restoring
+
+        real = restoring.read_manifest
+
+        def broken(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+        state = _build(ctx, -1)
+        restoring.read_manifest = broken if ctx.rank == 1 else real
+        try:
+            with pytest.raises(OSError if ctx.rank == 1 else PeerError, match="Input/output error"):
+                weft.restore(state, folder, ctx)
+        finally:
+            restoring.read_manifest = real
+        return weft.restore(state, folder, ctx).step
+
+    _saved(tmp_path)
+    assert run_ranks(restores, 2, tmp_path) == [2, 2]
+
+
+# -- tensors that change while they are saved --------------------------------------------------------
+
+
+def test_a_tensor_that_changes_during_a_save_is_in_a_whole_checkpoint(tmp_path):
+    buffer, ends = torch.zeros(2**20), threading.Event()
+
+    def acts():
+        value = 0.0
+        while not ends.is_set():
+            buffer.fill_(value)
+            value += 1.0
+
+    state, ctx = weft.checkpointable({"box": Box(buffer)}, weft.local())
+    actor = threading.Thread(target=acts)
+    actor.start()
+    try:
+        for step in range(6):
+            weft.save(state, tmp_path, step, ctx, keep=1)
+            weft.verify(tmp_path / f"step-{step:08d}")
+        weft.save_async(state, tmp_path, 6, ctx, keep=1).wait()
+    finally:
+        ends.set()
+        actor.join()
+    back = weft.checkpointable({"box": Box()}, weft.local())[0]
+    found = weft.restore(back, tmp_path, weft.local())
+    assert found.step == 6 and not found.skipped and back.objects["box"].value.shape == buffer.shape

@@ -1,19 +1,28 @@
 """Collectives over nested values: values, structures, uneven shapes, and what is refused."""
 
+import collections
 import contextlib
 import dataclasses
+import datetime as dt
+import enum
 import itertools
+import json
 import os
 import pathlib
+import sys
+import threading
+import time
+import zoneinfo
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.collectives import entry
+from weft.collectives import encoding, entry
 from weft.testing import run_ranks
 
 
@@ -439,3 +448,518 @@ def _first_takes_long(ctx):
 
 def test_main_may_take_longer_than_the_timeout():
     assert all(seconds > 2.4 for seconds in run_ranks(_first_takes_long, 2))
+
+
+# -- gradients through collectives -------------------------------------------------------------------
+
+
+class Towers(torch.nn.Module):
+    """Two encoders of one batch, as in a contrastive model."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
+        self.text = torch.nn.Linear(3, 4)
+
+    def forward(self, image, text):
+        return self.image(image), self.text(text)
+
+
+def _towers():
+    torch.manual_seed(0)
+    model = Towers().double()
+    data = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(9, 6, generator=data).double(), torch.randn(9, 3, generator=data).double()) for _ in range(3)
+    ]
+    return model, batches
+
+
+def _contrastive(images, texts, first=0):
+    """InfoNCE of some images, the rows from `first` on, against all texts, and the other way round."""
+    logits = images @ texts.t()
+    targets = torch.arange(first, first + len(images))
+    return torch.nn.functional.cross_entropy(logits, targets)
+
+
+def _plain_towers():
+    model, batches = _towers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for image, text in batches:
+        images, texts = model(image, text)
+        (_contrastive(images, texts) + _contrastive(texts, images)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _distributed_towers(ctx, strategy, loss):
+    model, batches = _towers()
+    optimizer = None
+    if strategy == "replicate":
+        model, ctx = weft.replicate(model, ctx)
+    elif strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx, units=torch.nn.Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    if strategy.startswith("zero"):
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=int(strategy[-1]))
+    for image, text in batches:
+        # Of whole batches each rank has another number of rows; a mean over own rows takes equally many.
+        rows = slice(0, 8) if loss == "own rows" else slice(0, 9)
+        mine = [part[rows].tensor_split(ctx.world_size)[ctx.rank] for part in (image, text)]
+        images, texts = model(*mine)
+        if loss == "all rows":
+            images, texts = weft.gather((images, texts), ctx, grad=True)
+            value = _contrastive(images, texts) + _contrastive(texts, images)
+        else:
+            everyone = weft.gather({"images": images, "texts": texts}, ctx, grad=True)
+            first = ctx.rank * len(images)
+            value = _contrastive(images, everyone["texts"], first) + _contrastive(texts, everyone["images"], first)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with weft.gathered(model, ctx):
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def _check_towers(n, strategy, loss):
+    expected = _plain_towers() if loss == "all rows" else run_ranks(_distributed_towers, 1, "replicate", loss)[0]
+    for found in run_ranks(_distributed_towers, n, strategy, loss):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=f"{name} of {strategy}, {n} ranks")
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", "zero1", "zero2"])
+def test_a_contrastive_loss_over_all_ranks_equals_one_process(n, strategy):
+    _check_towers(n, strategy, "all rows")
+
+
+@pytest.mark.parametrize(("n", "strategy"), [(2, "replicate"), (4, "fully_shard"), (2, "zero3")])
+def test_a_contrastive_loss_of_own_rows_against_all_equals_one_process(n, strategy):
+    _check_towers(n, strategy, "own rows")
+
+
+def _adjoint(ctx, call):
+    """The gradient of the sum of all ranks' results weighted by w, and the results: what this rank's input is worth."""
+    torch.manual_seed(ctx.rank)
+    x = torch.randn(5 if call != "all_to_all" else 3 + ctx.rank, 2, dtype=torch.float64, requires_grad=True)
+    whole = torch.tensor([1, 2])  # is sent too, and no gradient flows through it
+    if call == "gather":
+        y, _ = weft.gather((x[: 1 + ctx.rank], whole), ctx, grad=True)
+    elif call == "all_to_all":
+        splits = [len(x) - 1, *[0] * (ctx.world_size - 2), 1]
+        y, numbers = weft.all_to_all((x, torch.zeros(len(x), 0)), ctx, splits=splits, grad=True)
+        assert numbers.shape == (len(y), 0)
+    elif call == "reduce_scatter":
+        y = weft.reduce_scatter(x, ctx, "mean", grad=True)
+    else:
+        y, _ = weft.reduce([x, whole], ctx, "mean", grad=True)
+    w = torch.full_like(y, ctx.rank + 1.0)
+    (gradient,) = torch.autograd.grad((y.square() * w).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), x)
+    return x.detach(), y.detach(), gradient.detach(), second
+
+
+def _joint(call, xs):
+    """What the ranks compute together, in one process."""
+    n = len(xs)
+    if call == "gather":
+        whole = torch.cat([x[: 1 + r] for r, x in enumerate(xs)])
+        return [whole] * n
+    if call == "all_to_all":
+        return [torch.cat([x[:-1] for x in xs]), *[xs[0][:0]] * (n - 2), torch.cat([x[-1:] for x in xs])]
+    mean = torch.stack(xs).mean(0)
+    return list(mean.tensor_split(n)) if call == "reduce_scatter" else [mean] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("call", ["gather", "all_to_all", "reduce_scatter", "reduce"])
+def test_gradients_flow_back_to_where_the_rows_came_from(n, call):
+    found = run_ranks(_adjoint, n, call)
+    xs = [x.clone().requires_grad_() for x, *_ in found]
+    ys = _joint(call, xs)
+    total = sum((y.square() * (rank + 1)).sum() for rank, y in enumerate(ys))
+    gradients = torch.autograd.grad(total, xs, create_graph=True)
+    seconds = torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), xs)
+    for (_, y, gradient, second), *expected in zip(found, ys, gradients, seconds, strict=True):
+        for value, right in zip((y, gradient, second), expected, strict=True):
+            torch.testing.assert_close(value, right.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", [weft.gather, weft.all_to_all, weft.reduce_scatter, weft.reduce])
+def test_a_result_without_gradients_is_said(call):
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(TypeError, match=f"(?s)no gradient would flow back.*weft.{call.__name__}.value, ctx, grad=True"):
+        call({"x": x}, weft.local())
+    with torch.no_grad():
+        assert not call({"x": x}, weft.local())["x"].requires_grad
+    assert not call(x.detach(), weft.local()).requires_grad
+    assert call(x, weft.local(), grad=True).requires_grad
+
+
+@pytest.mark.parametrize("call", [weft.broadcast, weft.gather_objects, lambda x, ctx: weft.scatter([x], ctx)])
+def test_objects_hold_no_tensors_that_require_grad(call):
+    with pytest.raises(TypeError, match="(?s)requires grad.*value.detach"):
+        call(torch.ones(2, requires_grad=True), weft.local())
+
+
+def test_only_sums_and_means_send_gradients_back():
+    with pytest.raises(ValueError, match="(?s)op = 'max' sends no gradients.*amax"):
+        weft.reduce(torch.ones(2, requires_grad=True), weft.local(), "max", grad=True)
+
+
+def _grad_on_one_rank(ctx):
+    try:
+        weft.gather(torch.ones(2, requires_grad=ctx.rank == 1), ctx, grad=True)
+    except weft.ContextError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_ranks_that_disagree_on_what_requires_grad_are_told():
+    for text in run_ranks(_grad_on_one_rank, 2):
+        assert "grad through [0]' on rank 1" in text
+
+
+# -- rows for each rank ------------------------------------------------------------------------------
+
+
+def _rows_for_all(ctx):
+    n, r = ctx.world_size, ctx.rank
+    splits = [(r + other) % 3 for other in range(n)]
+    x = torch.tensor([[r, other] for other in range(n) for _ in range(splits[other])]).view(-1, 2)
+    box = Box(x, torch.ones(len(x), 2, 3, dtype=torch.bool))
+    found = weft.all_to_all(box, ctx, splits=splits)
+    counts = weft.all_to_all(torch.tensor(splits), ctx)
+    expected = [[other, r] for other in range(n) for _ in range((r + other) % 3)]
+    assert isinstance(found, Box) and found.inside.tolist() == expected and found.label.shape == (len(expected), 2, 3)
+    assert counts.tolist() == [(r + other) % 3 for other in range(n)]
+    nothing = weft.all_to_all({"a": torch.empty(0, 4), "b": torch.empty(0, dtype=torch.int8)}, ctx)
+    many = weft.all_to_all([torch.full((n,), i) for i in range(70)], ctx)  # more counts than one header holds
+    return [*nothing["a"].shape, *nothing["b"].shape], [int(t[0]) for t in many] == list(range(70))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_all_to_all(n):
+    assert run_ranks(_rows_for_all, n) == [([0, 4, 0], True)] * n
+
+
+def _scattered_sum(ctx, rows):
+    value = {
+        "float": torch.arange(rows * 2.0).view(rows, 2) + ctx.rank,
+        "bool": torch.arange(rows) % 2 == ctx.rank % 2,
+        "int": torch.arange(rows, dtype=torch.int16) * (ctx.rank + 1),
+        "half": torch.ones(rows, dtype=torch.bfloat16) / 3,
+        "complex": torch.full((rows,), 1 + 2j) * ctx.rank,
+    }
+    for op in ("sum", "mean", "max", "min"):
+        if op == "max":
+            del value["complex"]
+        whole = weft.reduce(value, ctx, op)
+        again = weft.gather(weft.reduce_scatter(value, ctx, op), ctx)
+        for name, right in whole.items():
+            torch.testing.assert_close(again[name], right, msg=f"{name}: {op}")
+    last = weft.reduce_scatter(value, ctx, splits=[0] * (ctx.world_size - 1) + [rows])
+    return last["float"].shape[0]
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 3), (2, 5), (3, 2), (2, 0)])
+def test_reduce_scatter_and_gather_are_reduce(n, rows):
+    assert run_ranks(_scattered_sum, n, rows) == [0] * (n - 1) + [rows]
+
+
+def _wrong_rows(ctx, kind):
+    x = torch.ones(4, 2)
+    try:
+        if kind == "inner":
+            weft.all_to_all(torch.ones(2, 2 + ctx.rank), ctx)
+        elif kind == "structure":
+            weft.all_to_all([x] * (1 + 70 * ctx.rank), ctx)
+        elif kind == "shape":
+            weft.reduce_scatter(torch.ones(2 + ctx.rank), ctx)
+        else:
+            weft.reduce_scatter(x, ctx, splits=[1 + ctx.rank, 3 - ctx.rank])
+    except weft.ContextError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("inner", "rows of [3]' on rank 1"),
+        ("structure", "70: torch.float32"),
+        ("shape", "torch.float32 [3] cut into [2, 1]' on rank 1"),
+        ("splits", "cut into [2, 2]' on rank 1"),
+    ],
+)
+def test_rows_that_do_not_fit_are_told_on_all_ranks(kind, text):
+    for found in run_ranks(_wrong_rows, 2, kind):
+        assert text in found
+
+
+@pytest.mark.parametrize("call", [weft.all_to_all, weft.reduce_scatter])
+@pytest.mark.parametrize(
+    ("value", "splits", "text"),
+    [
+        (torch.tensor(1.0), None, r"\(\)"),
+        (torch.ones(3), [2], "3,"),
+        (torch.ones(3), [1, 2], "2 numbers"),
+        (torch.ones(3), [-1], "smallest -1"),
+    ],
+)
+def test_rows_that_cannot_be_cut(call, value, splits, text):
+    with pytest.raises(ValueError, match=f"(?s)found: .*{text}.*fix:"):
+        call(value, weft.local(), splits=splits)
+
+
+def _scatter(ctx, source):
+    values = [{"rank": r, "rows": torch.full((r, 2), r)} for r in range(ctx.world_size)]
+    mine = weft.scatter(values if ctx.rank == source else None, ctx, source=source)
+    assert mine["rows"].tolist() == [[ctx.rank] * 2] * ctx.rank
+    rows = torch.arange(7)
+    part = weft.scatter(rows.tensor_split(ctx.world_size) if ctx.rank == source else None, ctx, source=source)
+    assert torch.equal(weft.gather(part, ctx), rows)
+    try:
+        weft.scatter([1] * (ctx.world_size + 1), ctx, source=source)
+    except (ValueError, weft.PeerError) as error:
+        return mine["rank"], type(error).__name__, "one value for each rank" in str(error)
+    return None
+
+
+@pytest.mark.parametrize(("n", "source"), [(1, 0), (2, 1), (3, 2)])
+def test_scatter(n, source):
+    expected = [(r, "ValueError" if r == source else "PeerError", True) for r in range(n)]
+    assert run_ranks(_scatter, n, source) == expected
+
+
+# -- values that are no tensors ----------------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Rights(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    name: str
+    values: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass
+class Careful:
+    made: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self):
+        raise RuntimeError("constructors do not run on the receiver")
+
+
+def _careful():
+    new = object.__new__(Careful)
+    new.made = 3
+    return new
+
+
+OBJECTS = [
+    np.float32(0.1), np.float64("nan"), np.int64(-3), np.bool_(True), np.str_("é"), np.bytes_(b"x"), np.complex64(1j),
+    np.datetime64("2024-01-02"), np.str_(""),
+    np.arange(6, dtype=">i2").reshape(2, 3).T, np.zeros((0, 3)), np.array(2.5), np.array(["a", "bc"]),
+    {1, 2}, frozenset({(1, "a"), None}), set(), 1 + 2j, bytearray(b"ab"), 10**5000, -(2**64), 2**63,
+    dt.date(2024, 2, 29), dt.datetime(2024, 1, 2, 3, 4, 5, 6, fold=1),  # noqa: DTZ001
+    dt.time(1, 2), dt.timedelta(-1, 2, 3),
+    dt.datetime(2024, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=-3))),
+    Color.BLUE, {Level.LOW: 1}, Rights.READ | Rights.WRITE, Rights(0), Frozen("x", frozenset({1})), Pair(1, [2]),
+    pathlib.Path("/a/b"), pathlib.PureWindowsPath("c:/x"), torch.float16, torch.device("cuda:1"), torch.Size([2, 3]),
+    collections.OrderedDict(b=1, a=2), collections.Counter("aab"), {(1, 2): {3: np.int8(4)}}, "\ud800",
+]  # fmt: skip
+
+
+def _objects_travel(ctx):
+    wrong = []
+    for value in OBJECTS:
+        for found in (*weft.gather_objects(value, ctx), weft.broadcast(value if ctx.is_main else None, ctx)):
+            same = found == value if not isinstance(value, np.ndarray) else np.array_equal(found, value)
+            kind = type(found) is type(value) and getattr(found, "dtype", 0) == getattr(value, "dtype", 0)
+            if not kind or not (same or value != value):
+                wrong.append((value, found))
+    made = weft.gather_objects(_careful(), ctx)
+    first = weft.gather_objects(dt.time(1, fold=1), ctx)[0]
+    return wrong, [type(one).__name__ for one in made], [one.made for one in made], first.fold
+
+
+def test_objects_keep_their_type():
+    assert run_ranks(_objects_travel, 2) == [([], ["Careful"] * 2, [3, 3], 1)] * 2
+
+
+def _loop():
+    value = []
+    value.append(value)
+    return value
+
+
+def _local_class():
+    @dataclasses.dataclass
+    class Inner:
+        a: int = 1
+
+    return Inner()
+
+
+STRANGE = {
+    "object": object, "loop": _loop, "local class": _local_class, "sparse": lambda: torch.eye(2).to_sparse(),
+    "structured": lambda: np.zeros(1, dtype=[("a", "i4")]), "objects": lambda: np.array([object()]),
+    "zone": lambda: dt.datetime(2024, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")), "module": lambda: {"a": torch.nn.ReLU()},
+}  # fmt: skip
+
+
+def _send_all_strange(ctx):
+    found = {}
+    for name, make in STRANGE.items():
+        try:
+            weft.gather_objects(make() if ctx.rank else 1, ctx)
+        except TypeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_cannot_be_sent_is_refused_on_all_ranks():
+    zero, one = run_ranks(_send_all_strange, 2)
+    assert set(zero) == set(one) == set(STRANGE)
+    assert all("cannot be sent" in text and "expected:" in text for text in one.values())
+    assert "not found by its name" in one["local class"] and "in more than 100 others" in one["loop"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("not_imported_anywhere", "X"), ("os", "system"), ("subprocess", "Popen"), ("enum", "Enum.x")]
+)
+def test_a_message_imports_nothing_and_calls_nothing(module, name):
+    for kind in ("fields", "enum", "named"):
+        text = json.dumps({kind: [module, name, []]}).encode()
+        with pytest.raises(TypeError, match="(?s)not known on this rank.*fix:"):
+            encoding.decode(encoding.bytes_tensor(text), len(text), torch.device("cpu"))
+    assert "not_imported_anywhere" not in sys.modules
+
+
+def _pad_different(ctx):
+    try:
+        weft.pad_across(torch.ones(2, 2) if ctx.rank else torch.ones(2, 2, 2), ctx)
+    except weft.ContextError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_pad_across_compares_numbers_of_dimensions(debug):
+    for text in run_ranks(_pad_different, 2, debug=debug):
+        assert "3-d' on rank 0" in text and "2-d' on rank 1" in text
+
+
+# -- threads -----------------------------------------------------------------------------------------
+
+
+def _from_two_threads(ctx):
+    """One thread reduces, another one gathers; each rank begins with another one of them."""
+    found = []
+
+    def work(call):
+        try:
+            for _ in range(50):
+                call(torch.ones(3), ctx)
+                time.sleep(0.001)
+            found.append("done")
+        except weft.ContextError as error:
+            found.append(str(error).splitlines()[0])
+        except weft.PeerError as error:
+            found.append(str(error))
+
+    calls = [weft.reduce, weft.gather][:: 1 if ctx.is_main else -1]
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found, any(thread.is_alive() for thread in threads)
+
+
+def test_collectives_of_two_threads_are_refused_by_name():
+    begin = time.monotonic()
+    for found, hangs in run_ranks(_from_two_threads, 2):
+        assert not hangs and any("two threads of this rank are in collectives" in text for text in found)
+    assert time.monotonic() - begin < 20
+
+
+def _meets_while_another_thread_reduces(ctx):
+    entered = threading.Event()
+    found = []
+
+    def work():
+        entered.set()
+        found.append(weft.reduce(torch.ones(1), ctx).item())
+
+    if ctx.is_main:
+        thread = threading.Thread(target=work)
+        thread.start()
+        entered.wait()
+        while not ctx.world.inside:
+            time.sleep(0.001)
+        try:
+            weft.barrier(ctx)
+        except weft.ContextError as error:
+            found.append("barrier in thread" in str(error) and "reduce in thread" in str(error))
+    else:
+        time.sleep(0.3)
+        found += [True, weft.reduce(torch.ones(1), ctx).item()]
+    if ctx.is_main:
+        thread.join()
+    return sorted(found), ctx.world.clash
+
+
+def test_a_meeting_of_one_thread_in_a_collective_of_another_one():
+    assert run_ranks(_meets_while_another_thread_reduces, 2) == [([True, 2.0], None)] * 2
+
+
+def _threads_with_contexts_of_their_own(ctx):
+    own = [ctx.subset(range(ctx.world_size)) for _ in range(2)]
+    found = [0.0, 0.0]
+
+    def work(index):
+        for _ in range(20):
+            found[index] += weft.reduce(torch.tensor(1.0 + index), own[index]).item()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_may_have_contexts_of_their_own():
+    assert run_ranks(_threads_with_contexts_of_their_own, 2) == [[40.0, 80.0]] * 2
+
+
+def _on_main_only(ctx):
+    try:
+        if ctx.is_main:
+            ctx.agree("save", {"step": 1})
+        else:
+            weft.barrier(ctx)
+    except weft.ContextError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_a_call_on_the_main_rank_only_gets_a_fix_that_fits():
+    for text in run_ranks(_on_main_only, 2):
+        assert "call save and barrier on all ranks, without `if ctx.is_main:` around it" in text

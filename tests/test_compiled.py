@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -301,15 +302,6 @@ def test_twice_is_refused():
         weft.compiled(model.blocks, ctx, blocks="1", backend="eager")
 
 
-def test_what_torch_compiled_is_refused():
-    with pytest.raises(weft.AlreadyApplied, match=r"(?s)found:    the module itself\n.*without torch.compile"):
-        weft.compiled(torch.compile(_net(), backend="eager"), weft.local(), backend="eager")
-    model = _net()
-    model.head.compile(backend="eager")
-    with pytest.raises(weft.AlreadyApplied, match=r"(?s)found:    head\n.*fix:"):
-        weft.compiled(model, weft.local(), backend="eager")
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -457,3 +449,86 @@ def test_ranks_that_differ_raise_everywhere():
     for rank, (errors, changed) in enumerate(run_ranks(_different, 2)):
         assert [kind for kind, _ in errors] == ["ContextError", "ValueError" if rank else "PeerError"]
         assert "fullgraph" in errors[0][1] and "no effect" in errors[1][1] and not changed
+
+
+def _compiled_before(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    if how == "wrapper":
+        return torch.compile(model, backend="eager")
+    if how:
+        (model if how == "in place" else model[0]).compile(backend="eager")
+    return model
+
+
+def _strategies_over_compiled(ctx, how):
+    found = []
+    for strategy in ("replicate", "fully_shard", "zero"):
+        model = _compiled_before(how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if strategy == "replicate":
+            model, made = weft.replicate(model, ctx)
+        elif strategy == "fully_shard":
+            model, made = weft.fully_shard(model, ctx, units=nn.Linear, rebind=optimizer)
+        else:
+            model, optimizer, made = weft.zero_partition(model, optimizer, ctx, stage=2)
+        for step in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # dynamo's, about hooks of FSDP2 that it does not trace
+                model(torch.full((2, 2), step + ctx.rank + 1.0).double()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with weft.gathered(model, made):
+            found.append([p.detach().clone() for p in model.parameters()])
+    return found
+
+
+def test_strategies_take_what_torch_compiled_before():
+    plain = run_ranks(_strategies_over_compiled, 2, "")
+    for how in ("wrapper", "in place", "part"):
+        for found, expected in zip(run_ranks(_strategies_over_compiled, 2, how), plain, strict=True):
+            for mine, right in zip(found, expected, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True)), how
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("wrapper", r"weft.compiled\(model._orig_mod, ctx\)"),
+        ("in place", r"weft.compiled\(model, ctx\)  # in place of module.compile\(\)"),
+        ("part", r"found:    0\n.*in place of module.compile\(\)"),
+    ],
+)
+def test_compiling_twice_names_the_line_to_write(how, line):
+    with pytest.raises(weft.AlreadyApplied, match=f"(?s)compiled already.*{line}"):
+        weft.compiled(_compiled_before(how), weft.local())
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.block(self.block(x)))
+
+
+def _gradients_of_twice(policy, blocks, *, plain):
+    torch.manual_seed(0)
+    model, ctx = weft.with_precision(Twice(), weft.local(), policy)
+    if not plain:
+        model, ctx = weft.recompute(model, ctx, blocks=Block)
+        model, ctx = weft.compiled(model, ctx, blocks=blocks, backend="eager")
+    loss = model(_x()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("blocks", [None, Block])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_a_recomputed_block_is_used_twice_under_autocast(policy, blocks):
+    """Its weights are cast in each of its calls: what an earlier call has cast is not there in backward."""
+    expected = _gradients_of_twice(policy, blocks, plain=True)
+    limit = {"fp32": 0, "bf16": 2**-7, "fp16": 2**-10}[policy]  # the gradients of both calls are added in another order
+    assert largest_difference(_gradients_of_twice(policy, blocks, plain=False), expected) <= limit

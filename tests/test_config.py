@@ -10,7 +10,8 @@ import pytest
 
 import weft
 import weft.cli
-from weft.cli.config import answered, from_accelerate, toml
+from weft.cli.config import answered, toml
+from weft.cli.config_accelerate import from_accelerate
 from weft.context.config import LAUNCH, checked, read_config
 from weft.context.settings import SETTINGS, resolve
 from weft.errors import ContextError
@@ -151,6 +152,12 @@ deepspeed_config: {}
 distributed_type: FSDP
 downcast_bf16: 'no'
 fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
   fsdp_version: 2
 machine_rank: 1
 main_process_ip: 10.0.0.1
@@ -171,11 +178,60 @@ def test_a_file_of_accelerate_is_converted(tmp_path, capsys, monkeypatch):
     assert found.launch == {"nproc": 8, "nnodes": 2, "node_rank": 1, "rdzv": "10.0.0.1:29501"} and found.start == {}
     text = capsys.readouterr().out
     assert "mixed_precision = bf16: in the program, weft.with_precision(model, ctx, 'bf16')" in text
-    assert "fsdp_config" in text and "use_cpu" not in text and "machine_rank" not in text
+    blocks = 'weft.recompute(model, ctx, blocks="LlamaDecoderLayer")'
+    assert f'{blocks}; weft.fully_shard(model, ctx, units="LlamaDecoderLayer")' in text
+    assert "use_cpu" not in text and "machine_rank" not in text
+    assert "[start]" not in out.read_text()
     assert from_accelerate({"num_processes": 1, "use_cpu": True})[0]["start"] == {"device": "cpu"}
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert weft.cli.main(["config", "import", str(tmp_path / "default_config.yaml"), "--out", "x"]) == 2
     assert r"pip install 'weft[config]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "lines"),
+    [
+        ("fsdp_config", {"fsdp_version": 2}, "weft.fully_shard(model, ctx)"),
+        (
+            "fsdp_config",
+            {"fsdp_transformer_layer_cls_to_wrap": "A, B", "fsdp_offload_params": True},
+            'weft.fully_shard(model, ctx, units=["A", "B"], offload=True)',
+        ),
+        (
+            "fsdp_config",
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e6", "fsdp_sharding_strategy": 2},
+            "weft.fully_shard(model, ctx, units=1000000, reshard_after_forward=False)",
+        ),
+        (
+            "fsdp_config",
+            {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_min_num_params": 0},
+            'weft.start(mesh={"replica": -1, "shard": GPUS_PER_NODE}); weft.fully_shard(model, ctx)',
+        ),
+        ("fsdp_config", {"fsdp_sharding_strategy": "NO_SHARD"}, "weft.replicate(model, ctx)"),
+        (
+            "fsdp_config",
+            {"fsdp_reshard_after_forward": False},
+            "weft.fully_shard(model, ctx, reshard_after_forward=False)",
+        ),
+        (
+            "deepspeed_config",
+            {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0},
+            "weft.zero_partition(model, optimizer, ctx, stage=2); weft.accumulate_grads(model, loader, ctx, steps=4); weft.clip_grads(model, ctx, norm=1.0)",  # noqa: E501
+        ),
+        (
+            "deepspeed_config",
+            {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none"},
+            "weft.zero_partition(model, optimizer, ctx, stage=3, engine=\"deepspeed\", offload='cpu')",
+        ),
+        (
+            "dynamo_config",
+            {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_fullgraph": True},
+            "weft.compiled(model, ctx, backend='inductor', fullgraph=True)",
+        ),
+    ],
+)
+def test_tables_of_accelerate_become_the_calls_they_mean(key, values, lines):
+    assert from_accelerate({key: values})[1] == [f"{key} = {values}: in the program, {lines}"]
 
 
 def test_explain_tells_every_value_and_its_source(tmp_path, capsys, monkeypatch):

@@ -173,6 +173,38 @@ def test_data_axes_together_beside_a_tensor_axis():
     assert found[0] == ((0, 2), [0, 2], (0, 1)) and found[3] == ((1, 3), [1, 3], (2, 3))
 
 
+def _combinations(ctx):
+    value = torch.tensor([ctx.rank])
+    before = ctx.world.meetings
+    plane = ctx.on(("context", "data"))  # of three axes; in the order of the mesh
+    first = ctx.world.meetings - before
+    again = ctx.on(("data", "context"))
+    assert first and ctx.world.meetings == before + first and again.group is plane.group
+    assert plane.axes == (("data", 2), ("context", 2))
+    mesh = plane.mesh
+    assert tuple(mesh.shape) == (2, 2) and mesh["context"].get_group() is ctx.on("context").group
+    other = ctx.on(("data", "tensor"))
+    gathered = [weft.gather(value, one).tolist() for one in (plane, other)]
+    with pytest.raises(weft.ContextError, match=r"(?s)the ranks do not agree.*on rank 0"):
+        ctx.on(("context", "tensor")) if ctx.rank else ctx.subset([0, 1])
+    return gathered, plane.coordinates
+
+
+@pytest.mark.slow
+def test_any_combination_of_axes_has_a_group():
+    found = run_ranks(_combinations, 8, mesh={"data": 2, "context": 2, "tensor": 2})
+    for rank, (gathered, coordinates) in enumerate(found):
+        data, context, tensor = rank // 4, rank // 2 % 2, rank % 2
+        assert gathered[0] == [tensor, 2 + tensor, 4 + tensor, 6 + tensor]
+        assert gathered[1] == [2 * context, 2 * context + 1, 4 + 2 * context, 4 + 2 * context + 1]
+        assert coordinates == {"data": data, "context": context}
+
+
+def test_axes_of_a_smaller_context_are_in_the_order_of_the_mesh():
+    ctx = fake(2, 8, mesh={"data": 2, "context": 2, "tensor": 2}).on(("context", "data"))
+    assert ctx.axes == (("data", 2), ("context", 2)) and ctx.rank == 1 and ctx.coordinates == {"data": 0, "context": 1}
+
+
 def _subset(ctx):
     sub = ctx.subset([2, 0])
     assert sub.here == (ctx.rank in (0, 2))
@@ -316,6 +348,36 @@ def test_impossible_device(monkeypatch, kind, request_, world, text):
 
 
 # -- adopting ----------------------------------------------------------------------------------------
+
+
+class _WithoutBackend(weft.context.TorchEngine):
+    def backend(self, device):
+        raise AssertionError("the groups of axes have the backend of the group")
+
+
+def _backends_of_axes(ctx):
+    mine = weft.adopt(mesh={"a": 2, "b": 2}, device="cpu", engine=_WithoutBackend())
+    lines = [mine.on("a"), mine.on("b"), mine.subset([0, 1, 2])]
+    return {dist.get_backend(line.group) for line in lines if line.group is not None}
+
+
+def test_groups_of_axes_and_subsets_have_the_backend_of_the_group():
+    # ranks that share a device by gloo would ask NCCL for one device twice
+    assert run_ranks(_backends_of_axes, 4) == [{"gloo"}] * 4
+
+
+def test_adopt_takes_the_device_of_the_group_and_makes_it_the_current_one(monkeypatch):
+    _pretend(monkeypatch, "cuda", 4)
+    selected = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.group.WORLD.bound_device_id = torch.device("cuda:2")
+        assert weft.adopt().device == torch.device("cuda:2")
+        assert weft.adopt(device="cuda:1").device == torch.device("cuda:1")
+        assert selected == [2, 1]
+    finally:
+        dist.destroy_process_group()
 
 
 def _adopt(ctx):

@@ -46,15 +46,21 @@ def rival(module, ctx):
 
 
 class Offer:
-    """A gradient switch that can be taken back."""
+    """Reduces gradients, and can be taken back."""
 
     mean_over = 2
 
     def __init__(self):
         self.undone = False
 
-    def set(self, enabled):
-        self.enabled = enabled
+    def begin_window(self):
+        pass
+
+    def last_backward(self):
+        pass
+
+    def end_window(self, *, left=False):
+        pass
 
     def undo(self):
         self.undone = True
@@ -605,3 +611,38 @@ def test_the_documented_transform_works_with_accumulate_grads():
 def test_a_peer_error_survives_pickling():
     error = pickle.loads(pickle.dumps(PeerError("it failed", rank=3, text="why")))
     assert (str(error), error.rank, error.text) == ("it failed", 3, "why")
+
+
+# -- results that were not unpacked, arguments that are missing --------------------------------------
+
+
+def test_a_result_that_was_not_unpacked_says_so():
+    ctx = weft.local()
+    model = weft.replicate(nn.Linear(2, 2), ctx)
+    for use in (lambda: model(torch.ones(1, 2)), lambda: plain(model, ctx), lambda: plain(nn.Linear(1, 1), model)):
+        with pytest.raises(TypeError, match=r"(?s)the result of replicate .*fix: +module, ctx = weft.replicate\("):
+            use()
+    with pytest.raises(AttributeError, match="(?s)the result of replicate has no 'parameters'.*unpacked"):
+        model.parameters()
+    assert not hasattr(model, "__len_hint__") and "weft." not in plain(nn.Linear(1, 1), ctx).fix
+
+
+def test_a_result_is_a_tuple():
+    result = plain(nn.Linear(2, 2), weft.local())
+    module, ctx = result
+    assert isinstance(result, tuple) and result == (module, ctx) and len(result) == 2
+    assert type(copy.copy(result)) is tuple and type(pickle.loads(pickle.dumps(result))) is tuple
+
+
+def test_missing_arguments_name_the_function():
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        TypeError, match=r"(?s)weft.replicate: missing a required argument: 'ctx'.*weft.replicate\(module, ctx"
+    ):
+        weft.replicate(model)
+    with pytest.raises(TypeError, match=r"(?s)'steps'.*fix: +weft.accumulate_grads\(modules, loader, ctx, steps=...\)"):
+        weft.accumulate_grads(model, [1], weft.local())
+    with pytest.raises(TypeError, match="(?s)weft.with_precision: .*unexpected keyword argument 'polcy'"):
+        weft.with_precision(model, weft.local(), polcy="bf16")
+    with pytest.raises(TypeError, match=r"(?s)plain: missing.*fix: +plain\(module, ctx\)"):
+        plain()

@@ -36,7 +36,7 @@ def test_a_stateful_data_loader(workers, iterable):
     loader = make(0, 2)
     next(iter(loader))
     position = loader.state_dict()
-    assert position == {"seed": 3, "epoch": 0, "samples": 4}
+    assert position == {"seed": 3, "epoch": 0, "samples": 4} | ({} if iterable else {"length": 13})
     rest = make(0, 1, batch_size=5)
     rest.load_state_dict(position)
     assert [i for batch in _steps(rest) for i in batch] == order[4:]
@@ -99,3 +99,62 @@ def test_a_dataset_that_was_split_by_node_is_found_out():
         weft.shard_data(make(0), fake(0, 2), uneven="drop")
     parts = [_steps(weft.shard_data(make(rank), fake(rank, 2), already_sharded=True)[0]) for rank in range(2)]
     assert sorted(i for part in parts for batch in part for i in batch) == list(range(12))
+
+
+def test_batches_of_transformers_and_tensordict_without_rows():
+    encoding = pytest.importorskip("transformers").BatchEncoding
+    table = pytest.importorskip("tensordict").TensorDict
+
+    def collate_encoding(samples):
+        return encoding({"x": torch.tensor(samples)})
+
+    def collate_table(samples):
+        return table({"x": torch.tensor(samples)}, batch_size=[len(samples)])
+
+    def collate_nested(samples):
+        return {"in": collate_table(samples), "x": torch.tensor(samples)}
+
+    for collate in (collate_encoding, collate_table, collate_nested):
+        loaders = [DataLoader(range(9), batch_size=4, collate_fn=collate) for _ in range(2)]
+        shared = [weft.shard_data(loader, fake(rank, 2), uneven="empty")[0] for rank, loader in enumerate(loaders)]
+        assert [_steps(loader) for loader in shared] == [[[0, 1, 2, 3], [8]], [[4, 5, 6, 7], []]]
+        last = [batch for loader in shared for batch in loader][-1]
+        assert type(last) is type(collate([1]))
+        assert type(weft.to_device((last,), weft.local())[0]) is type(last)
+    parts = [weft.split_between(collate_table(list(range(5))), fake(rank, 2), pad=True) for rank in range(2)]
+    assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 4]] and isinstance(parts[0], table)
+
+
+def test_a_dataset_of_hugging_face_is_split_and_stays_one():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": list(range(5))})
+    parts = [weft.split_between(data, fake(rank, 2), pad=True) for rank in range(2)]
+    assert [part["x"][:] for part in parts] == [[0, 1, 2], [3, 4, 4]]
+    assert all(isinstance(part, datasets.Dataset) for part in parts)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_dataset_of_hugging_face_is_split_by_its_shards(shuffled):
+    datasets = pytest.importorskip("datasets")
+
+    def make(rank):
+        data = datasets.Dataset.from_dict({"x": list(range(12))}).to_iterable_dataset(num_shards=4).with_format("torch")
+        data = data.shuffle(seed=3, buffer_size=2) if shuffled else data
+        return weft.shard_data(DataLoader(data, batch_size=2), fake(rank, 3), mode="shards", uneven="join")[0]
+
+    parts = [_steps(make(rank)) for rank in range(3)]
+    found = [i for part in parts for batch in part for i in batch]
+    assert sorted(found) == list(range(12)) and (found != sorted(found)) == shuffled
+    assert sorted(sum(map(len, part)) for part in parts) == [3, 3, 6]
+
+
+def test_a_stateful_data_loader_that_shuffles_has_the_seed_of_the_context():
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def order(state, **options):
+        torch.manual_seed(state)
+        loader = torchdata.StatefulDataLoader(list(range(20)), batch_size=4, shuffle=True, **options)
+        return _steps(weft.shard_data(loader, weft.local(seed=5))[0])
+
+    assert order(1) == order(2) == order(2, generator=torch.Generator().manual_seed(5))
+    assert order(1, generator=torch.Generator().manual_seed(6)) != order(1)

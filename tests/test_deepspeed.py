@@ -228,7 +228,7 @@ def _held_back(ctx, stage, **options):
     for i in range(3):
         for k, enabled in enumerate((True, False, False, True)):
             for sync in syncs:
-                sync.set(enabled)
+                (sync.last_backward if enabled else sync.begin_window)()
             (_loss(model, ctx, 4 * i + k) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -417,7 +417,7 @@ def _refused_loops(ctx, stage):
     found["no zero_grad"] = _refusal(lambda: _loss(model, after, 1).backward())
     model, optimizer, after = _prepared(ctx, stage)
     (sync,) = weft.offered(model, weft.GradSync)
-    sync.set(False)
+    sync.begin_window()
     _loss(model, after, 0).backward()
     found["in a window"] = _refusal(optimizer.step)
     model, optimizer, after = _prepared(ctx, stage)

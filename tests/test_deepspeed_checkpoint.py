@@ -148,7 +148,7 @@ def test_weights_are_loaded_into_parameters_that_deepspeed_keeps(tmp_path):
     _steps(model, optimizer, None, range(3))
     model.new = nn.Linear(2, 2)
     other, ctx = weft.checkpointable({"model": model}, weft.local())
-    weft.export(weft.save(other, tmp_path / "run", 1, ctx), tmp_path / "other")
+    weft.export(weft.save(other, tmp_path / "run2", 1, ctx), tmp_path / "other")
     expected = [p.detach() for name, p in model.named_parameters() if not name.startswith("new")]
     for found in run_ranks(_loaded, 2, str(tmp_path)):
         for strategy, (loaded, trained) in found.items():

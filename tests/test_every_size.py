@@ -36,6 +36,7 @@ def _check(kind, n, batch_size, world, mode, uneven, **options):
     return positions
 
 
+@pytest.mark.filterwarnings("ignore:shard_data. .* a loop over the loader does nothing")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_sample_once_in_order_at_every_size(world, mode):

@@ -52,8 +52,8 @@ def _net():
         return Net()
 
 
-def _saved(folder, model=None, step=1, **objects):
-    state, ctx = weft.checkpointable({"model": model or _net(), **objects}, weft.local())
+def _saved(folder, model=None, step=1, ctx=None, **objects):
+    state, ctx = weft.checkpointable({"model": model or _net(), **objects}, ctx or weft.local())
     return weft.save(state, folder, step, ctx)
 
 
@@ -81,8 +81,9 @@ def _names(folder):
 
 
 def test_one_file_holds_the_weights_bit_for_bit_and_others_read_it(tmp_path):
-    _saved(tmp_path / "run", step=1, model=Net())
-    _saved(tmp_path / "run", step=12)
+    ctx = weft.local()
+    _saved(tmp_path / "run", step=1, model=Net(), ctx=ctx)
+    _saved(tmp_path / "run", step=12, ctx=ctx)
     files = weft.export(tmp_path / "run", tmp_path / "deep" / "out")
     assert files == (tmp_path / "deep" / "out" / "model.safetensors",) and _names(files[0].parent) == [files[0].name]
     assert _names(tmp_path / "deep") == ["out"]
@@ -295,9 +296,10 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path):
 
 
 def test_a_full_disk_leaves_the_earlier_export(tmp_path):
-    _saved(tmp_path / "run", nn.Linear(2, 2))
+    ctx = weft.local()
+    _saved(tmp_path / "run", nn.Linear(2, 2), ctx=ctx)
     (before,) = weft.export(tmp_path / "run", tmp_path / "out")
-    _saved(tmp_path / "run", step=2)
+    _saved(tmp_path / "run", step=2, ctx=ctx)
     old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, old[1]))
     try:

@@ -1,5 +1,6 @@
 """Faults in real scripts, started by hand: every other rank ends in seconds and names the culprit."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ import sys
 import time
 
 import pytest
+
+from tests.processes import until
 
 SCRIPT = """
 import os, signal, sys, time
@@ -23,7 +26,7 @@ with weft.start(timeout_s=3 if fault == "hang" else 60, debug=fault == "shape") 
                 raise ValueError("the data of rank 1 is bad")
             if fault == "kill":
                 os.kill(os.getpid(), 9)
-            while fault == "hang" and not ctx.world.store.check(["parted/0"]):
+            while fault == "hang" and not ctx.world.store.has("parted/0"):
                 time.sleep(0.05)
             if fault == "only":
                 weft.reduce(torch.ones(1), ctx.only(1))
@@ -120,6 +123,80 @@ def test_a_run_ends_with_zero_and_in_good_order(script):
     assert all(output == "fine\n" for output in outputs)
 
 
+FREEZES = """
+import os, pathlib, signal, sys
+import torch, weft
+where, folder = sys.argv[1:]
+with weft.start(timeout_s=4) as ctx:
+    model, ctx = weft.replicate(torch.nn.Linear(4, 4), ctx)
+    for step in range(3):
+        if step == 2:
+            weft.barrier(ctx)
+            if ctx.rank == 0:
+                pathlib.Path(folder, "frozen").write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if where == "barrier":
+                weft.barrier(ctx)
+            elif where == "reduce":
+                weft.reduce(torch.ones(1), ctx)
+        model(torch.randn(2, 4)).sum().backward()
+"""
+
+
+def _kill(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "where"),
+    [
+        ("variables", "backward"),
+        *(
+            pytest.param(launcher, where, marks=pytest.mark.slow)
+            for launcher in ("variables", "torchrun", "weft")
+            for where in ("barrier", "reduce", "backward")
+            if (launcher, where) != ("variables", "backward")
+        ),
+    ],
+)
+def test_a_frozen_rank_0_is_named_by_all_others(tmp_path, launcher, where):
+    path = tmp_path / "freezes.py"
+    path.write_text(FREEZES)
+    n = 2 if (launcher, where) == ("variables", "backward") else 3
+    with contextlib.ExitStack() as stack:
+        if launcher == "variables":
+            processes = _start(path, n, where, str(tmp_path))
+        else:
+            module = ["weft", "launch", "-n"] if launcher == "weft" else ["torch.distributed.run", "--nproc-per-node"]
+            line = [sys.executable, "-m", *module, str(n), str(path), where, str(tmp_path)]
+            processes = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)]
+        for process in processes:
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+        note = tmp_path / "frozen"
+        assert until(lambda: note.exists() and note.read_text(), 100)
+        stack.callback(_kill, int(note.read_text()))
+        frozen = time.monotonic()
+        if launcher == "variables":
+            for process in processes[1:]:
+                process.wait(timeout=20)
+            texts = [process.stdout.read() for process in processes[1:]]
+        elif launcher == "weft":  # tells the first cause alone
+            processes[0].wait(timeout=20)
+            texts = [processes[0].stdout.read()]
+        else:  # waits long for the frozen rank
+            texts = []
+            for line in processes[0].stdout:
+                if "PeerError: " in line:
+                    texts.append(line)
+                if len(texts) == n - 1:
+                    break
+        assert time.monotonic() - frozen < 20
+        for text in texts:
+            assert re.search("PeerError: .*rank 0( failed| of 3 did not arrive)", text), text
+
+
 WITHOUT_WITH = """
 import sys
 import torch, weft
@@ -181,6 +258,8 @@ def solo(*args):
         pass
     return [p.detach().clone() for p in parts[0].parameters()]
 
+for name in weft.__all__:
+    getattr(weft, name)  # loaded when asked for
 torch.optim.SGD([torch.ones(1)])  # torch's own lazy imports set variables; not ours to answer for
 before = (dict(os.environ), torch.get_default_dtype(), {n: id(v) for n, v in vars(weft).items()})
 alone = [solo("fp32", 1), solo("bf16", 4)]

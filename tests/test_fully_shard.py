@@ -2,12 +2,15 @@
 
 import copy
 import gc
+import io
 import math
+import pickle
 import time
 import weakref
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import weft
@@ -722,8 +725,6 @@ def _stays(ctx):
     assert list(model.state_dict()) == list(before)
     assert model.head.weight.note == "mine"
     assert largest_difference(held, [_whole(p.grad) for p in model.parameters()]) == 0
-    with pytest.raises(AssertionError, match="deepcopy"):
-        copy.deepcopy(model)
     model.zero_grad()
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     first = _train(model, _mine(ctx))
@@ -948,6 +949,139 @@ def test_missing_and_wrong_weights_are_one_error_on_all_ranks():
         assert kinds == (["PeerError"] * 5 if rank else ["ValueError"] * 3 + ["OSError", "ValueError"])
 
 
+def _whole_layers():
+    """How many layers of `Heavy` are whole in memory."""
+    gc.collect()
+    wholes = [
+        one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and type(one).__name__ != "DTensor"
+    ]
+    sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in wholes if not one.is_meta}
+    return sum(size >= 4 * 256 * 256 for size in sizes.values())
+
+
+def _one_by_one(ctx):
+    counts = []
+
+    class Heavy(nn.Linear):
+        def reset_parameters(self):
+            super().reset_parameters()
+            if not self.weight.is_meta:
+                counts.append(_whole_layers())
+
+    before = _whole_layers()
+    with torch.device("meta"):
+        model = nn.Sequential(*[Heavy(256, 256) for _ in range(4)])
+    weft.fully_shard(model, ctx, units=Heavy)
+    return [count - before for count in counts]
+
+
+def test_a_module_on_meta_is_never_whole():
+    assert run_ranks(_one_by_one, 2) == [[1] * 4] * 2
+
+
+class Scaled(nn.Module):
+    """As of transformers: no reset_parameters, a buffer that is not saved, a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), NoReset4()
+        self.register_buffer("steps", torch.arange(4.0), persistent=False)
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x)) + 0.01 * self.steps
+
+
+class NoReset4(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 1.5))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Speaker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.blocks = nn.ModuleList([Scaled(), Scaled()])
+        self.number = nn.Parameter(torch.tensor(0.5))
+        self.tie_weights()
+
+    def tie_weights(self):
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.number
+
+
+def _speaker(buffers_too=False):
+    """A model whose parameters alone lie on meta, untied, as accelerate's init_empty_weights leaves it."""
+    model = _net(Speaker)
+    for part in model.modules():
+        for name, p in list(part._parameters.items()):
+            part._parameters[name] = None if p is None else nn.Parameter(p.detach().to("meta"))
+    return model.to("meta") if buffers_too else model
+
+
+def _tokens(ctx=None):
+    tokens = torch.arange(8).view(4, 2) % 7
+    return tokens if ctx is None else tokens.chunk(ctx.world_size)[ctx.rank]
+
+
+def _speak(model, tokens):
+    return _train(model, tokens, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+
+def _loaded_later(ctx, folder):
+    found = {}
+    for policy in (None, "bf16"):
+        model = _speaker()
+        model.tie_weights()
+        after = ctx if policy is None else weft.with_precision(model, ctx, policy)[1]
+        model, after = weft.fully_shard(model, after, units=Scaled, weights="later")
+        assert all(p.is_meta for p in model.parameters())
+        if ctx.world_size > 1:
+            found["early"] = _refusal(model, _tokens(ctx))
+        weft.load_weights(model, folder, after)
+        found[policy] = [_whole(p.detach()).clone() for p in model.parameters()]
+        found[policy, "trained"] = _speak(model, _tokens(ctx))
+        model.requires_grad_(requires_grad=False)
+        model.number.requires_grad_()
+        model(_tokens(ctx)).sum().backward()  # frozen after it was loaded
+        assert model.blocks[0].inner.weight.grad is None
+    untied, _ = weft.fully_shard(_speaker(), ctx, units=Scaled, weights="later")
+    found["untied"] = _refusal(weft.load_weights, untied, folder, ctx)
+    bare = _speaker(buffers_too=True)
+    bare.tie_weights()
+    bare, _ = weft.fully_shard(bare, ctx, units=Scaled, weights="later")
+    found["buffers"] = _refusal(weft.load_weights, bare, folder, ctx)
+    found["path"] = _refusal(weft.fully_shard, _speaker(), ctx, weights=folder)
+    found["real"] = _refusal(weft.fully_shard, _net(Speaker), ctx, weights="later")
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_weights_can_come_later_and_each_rank_reads_its_own(tmp_path, n):
+    source = _net(Speaker)
+    state = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    values, trained = [p.detach().clone() for p in source.parameters()], _speak(source, _tokens())
+    for found in run_ranks(_loaded_later, n, str(tmp_path)):
+        assert largest_difference(found[None], values) == largest_difference(found["bf16"], values) == 0
+        assert largest_difference(found[None, "trained"], trained) < 1e-12
+        assert 0 < largest_difference(found["bf16", "trained"], trained) < 0.1
+        if n > 1:
+            assert found["early"][0] == "ContractError" and "weft.load_weights(model, path, ctx)" in found["early"][1]
+        assert "head.weight" in found["untied"][1] and "fix:      model.tie_weights()" in found["untied"][1]
+        assert "blocks.0.steps" in found["buffers"][1]
+        assert found["path"][0] == "TypeError" and 'weights="later"' in found["path"][1]
+        assert found["real"][0] == "ValueError" and "weft.load_weights(model, path, ctx)" in found["real"][1]
+
+
 # -- precision --------------------------------------------------------------------------------------
 
 
@@ -972,7 +1106,7 @@ def _overflow(ctx, strategy, accumulate):
         for part in range(accumulate):
             if accumulate > 1:
                 for sync in weft.offered(model, weft.GradSync):
-                    sync.set(part == accumulate - 1)
+                    (sync.last_backward if part == accumulate - 1 else sync.begin_window)()
             (_loss(model, _x().float().chunk(ctx.world_size)[ctx.rank]) * factor / accumulate).backward()
         grads = [_whole(p.grad).clone() for p in model.parameters()]
         optimizer.step()
@@ -1142,3 +1276,111 @@ def _collected_all(ctx):
 def test_everything_is_collected_when_it_is_dropped():
     for found in run_ranks(_collected_all, 2):
         assert not any(found.values()), found
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(nn.functional.linear(x, self.inner.weight))
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+def _sequences():
+    return torch.linspace(-1, 1, 4 * 5 * 6, dtype=torch.float64).view(4, 5, 6)
+
+
+def _attend(model, x):
+    return _train(model, x, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+
+def _reads(ctx):
+    model, _ = weft.fully_shard(_net(Reads), ctx, units=nn.Linear)
+    with pytest.raises(RuntimeError, match="DTensor") as caught:
+        model(_mine(ctx))
+    (note,) = caught.value.__notes__
+    attending, _ = weft.fully_shard(_net(Attends), ctx, units=nn.Linear)
+    units = _units(attending)
+    return note, _attend(attending, _sequences().chunk(ctx.world_size)[ctx.rank]), units
+
+
+def test_a_unit_that_is_read_and_not_called_is_told_and_that_of_attention_goes_with_its_parent():
+    expected = _attend(_net(Attends), _sequences())
+    for note, parameters, units in run_ranks(_reads, 2):
+        assert "Reads reads parameters of a unit instead of calling it" in note
+        assert "inner, head" in note and "fix:      weft.fully_shard(..., units=...)" in note
+        assert largest_difference(parameters, expected) < 1e-12
+        assert "head" in units and "attention.out_proj" not in units
+
+
+def _over_some_axes(ctx):
+    found = {}
+    for name, strategy in (("replicate", weft.replicate), ("fully_shard", weft.fully_shard)):
+        found[name] = [_refusal(strategy, _net(), ctx, axis=axis) for axis in ("shard", "replica")]
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found["zero"] = [_refusal(weft.zero_partition, model, optimizer, ctx, stage=n, axis="shard") for n in (1, 3)]
+    found["whole"] = _train(weft.fully_shard(_net(), ctx, axis=("replica", "shard"))[0], _mine(ctx))
+    return found
+
+
+def test_a_strategy_that_leaves_a_data_axis_out_is_refused_and_a_hybrid_mesh_is_right():
+    expected = _train(_net(), _x())
+    for found in run_ranks(_over_some_axes, 4, mesh={"replica": 2, "shard": 2}):
+        assert largest_difference(found.pop("whole"), expected) < 1e-12
+        for what, refusals in found.items():
+            for kind, text in refusals:
+                assert kind == "ContextError" and "gradients would not be averaged" in text, (what, text)
+                assert "axis=('replica', 'shard')" in text and "data_axes=('" in text
+
+
+def _cut_by_torch(ctx):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def parallel():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        return parallelize_module(model, ctx.mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+    found = [_refusal(strategy, parallel(), ctx) for strategy in (weft.replicate, weft.fully_shard)]
+    for stage in (1, 3):
+        model = parallel()
+        found.append(_refusal(weft.zero_partition, model, torch.optim.SGD(model.parameters(), 0.1), ctx, stage=stage))
+    plain, _ = weft.fully_shard(_net(), ctx)
+    return found, _train(plain, _x().chunk(2)[ctx.data_rank])
+
+
+def test_parameters_cut_over_another_axis_are_refused_and_plain_ones_beside_it_are_trained():
+    expected = _train(_net(), _x())
+    for found, parameters in run_ranks(_cut_by_torch, 4, mesh={"data": 2, "tensor": 2}):
+        assert largest_difference(parameters, expected) < 1e-12
+        for kind, text in found:
+            assert kind == "ContractError" and "DTensors already, cut over tensor" in text, text
+            assert "0.weight, 0.bias, 1.weight, 1.bias" in text and "fix: " in text
+
+
+def _copied(ctx):
+    model, after = weft.fully_shard(_net(), ctx, units=Block)
+    found = []
+    for use in (copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+        found += [_refusal(use, model), _refusal(use, model.blocks[0]), _refusal(use, {"model": model})]
+    model, after = weft.plain(model, after)
+    assert largest_difference(copy.deepcopy(model).state_dict(), _net().state_dict()) == 0
+    assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
+    return found
+
+
+def test_copies_and_pickles_of_shards_are_one_clear_error():
+    for found in run_ranks(_copied, 2):
+        for kind, text in found:
+            assert kind == "ContractError" and "can be neither copied nor pickled" in text, text
+            assert "weft.plain(model, ctx)" in text

@@ -197,7 +197,8 @@ def _undone(ctx):
     _train(model, optimizer, steps=2)
     for undoable in weft.offered(optimizer, weft.Undoable):
         undoable.undo()
-    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    assert [type(hook.__self__).__name__ for hook in hooks] == ["Steps"]  # replicate's
     plain, reference, _ = _prepare(ctx, "adamw", "two", fused=False)
     _train(plain, reference, steps=2)
     return largest_difference(_train(model, optimizer), _train(plain, reference))
@@ -274,29 +275,34 @@ def test_a_step_that_raised_is_made_good_by_the_next():
     assert run_ranks(_raises_half_way, 2) == [True, True]
 
 
-def _thawed(ctx):
-    model, optimizer, _ = _prepare(ctx, "adamw", frozen=["third.bias"])
-    model.third.bias.requires_grad_()
-    model(_x(0)).sum().backward()
-    optimizer.step()
+def _unfrozen(ctx):
+    found = []
+    for fused in (False, True):
+        model, optimizer, _ = _prepare(ctx, "adamw", frozen=["third.bias"], fused=fused)
+        _train(model, optimizer, steps=2)
+        model.third.bias.requires_grad_()
+        found.append(_train(model, optimizer, steps=2))
+    return largest_difference(*found)
 
 
-def test_a_parameter_that_is_thawed_later_is_refused_and_not_forgotten():
-    with pytest.raises(RanksFailed, match=r"(?s)1 parameters that were frozen have a gradient\n.*\(2,\)\n.*fix:"):
-        run_ranks(_thawed, 2)
+def test_a_parameter_that_is_unfrozen_later_is_stepped_by_itself():
+    assert max(run_ranks(_unfrozen, 2)) <= 1e-14
 
 
 def _different_state(ctx):
-    model, optimizer, ctx = _prepare(ctx, "adamw", fused=False)
-    _train(model, optimizer, steps=2)
-    optimizer.state[model.scale]["step"] += 1
-    weft.fuse_step(optimizer, ctx)
+    found = []
+    for fused in (False, True):
+        model, optimizer, ctx_ = _prepare(ctx, "adamw", fused=False)
+        _train(model, optimizer, steps=2)
+        optimizer.state[model.scale]["step"] += 1
+        if fused:
+            weft.fuse_step(optimizer, ctx_)
+        found.append(_train(model, optimizer, steps=2))
+    return largest_difference(*found)
 
 
-def test_a_state_that_cannot_be_joined_is_refused():
-    text = r"(?s)fuse_step: the state 'step' differs.*found:    tensor\(3.\), tensor\(2.\).*fix:      load the state"
-    with pytest.raises(RanksFailed, match=text):
-        run_ranks(_different_state, 2)
+def test_a_state_of_parameters_that_were_stepped_unequally_is_taken_over():
+    assert max(run_ranks(_different_state, 2)) <= 1e-14
 
 
 def _added_group(ctx):

@@ -191,4 +191,4 @@ def test_an_optimizer_that_needs_it_and_has_it_not_is_refused_before_its_first_s
         assert list(found) == ["adafactor", "muon", "lbfgs"]
         for name, text in found.items():
             fix = "model, ctx = weft.replicate" if name == "lbfgs" else "optimizer, ctx = weft.gather_step"
-            assert "without gather_step" in text and f"fix:      {fix}" in text
+            assert "over sharded parameters" in text and f"fix:      {fix}" in text

@@ -70,3 +70,38 @@ def test_what_is_no_module_is_refused():
         weft.gathered(1, weft.local()),
     ):
         pass
+
+
+def _alone(ctx, name):
+    """Each rank calls the model another number of times, then they train on."""
+    model, after = STRATEGIES[name](_net(), ctx)
+    x = torch.ones(2, 3)
+    expected = _net()(x)
+    for early in (True, False):  # before the first training step, and after it
+        with weft.gathered(model, after, forward=True), torch.no_grad():
+            for _ in range(3 * ctx.rank):
+                assert torch.equal(model(x), expected) or not early
+        if ctx.world_size > 1 and name in ("fully_shard", "zero 2", "zero 3"):
+            with weft.gathered(model, after, forward=True):
+                with pytest.raises(weft.ContractError, match=r"(?s)with gradients.*fix:.*torch.no_grad\(\)"):
+                    model(x)
+        (model(x * (1 + ctx.rank)) * model.number).sum().backward()
+        grads = [_full(p.grad) for p in model.parameters()]
+        model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    return grads
+
+
+def _full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_is_called_by_each_rank_as_often_as_it_likes(name):
+    plain = _net()
+    ranks = 1 if name == "plain" else 2
+    for rank in range(ranks):
+        ((plain(torch.ones(2, 3) * (1 + rank)) * plain.number).sum() / ranks).backward()
+    for grads in run_ranks(_alone, ranks, name):
+        assert largest_difference(grads, [p.grad for p in plain.parameters()]) < 1e-5

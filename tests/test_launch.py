@@ -14,6 +14,7 @@ import pytest
 import weft.cli
 from tests.processes import is_alive, until
 from weft import ContextError
+from weft.cli.failures import Ending
 from weft.cli.plan import make_plan
 from weft.cli.slurm import batch_script
 from weft.context.config import LAUNCH, read_config
@@ -349,6 +350,61 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
+@pytest.mark.parametrize("kind", ["script", pytest.param("program", marks=pytest.mark.slow)])
+def test_no_rank_is_left_when_the_launcher_is_killed(tmp_path, kind):
+    _write(tmp_path, "sleeps.py", SLEEPS)
+    target = ["sleeps.py"] if kind == "script" else ["--no-python", sys.executable, "sleeps.py"]
+    process = subprocess.Popen([*PROGRAM, "launch", "-n", "2", *target], cwd=tmp_path, env=_environment())
+    family = set()
+    try:
+        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+        assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+        family = _children_of(process.pid)
+        assert {int(f.read_text()) for f in files} <= family
+        process.kill()
+        assert until(lambda: not any(map(is_alive, family)), 5), [p for p in family if is_alive(p)]
+    finally:
+        for pid in {*family, process.pid}:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+LEAVES = """
+import os, sys, threading, time
+if sys.argv[1] == "thread":
+    threading.Thread(target=lambda: os._exit(0)).start()
+    time.sleep(60)
+if os.environ["RANK"] == "0" or sys.argv[1] == "all":
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "who"),
+    [
+        (2, "all"),
+        pytest.param(2, "one", marks=pytest.mark.slow),
+        pytest.param(1, "thread", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_end_without_a_word_have_ended(tmp_path, ranks, who):
+    _write(tmp_path, "leaves.py", LEAVES)
+    done = _launch("-n", ranks, "leaves.py", who, folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("options", "threads"), [(["--threads", "2"], "2"), ([], "3")])
+def test_the_command_line_says_how_many_threads(tmp_path, monkeypatch, options, threads):
+    path = _write(tmp_path, "train.py", "")
+    found = []
+    monkeypatch.setattr("weft.cli.launch._launch", lambda *_: found.append(os.environ["OMP_NUM_THREADS"]) or Ending())
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert weft.cli.main(["launch", *options, str(path)]) == 0
+    assert found == [threads]
 
 
 # -- several nodes -----------------------------------------------------------------------------------

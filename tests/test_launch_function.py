@@ -3,9 +3,11 @@
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -198,9 +200,10 @@ def test_when_the_caller_is_interrupted_or_killed_all_ranks_end(tmp_path, number
     (tmp_path / "waits.py").write_text(WAITS)
     folder = tmp_path / "pids"
     folder.mkdir()
+    temporary = pathlib.Path(tempfile.mkdtemp(prefix="w"))  # sockets lie there, whose names may not be long
     process = subprocess.Popen(
         [sys.executable, "waits.py", str(folder)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
+        text=True, start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
     pids = []
     try:
@@ -213,12 +216,14 @@ def test_when_the_caller_is_interrupted_or_killed_all_ranks_end(tmp_path, number
             assert (process.returncode, out) == (7, "interrupted\n"), error
         ranks = pids[::2]
         assert until(lambda: not any(map(is_alive, pids if number == signal.SIGINT else ranks)), 20)
+        assert until(lambda: not list(temporary.glob("weft-*")), 20)
     finally:
         for pid in pids:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         process.kill()
         process.communicate()
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # -- refusals ----------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def test_samples_of_dicts_and_tuples():
         weft.pad_collate(multiple_of=0)
 
 
+@pytest.mark.filterwarnings("ignore:shard_data. an epoch has no step")
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
 def test_every_sample_is_in_one_batch_at_every_number_of_ranks(lengths, batch_size, world, shuffle, drop_last):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.engines.torch.prefetch import prefetch
 from weft.placing import check_place, place_module
 
 # meta stands for an accelerator: tensors can be moved to it on any machine
@@ -177,3 +178,59 @@ def test_state_left_behind_is_brought_along_except_step_counters():
     for p in model.parameters():
         state = optimizer.state[p]
         assert state["exp_avg"].is_meta and state["step"].device.type == "cpu" and state["note"] == "text"
+
+
+# -- ahead of use ----------------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    """A stream that only says what is asked of it; an event is the number of copies before it."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def record_event(self):
+        return _Event(sum(entry.startswith("copy") for entry in self.log), self.log)
+
+    def wait_event(self, event):
+        self.log.append(f"computing waits for {event.copies} copies")
+
+
+class _Event:
+    def __init__(self, copies, log):
+        self.copies, self.log = copies, log
+
+    def synchronize(self):
+        self.log.append(f"the host waits for {self.copies} copies")
+
+
+class _Batch:
+    def __init__(self, log, number):
+        self.log, self.number = log, number
+
+    def to(self, device):
+        self.log.append(f"copy {self.number}")
+        return self
+
+    def compute(self):
+        self.log.append(f"compute {self.number}")
+
+
+def test_computing_on_a_batch_does_not_wait_for_the_copy_of_the_next_one(monkeypatch):
+    log = []
+    monkeypatch.setattr(torch, "Stream", lambda device: _Stream(log))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: _Stream(log))
+    for batch in prefetch([_Batch(log, number) for number in (1, 2, 3)], torch.device("meta")):
+        batch.compute()
+    assert log == [
+        "copy 1", "the host waits for 1 copies",
+        "copy 2", "computing waits for 1 copies", "compute 1", "the host waits for 2 copies",
+        "copy 3", "computing waits for 2 copies", "compute 2", "the host waits for 3 copies",
+        "computing waits for 3 copies", "compute 3",
+    ]  # fmt: skip

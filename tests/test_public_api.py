@@ -23,14 +23,14 @@ TRANSFORMS = [
     "replicate", "shard_data", "sync_batch_norm", "with_precision", "zero_partition",
 ]  # fmt: skip
 FUNCTIONS = [
-    *TRANSFORMS, "adopt", "any_rank", "averages", "barrier", "batch_math", "broadcast", "checkpointable",
-    "clip_grads", "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size", "full_grads",
-    "gather", "gather_metrics", "gather_objects", "gathered", "import_deepspeed", "keyed_uniform", "latest",
-    "launch_function", "length_batches", "load_weights", "local", "log", "logger", "loss_scale", "main_first",
-    "offered", "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "peak_memory", "plain",
-    "print_once", "profile", "progress", "reduce", "restore", "save", "save_async", "set_seed", "skipped",
-    "split_between", "start", "sync_rng", "throughput", "to_device", "together", "topology", "transform", "verify",
-    "watch_health", "weighted_mean", "worker_seeds",
+    *TRANSFORMS, "adopt", "all_to_all", "any_rank", "averages", "barrier", "batch_math", "broadcast", "check",
+    "checkpointable", "clip_grads", "compose", "creation_dtype", "denominator", "explain", "export", "find_batch_size",
+    "full_grads", "gather", "gather_metrics", "gather_objects", "gathered", "import_deepspeed", "keyed_uniform",
+    "latest", "launch_function", "length_batches", "load_weights", "local", "log", "logger", "loss_scale",
+    "main_first", "offered", "on_preemption", "on_rank", "pad_across", "pad_collate", "padding_share", "peak_memory",
+    "plain", "print_once", "profile", "progress", "reduce", "reduce_scatter", "restore", "save", "save_async",
+    "scatter", "set_seed", "skipped", "split_between", "start", "sync_rng", "throughput", "to_device", "together",
+    "topology", "transform", "verify", "watch_health", "weighted_mean", "worker_seeds",
 ]  # fmt: skip
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
@@ -38,8 +38,8 @@ ERRORS = [
 ]  # fmt: skip
 TYPES = [
     "Applied", "Averages", "BatchMath", "Checkpoint", "DataPlan", "DistContext", "Health", "LoadedWeights",
-    "LossScaling", "Precision", "Preemption", "Restored", "Rows", "RunningSave", "Seeded", "Seeds", "Throughput",
-    "Topology", "Window", "Windows",
+    "LossScaling", "Precision", "Preemption", "Restored", "Rows", "RunningSave", "Seeded", "Seeds", "ShardedLoader",
+    "Throughput", "Topology", "Window", "Windows",
 ]  # fmt: skip
 PROTOCOLS = ["GradSync", "ReducesIn", "SeekableStream", "Undoable"]
 MODULES = ["errors", "interop", "profiling", "reporting", "testing", "tracking"]
@@ -94,6 +94,7 @@ def _in_ruff_order(module):
 # Every exception to "object first, ctx second, the rest keyword-only", with its reason.
 POSITIONAL_OPTIONS = {
     "with_precision": ["policy"],  # the one thing everybody says: with_precision(model, ctx, "bf16")
+    "reduce_scatter": ["op"],
     "reduce": ["op"],  # as torch.distributed.all_reduce(tensor, op)
     "on_rank": ["rank"],  # reads as "on rank 0"
     "log": ["trackers"],  # what, when, from where, to whom
@@ -103,6 +104,7 @@ POSITIONAL_OPTIONS = {
 NO_OBJECT = [
     "barrier",
     "batch_math",
+    "check",
     "explain",
     "main_first",
     "on_preemption",
@@ -169,7 +171,7 @@ def test_no_function_takes_arguments_without_a_name(name):
 
 
 def test_same_thing_same_word():
-    words = {p.name for name in FUNCTIONS for p in _parameters(name)}
+    words = {p.name for name in FUNCTIONS if name != "check" for p in _parameters(name)}  # takes a state_dict as well
     assert not words & {"model", "net", "opt", "optim", "dataloader", "context", "group_name", "no_sync", "dist_ctx"}
     units = {w for w in words if re.search(r"timeout|bytes|seconds", w)}
     assert units == {"timeout_s", "bucket_bytes"}
@@ -178,7 +180,7 @@ def test_same_thing_same_word():
 # -- docstrings --------------------------------------------------------------------------------------
 
 # Nothing they do can fail, apart from what Python itself or the parts raise.
-NEVER_RAISES = ["compose", "explain", "latest", "logger", "loss_scale", "offered", "print_once", "progress"]
+NEVER_RAISES = ["compose", "explain", "logger", "loss_scale", "offered", "print_once", "progress"]
 
 
 def _section(doc, title):
@@ -287,7 +289,10 @@ reveal_type(weft.sync_batch_norm(net, ctx))                 # tuple[Net, DistCon
 reveal_type(weft.with_precision(net, ctx, "bf16"))          # tuple[Net, DistContext]
 reveal_type(weft.with_precision(adam, ctx))                 # tuple[AdamW, DistContext]
 reveal_type(weft.fuse_step(adam, ctx))                      # tuple[AdamW, DistContext]
-reveal_type(weft.shard_data(loader, ctx))                   # tuple[DataLoader[tuple[Tensor, Tensor]], DistContext]
+reveal_type(weft.shard_data(loader, ctx))                   # tuple[ShardedLoader[tuple[Tensor, Tensor]], DistContext]
+reveal_type(weft.accumulate_grads(net, loader, ctx, steps=2)[1])  # Windows[tuple[Tensor, Tensor]]
+shared, ctx = weft.shard_data(loader, ctx)
+reveal_type(weft.accumulate_grads([net], shared, ctx, steps=2)[1])  # Windows[tuple[Tensor, Tensor]]
 reveal_type(weft.accumulate_grads(net, batches, ctx, steps=2))  # tuple[Net, Windows[int], DistContext]
 reveal_type(weft.compose(weft.replicate, weft.sync_batch_norm)(net, ctx))  # tuple[Net, DistContext]
 reveal_type(weft.reduce(torch.ones(1), ctx))                # Tensor
@@ -327,6 +332,8 @@ weft.replicate(net, ctx, 3)
 weft.replicate(net, ctx, bucket=3)
 weft.replicate(net, ctx, unused="sometimes")
 weft.with_precision(net, ctx)
+weft.with_precision(net, ctx, "bfloat16")
+weft.shard_data(torch.utils.data.DataLoader([1]), ctx, uneven="always")
 weft.with_precision(torch.optim.SGD(net.parameters()), ctx, "bf16")
 weft.fuse_step(net, ctx)
 weft.shard_data([1, 2], ctx)
@@ -429,10 +436,19 @@ def test_every_error_of_the_package_has_the_three_lines():
             ours = kind in ERRORS or kind in ("ValueError", "TypeError")
             if ours and kind != "PeerError" and not text.startswith("message("):
                 plain.append(f"{path.name}: {raised.group(0)}")
-    # objects: the echo of an error on another rank; settings: becomes a `found` line of its caller;
+    # objects: the echo of an error on another rank; settings, encoding: becomes a `found` line of its caller;
     # ranks: the output of a process that did not start; the others: of `CheckpointError`, with the file's name.
     # restoring: the echo of what a rank found damaged; doctor: becomes a verdict.
-    told = {"objects.py", "settings.py", "ranks.py", "loading.py", "manifest.py", "reading.py", "sources.py"}
+    told = {
+        "objects.py",
+        "encoding.py",
+        "settings.py",
+        "ranks.py",
+        "loading.py",
+        "manifest.py",
+        "reading.py",
+        "sources.py",
+    }
     told |= {"doctor.py", "generators.py", "randomness.py", "restoring.py", "values.py"}
     told |= {"columns.py", "sizing.py", "deepspeed_folders.py"}  # the first as objects; the others make texts apart
     assert {line.partition(":")[0] for line in plain} <= told, plain

@@ -13,8 +13,10 @@ import pytest
 import weft
 import weft.cli
 from weft.context import reaching
-from weft.context.reaching import interface_to, reach
+from weft.context.reaching import interface_to, listen_at, reach
+from weft.launchers import Topology
 
+_start_module = sys.modules["weft.context.start"]  # the package has a function of this name
 NOWHERE = "no-such-host.invalid"
 
 
@@ -110,3 +112,37 @@ def test_a_node_without_its_first_node(monkeypatch, capsys, tmp_path):
 def test_the_interface_has_a_name():
     assert interface_to("127.0.0.1") == "lo 127.0.0.1"
     assert interface_to(NOWHERE) == interface_to() and interface_to()
+
+
+# -- the store ---------------------------------------------------------------------------------------
+
+
+def test_a_port_at_which_somebody_listens_and_says_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Topology(rank=1, world_size=2, master_addr="127.0.0.1", master_port=silent.getsockname()[1])
+        begin = time.monotonic()
+        with pytest.raises(weft.ContextError, match=r"(?s)rank 1 of 2 cannot meet.*said nothing for 0\.5 s.*fix:"):
+            _start_module._store(place, 0.5, serves=False)
+        assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("192.0.2.1", None), ("a-name", None), ("", None)],
+)
+def test_the_store_listens_at_the_address_that_was_chosen(host, bound):
+    number = listen_at(host, 0)
+    assert (number is None) == (bound is None)
+    if number is not None:
+        with socket.socket(fileno=number) as listening:
+            assert listening.getsockname()[0] == bound
+            assert listen_at(host, listening.getsockname()[1]) is None  # taken
+
+
+def test_the_store_of_rank_0_is_at_the_chosen_address_only():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = _start_module._store(Topology(world_size=1, master_addr="127.0.0.1", master_port=port), 5, serves=True)
+    store.set("a", "b")
+    with socket.create_server(("127.0.0.2", port)):  # would be taken, if it listened everywhere
+        assert store.get("a") == b"b"

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.engines.torch.past_forward import methods_that_call
 from weft.testing import largest_difference, run_ranks
 
 
@@ -90,7 +91,7 @@ def _count(ctx, options, phase):
             else:
                 optimizer.step()
         counts[name] = counter.get_total_counts()
-    weft.offered(model, weft.GradSync)[0].set(False)
+    weft.offered(model, weft.GradSync)[0].begin_window()
     with CommDebugMode() as counter:
         model(_x(0)).sum().backward()
     counts["silent"] = counter.get_total_counts()
@@ -178,7 +179,56 @@ def test_a_method_that_calls_forward_needs_no_listing():
 @pytest.mark.parametrize("how", ["method", "submodule"])
 def test_a_gradient_past_forward_raises(how):
     for text in run_ranks(_methods, 2, how):
-        assert "of Net past forward" in text and "encode, decode, loss" in text and "methods=('encode',)" in text
+        assert "of Net past forward" in text and "a call of encode, not in methods=()" in text
+        assert "fix:      weft.replicate(model, ctx, methods=('encode',))" in text
+
+
+class Inner(Net):
+    """As models of transformers: a part that does the work, getters, classes and functions among the attributes."""
+
+    config_class = dict
+
+    def __init__(self):
+        super().__init__()
+        self.model = Net()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+    def get_model(self):
+        return self.model
+
+    def through_blocks(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def embed(self, x):
+        return self._inner(x)
+
+    def _inner(self, x):
+        return self.model.encode(x)
+
+    def forward(self, x):
+        return self.decode(self.through_blocks(x) + self.embed(x))
+
+
+def test_methods_are_found_that_compute_with_a_part():
+    assert methods_that_call(Inner, "model") == ["embed"]
+    assert methods_that_call(Inner, "blocks") == ["through_blocks"]
+    assert methods_that_call(Inner, "third") == ["decode"] and methods_that_call(nn.Sequential, "0") == []
+
+
+def _inner_part(ctx):
+    model, ctx = weft.replicate(nn.Sequential(Net(), nn.Linear(2, 2)).double(), ctx)
+    try:
+        model[0](_x(ctx.rank)).sum().backward()
+    except weft.NotSynchronized as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_a_call_of_a_part_is_named_where_no_method_helps():
+    for text in run_ranks(_inner_part, 2):
+        assert "a call of '0' itself" in text and "model(...)  # in place of model.0(...)" in text
 
 
 @pytest.mark.parametrize("methods", [("forward",), ("nothing",), ("encode", "encode")])
@@ -382,7 +432,7 @@ def _steps_inside(ctx, how):
 
 def test_a_step_in_the_middle_of_a_window_is_noticed():
     for text in run_ranks(_steps_inside, 2, "each"):
-        assert "changed before their gradients were reduced" in text and "fix:" in text
+        assert "an optimizer step in the middle of a window" in text and "fix:" in text
     assert run_ranks(_steps_inside, 2, "break") == ["fine", "fine"]
 
 

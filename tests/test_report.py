@@ -1,5 +1,7 @@
 """The page about a run: what is on it is what was logged, it is well-formed, and it loads nothing."""
 
+import base64
+import hashlib
 import html.parser
 import json
 import re
@@ -101,7 +103,12 @@ def test_the_page_loads_nothing_and_is_light_and_dark(tmp_path):
     links = {value for _, attributes in page.elements for name, value in attributes.items() if name in ("src", "href")}
     assert links == {"data:,"}
     policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'")
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    for tag in ("style", "script"):
+        (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        hashed = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{hashed}'" in policy
+    assert not any("style" in attributes for _, attributes in page.elements)  # the policy forbids these
     assert "prefers-color-scheme: dark" in text
     colors = re.findall(r"--c\d: (#\w+)", text)
     assert len(colors) == 16 and len(set(colors)) == 16

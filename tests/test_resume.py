@@ -45,7 +45,7 @@ def _windows(ctx, dataset, *, steps=2, remainder="step", batch_size=2, workers=0
         dataset, batch_size=batch_size, shuffle=True, num_workers=workers, drop_last=options.pop("drop", False)
     )
     loader, ctx = weft.shard_data(loader, ctx, mode=mode, seed=5, **options)
-    _, windows, ctx = weft.accumulate_grads(nn.Linear(1, 1), loader, ctx, steps=steps, remainder=remainder)
+    _, windows, ctx = weft.accumulate_grads(nn.Identity(), loader, ctx, steps=steps, remainder=remainder)
     return windows, ctx
 
 
@@ -98,7 +98,7 @@ def test_what_is_carried_over_is_read_once_and_at_another_number_of_ranks(n, dro
     position = alone.state_dict()
     # 5 or 6 batches: one window of 4, the rest waits, unread.
     assert sorted(dataset.read) == sorted(_flat(first[0])) and len(dataset.read) == 24
-    assert position == {"seed": 5, "epoch": 1, "samples": 0, "carried": [[0, 24, 33]], "windows": 1}
+    assert position == {"seed": 5, "epoch": 1, "samples": 0, "carried": [[0, 24, 33]], "length": 33, "windows": 1}
     expected = _after_each_window(alone, 3)
     parts = []
     for rank in range(n):
@@ -114,13 +114,27 @@ def test_windows_larger_than_epochs_carry_several_of_them():
     windows, _ = _windows(weft.local(), Ids(4), steps=5, remainder="carry")
     assert [[_lists(w) for w in windows] for _ in range(2)] == [[], []]
     position = windows.state_dict()
-    assert position == {"seed": 5, "epoch": 2, "samples": 0, "carried": [[0, 0, 4], [1, 0, 4]], "windows": 0}
+    assert position == {
+        "seed": 5,
+        "epoch": 2,
+        "samples": 0,
+        "carried": [[0, 0, 4], [1, 0, 4]],
+        "length": 4,
+        "windows": 0,
+    }
     dataset = Ids(4)
     again, _ = _windows(weft.local(), dataset, steps=5, remainder="carry")
     again.load_state_dict(position)
     assert len(again) == 1 and dataset.read == []
     assert [sorted(_flat(_lists(window))) for window in again] == [sorted([*range(4)] * 2 + dataset.read[8:])]
-    assert again.state_dict() == {"seed": 5, "epoch": 3, "samples": 0, "carried": [[2, 2, 4]], "windows": 1}
+    assert again.state_dict() == {
+        "seed": 5,
+        "epoch": 3,
+        "samples": 0,
+        "carried": [[2, 2, 4]],
+        "length": 4,
+        "windows": 1,
+    }
 
 
 def test_a_padded_last_step_repeats_the_same_samples_after_going_on():
@@ -167,7 +181,7 @@ def test_a_position_of_a_loader_without_windows_and_back():
     position = _after_each_window(windows, 1)[0][1]
     loader, _ = weft.shard_data(DataLoader(Ids(12), batch_size=4, shuffle=True), weft.local())
     loader.load_state_dict(position)
-    assert position["windows"] == 1 and loader.state_dict() == {"seed": 5, "epoch": 1, "samples": 8}
+    assert position["windows"] == 1 and loader.state_dict() == {"seed": 5, "epoch": 1, "samples": 8, "length": 12}
 
 
 @pytest.mark.parametrize(
@@ -188,17 +202,17 @@ def test_what_is_no_position_is_refused_and_changes_nothing(wrong):
 # -- the middle of a window --------------------------------------------------------------------------
 
 
-def _saved(windows, folder, step):
-    state, ctx = weft.checkpointable({"loader": windows}, weft.local())
+def _saved(windows, folder, step, ctx=None):
+    state, ctx = weft.checkpointable({"loader": windows}, ctx or weft.local())
     return weft.save(state, folder, step, ctx)
 
 
 @pytest.mark.parametrize("read_ahead", [False, True])
 def test_the_middle_of_a_window_is_not_saved_and_its_position_is_where_it_begins(tmp_path, read_ahead):
-    windows, _ = _windows(weft.local(), Ids(12), steps=3)
+    windows, ctx = _windows(weft.local(), Ids(12), steps=3)
     begins = windows.state_dict()
     for window in windows:
-        _saved(windows, tmp_path, 2 * begins["windows"])  # nothing of the window is used yet
+        _saved(windows, tmp_path, 2 * begins["windows"], ctx)  # nothing of the window is used yet
         if read_ahead:
             window.denominator(len)
         for _ in window:
@@ -206,9 +220,9 @@ def test_the_middle_of_a_window_is_not_saved_and_its_position_is_where_it_begins
             with pytest.raises(
                 weft.ContractError, match=r"(?s)found:    \d of 3 micro-batches.*fix:.*for batch in window"
             ):
-                _saved(windows, tmp_path, 99)
+                _saved(windows, tmp_path, 99, ctx)
         begins = windows.state_dict()
-        _saved(windows, tmp_path, 2 * begins["windows"] - 1)
+        _saved(windows, tmp_path, 2 * begins["windows"] - 1, ctx)
     assert begins == {"seed": 5, "epoch": 1, "samples": 0, "windows": 2}
 
 

@@ -24,6 +24,7 @@ from weft.checkpoint.commit import folders
 from weft.checkpoint.saving_async import _Stop
 from weft.checkpoint.staging import Staged, Staging
 from weft.context import closing
+from weft.context.board import Board
 from weft.context.world import World, exchange
 from weft.errors import CheckpointError, PeerError
 from weft.testing import RanksFailed, run_ranks
@@ -356,9 +357,9 @@ def test_a_rank_that_leaves_with_an_error_lets_the_running_save_end(tmp_path):
 
 
 def test_waiting_for_peers_can_be_stopped():
-    world = World(ranks=[0, 1], rank=0, store=dist.HashStore())
+    world = World(ranks=[0, 1], rank=0, store=Board(dist.HashStore(), limit_s=1))
     world.watch = _Stop()
-    world.watch.check("save_async", [1])
+    world.watch.check("save_async", [1], world)
     world.watch.set()
     with pytest.raises(PeerError, match="save_async: rank 1 did not come before this rank left; nothing was committed"):
         exchange(world, "save_async", None)

@@ -1,8 +1,10 @@
 """Parts of a module are chosen by class, name, size, question or hand."""
 
 import pytest
+import torch
 from torch import nn
 
+import weft
 from weft.selecting import select, select_apart
 
 
@@ -127,3 +129,34 @@ def test_size_of_parameters_without_shape_is_refused():
 def test_a_module_without_parts_chooses_nothing():
     with pytest.raises(ValueError, match=r"found:    classes: none; names: none; .*\n.*\n  fix:      Linear"):
         select("f", nn.Linear(1, 1), "blocks.*")
+
+
+class Layer(nn.Sequential):
+    pass
+
+
+def test_a_class_may_be_given_by_its_name():
+    model = nn.ModuleDict({"body": nn.Sequential(Layer(nn.Linear(2, 2)), nn.Linear(2, 2)), "Linear": nn.ReLU()})
+    assert list(select("f", model, "Layer")) == ["body.0"] == list(select("f", model, Layer))
+    assert list(select("f", model, ["Layer", "**.1"])) == ["body.0", "body.1"]
+    assert list(select("f", model, "Linear")) == ["Linear"], "names of parts go first"
+    assert list(select("f", model["body"], "Linear")) == ["0.0", "1"]
+    with pytest.raises(ValueError, match="(?s)'NoSuchLayer'.*classes: .*Layer"):
+        select("f", model, "NoSuchLayer")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, ctx: weft.recompute(model, ctx, blocks="Layer"),
+        lambda model, ctx: weft.compiled(model, ctx, blocks="Layer", backend="eager"),
+        lambda model, ctx: weft.fully_shard(model, ctx, units="Layer"),
+        lambda model, ctx: weft.fully_shard(model, ctx, units=["Layer", "1"]),
+        lambda model, ctx: weft.zero_partition(model, torch.optim.SGD(model.parameters()), ctx, stage=3, units="Layer")[
+            ::2
+        ],
+    ],
+)
+def test_every_transform_takes_names_of_classes(call):
+    model, ctx = call(nn.Sequential(Layer(nn.Linear(2, 2)), nn.Linear(2, 2)), weft.local())
+    assert ctx.applied and model(torch.ones(1, 2)).shape == (1, 2)

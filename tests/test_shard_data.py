@@ -63,7 +63,6 @@ def test_tabulated_batches(case):
 
 def test_fewer_samples_than_one_batch():
     assert _all(lambda: _loader(2), 2, uneven="pad") == [[[0, 1, 0]], [[1, 0, 1]]]
-    assert _all(lambda: _loader(2, drop_last=True), 2) == [[], []]
     assert _all(lambda: _loader(2), 2) == [[[0]], [[1]]]
 
 
@@ -85,6 +84,7 @@ def test_a_rank_without_samples_gets_a_batch_without_rows():
     assert parts[0][1] == ((1, 1), [4]) and parts[3][1] == ((0, 1), [])
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*an epoch has no step")
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 40),
@@ -320,7 +320,7 @@ def test_position_goes_on_at_another_world_size(workers):
     zero, _ = weft.shard_data(make(), fake(0, 2, seed=1))
     one, _ = weft.shard_data(make(), fake(1, 2, seed=1))
     seen = [next(iter(zero)).tolist(), next(iter(one)).tolist()]
-    assert zero.state_dict() == one.state_dict() == {"seed": 1, "epoch": 0, "samples": 4}
+    assert zero.state_dict() == one.state_dict() == {"seed": 1, "epoch": 0, "samples": 4, "length": 24}
     left = []
     for rank in range(4):
         loader, _ = weft.shard_data(make(), fake(rank, 4))
@@ -332,6 +332,81 @@ def test_position_goes_on_at_another_world_size(workers):
     assert [i for batch in seen for i in batch] + rest == whole
     with pytest.raises(ValueError, match="(?s)found:.*99.*fix:"):
         loader.load_state_dict({"seed": 0, "epoch": 0, "samples": 99})
+
+
+def test_the_epoch_of_a_position_that_was_loaded_is_gone_on_with():
+    loader, _ = weft.shard_data(_loader(12, shuffle=True), weft.local())
+    whole = [batch.tolist() for batch in loader]
+    for _ in loader:
+        position = loader.state_dict()
+        break
+    again, _ = weft.shard_data(_loader(12, shuffle=True), weft.local())
+    again.load_state_dict(position)
+    found = []
+    for epoch in range(position["epoch"], 3):  # as in every script for DistributedSampler
+        again.set_epoch(epoch)
+        again.set_epoch(epoch)
+        found.append([i for batch in again for i in batch.tolist()])
+    loader.set_epoch(1)
+    expected = [i for batch in loader for i in batch.tolist()]
+    assert found[0] == expected[3:] and sorted(found[1]) == list(range(12)) != found[1]
+    again.load_state_dict(position)
+    again.set_epoch(0)
+    assert [batch.tolist() for batch in again] == whole
+    again.load_state_dict(position)
+    next(iter(again))
+    again.set_epoch(1)  # something was read: from its beginning
+    assert len(list(again)) == 4
+
+
+@pytest.mark.parametrize("length", [90, 95, 200])
+def test_a_position_in_a_dataset_of_another_length(length):
+    loader, _ = weft.shard_data(_loader(96, shuffle=True), weft.local())
+    for _ in loader:
+        position = loader.state_dict()
+        break
+    other, _ = weft.shard_data(_loader(length, shuffle=True), weft.local())
+    with pytest.raises(ValueError, match=f"(?s)found:    96 samples when it was saved, {length} samples now.*resized="):
+        other.load_state_dict(position)
+    other.load_state_dict({**position, "samples": 0, "epoch": 4})  # nothing of the epoch is used
+    assert other.epoch == 4
+    other, _ = weft.shard_data(_loader(length, shuffle=True), weft.local(), resized="next_epoch")
+    with pytest.warns(UserWarning, match=f"96 samples when it was saved, {length} samples now: going on with the next"):
+        other.load_state_dict(position)
+    assert other.epoch == 1 and sum(len(batch) for batch in other) == length
+    with pytest.raises(ValueError, match="resized='no'"):
+        weft.shard_data(_loader(9), weft.local(), resized="no")
+
+
+def test_the_position_under_a_batch_sampler_counts_samples():
+    batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]
+    for mode in ("batches", "dispatch"):
+        loader, _ = weft.shard_data(DataLoader(range(10), batch_sampler=batches), weft.local(), mode=mode)
+        positions = [loader.state_dict() for _ in loader]
+        if mode == "batches":
+            assert [position["samples"] for position in positions] == [3, 4, 6, 0]
+        assert [position["batches"] for position in positions] == [1, 2, 3, 0]
+        loader.load_state_dict(positions[1])
+        assert [batch.tolist() for batch in loader] == batches[2:]
+    loader.load_state_dict({"seed": 0, "epoch": 0, "samples": 3})  # saved before there was "batches"
+    assert [batch.tolist() for batch in loader] == batches[3:]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(2))
+
+
+def test_an_epoch_without_a_step_is_told():
+    for options, uneven in (({}, "drop"), ({"drop_last": True}, "balance")):
+        with pytest.warns(UserWarning, match="(?s)an epoch has no step.*found:    1 samples for 2 ranks x 3"):
+            loader, _ = weft.shard_data(_loader(1, **options), fake(0, 2), uneven=uneven)
+        assert list(loader) == [] and len(loader) == 0
+    loader, _ = weft.shard_data(DataLoader(Endless(), batch_size=3), fake(0, 3), uneven="drop")
+    with pytest.warns(UserWarning, match="(?s)the stream ended before there was a step.*found:    2 samples for 3"):
+        assert list(loader) == []
+    loader, _ = weft.shard_data(DataLoader([], batch_size=3), weft.local(), uneven="drop")
+    assert list(loader) == []
 
 
 def test_break_begins_the_next_epoch():

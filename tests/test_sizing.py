@@ -80,6 +80,38 @@ def test_trials_begin_with_untouched_objects():
     assert optimizer.state_dict()["state"] == {} and torch.equal(state, torch.get_rng_state())
 
 
+class _WithDevice(weft.context.TorchEngine):
+    """An engine whose device has random numbers of its own."""
+
+    def rng_state(self, device):
+        return torch.tensor(_drawn)
+
+    def set_rng_state(self, device, state):
+        _drawn[:] = state.tolist()
+
+
+_drawn = [0]
+
+
+def test_random_numbers_of_the_device_and_memory_are_as_before(monkeypatch):
+    parameter = nn.Parameter(torch.ones(()))
+    model = nn.Module()
+    model.register_parameter("weight", parameter)
+    at_the_end = []
+    monkeypatch.setattr(weft.sizing.gc, "collect", lambda: at_the_end.append(parameter.grad))
+
+    def trial(size):
+        assert _drawn == [0] and parameter.grad is None
+        _drawn[0] += 1
+        parameter.grad = torch.ones(())
+        if size > 1:
+            raise torch.OutOfMemoryError
+
+    assert weft.find_batch_size(trial, weft.local(engine=_WithDevice()), start=2, objects=[model]) == 1
+    assert _drawn == [0]
+    assert at_the_end == [None]  # gradients are gone when memory is given back
+
+
 def test_errors_of_another_kind_and_no_size():
     def wrong(size):
         raise RuntimeError("a bug")

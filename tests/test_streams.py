@@ -1,6 +1,7 @@
 """Streams, dispatch and data that was split already: order, union, position, and ranks that end early."""
 
 import copy
+import itertools
 import os
 import random
 import re
@@ -525,3 +526,54 @@ def _counted_collectives(ctx):
 
 def test_iterating_sends_nothing():
     assert run_ranks(_counted_collectives, 2) == [[(0, 0)] * 5] * 2
+
+
+# -- streams with shards -----------------------------------------------------------------------------
+
+
+class Sharded(IterableDataset):
+    """As `IterableDataset` of the `datasets` library: made of shards, and split by them."""
+
+    def __init__(self, shards, read=None):
+        self.shards = shards
+        self.read = [] if read is None else read
+
+    @property
+    def num_shards(self):
+        return len(self.shards)
+
+    def shard(self, num_shards, index):
+        return Sharded(self.shards[index::num_shards], self.read)
+
+    def __iter__(self):
+        for number in itertools.chain(*self.shards):
+            self.read.append(number)
+            yield number
+
+
+def _own_shards(ctx, uneven, workers=0):
+    data = Sharded([range(5), range(5, 8), range(8, 12)])
+    loader = DataLoader(data, batch_size=2, num_workers=workers)
+    loader, ctx = weft.shard_data(loader, ctx, mode="shards", uneven=uneven)
+    batches = [batch.tolist() for batch in loader]
+    plan = weft.offered(loader, weft.DataPlan)[0]
+    return batches, data.read, (plan.source, plan.reads, plan.any_ranks), loader.state_dict()
+
+
+def test_each_rank_reads_its_own_shards_and_nothing_else():
+    first, last = run_ranks(_own_shards, 2, "join")
+    assert first[0] == [[0, 1], [2, 3], [4, 8], [9, 10], [11]] and last[0] == [[5, 6], [7], [], [], []]
+    assert first[1] == [*range(5), *range(8, 12)] and last[1] == [5, 6, 7]
+    assert first[2] == last[2] == ("split already", 1, False)
+    assert first[3] == last[3] == {"seed": 0, "epoch": 1, "samples": 0, "ranks": 2}
+    first, last = run_ranks(_own_shards, 2, "drop", workers=2)
+    assert first[0] == [[0, 1], [2, 3]] and last[0] == [[5, 6], [7]]
+
+
+def test_streams_without_enough_shards():
+    with pytest.raises(ValueError, match="(?s)fewer shards than there are ranks.*3 shards, 4 ranks.*fix:"):
+        weft.shard_data(DataLoader(Sharded([[1]] * 3)), fake(0, 4), mode="shards")
+    with pytest.raises(ValueError, match='(?s)mode="shards" with Plain, which has no shards.*fix:'):
+        weft.shard_data(DataLoader(Plain(4)), fake(0, 2), mode="shards")
+    with pytest.raises(ValueError, match='mode="shards" with uneven="pad"'):
+        weft.shard_data(DataLoader(Sharded([[1]] * 2)), fake(0, 2), mode="shards", uneven="pad")

@@ -463,12 +463,13 @@ def test_policies_the_device_cannot_do_are_refused():
         weft.with_precision(_net(), meta, "fp16")
 
 
-def test_a_module_elsewhere_is_refused_before_it_is_changed():
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-true"])
+def test_a_module_on_meta_is_cast_there(policy):
     model = _net()
     model.last.to("meta")
-    with pytest.raises(ValueError, match=r"(?s)found:    last.weight on meta, last.bias on meta.*fix:"):
-        _precise("bf16-true", model)
-    assert model.first.weight.dtype == f32
+    _precise(policy, model)
+    assert model.last.weight.is_meta and not model.first.weight.is_meta
+    assert model.first.weight.dtype == model.last.weight.dtype == (bf16 if policy == "bf16-true" else f32)
 
 
 def test_lbfgs_with_fp16_is_refused():
@@ -1168,7 +1169,7 @@ def test_schedulers_follow_the_user():
     assert scheduler.get_last_lr() == [0.1 * 0.25]
 
 
-def test_several_optimizers_of_one_module_skip_together_and_count_once():
+def test_several_optimizers_of_one_module_skip_by_themselves_and_count_once():
     for order in ((0, 1), (1, 0)):
         model, ctx = _precise(replace(FP16, scaling=LossScaling(init=1024.0, growth_every=3)))
         optimizers = []
@@ -1190,7 +1191,7 @@ def test_several_optimizers_of_one_module_skip_together_and_count_once():
             scales.append(weft.loss_scale(model))
             skips.append([weft.skipped(o) for o in optimizers])
         assert scales == [1024, 1024, 2048, 2048, 1024, 1024, 1024, 2048]
-        assert skips == [[False] * 2] * 4 + [[True] * 2] + [[False] * 2] * 3
+        assert skips == [[False] * 2] * 4 + [[True, False]] + [[False] * 2] * 3
 
 
 def test_one_optimizer_of_two_modules_blames_the_right_one():
@@ -1363,8 +1364,6 @@ def _different(ctx, what):
         return _told(weft.with_precision, model, ctx, ["bf16", "fp16"][ctx.rank])
     if what == "bad policy":
         return _told(weft.with_precision, model, ctx, ["bf16", "fp31"][ctx.rank])
-    if what == "device":
-        return _told(weft.with_precision, model if ctx.rank == 0 else model.to("meta"), ctx, "bf16")
     model, ctx = weft.with_precision(model, ctx, "fp16")
     strange = _net() if ctx.rank else model
     return _told(weft.with_precision, torch.optim.SGD(strange.parameters()), ctx)
@@ -1375,7 +1374,6 @@ def _different(ctx, what):
     [
         ("policy", "ContextError", "ContextError", "bfloat16"),
         ("bad policy", "PeerError", "ValueError", "fp31"),
-        ("device", "PeerError", "ValueError", "meta"),
         ("optimizer", "PeerError", "OrderError", "knows no module"),
     ],
 )
@@ -1468,3 +1466,84 @@ def test_16_bit_parameters_take_half_the_bytes():
         return sum(p.numel() * p.element_size() for p in model.parameters())
 
     assert size(_precise("bf16-true")[0]) * 2 == size(_precise("bf16")[0])
+
+
+# -- sharded -----------------------------------------------------------------------------------------
+
+
+def _keeps_casts(ctx, strategy):
+    seen = []
+
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(torch.is_autocast_cache_enabled())
+            return super().forward(x)
+
+    model, ctx = weft.with_precision(Net(2, 2), ctx, "bf16")
+    model, ctx = getattr(weft, strategy)(model, ctx)
+    model(torch.ones(1, 2))
+    return seen
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("replicate", True), ("fully_shard", False)])
+def test_what_autocast_has_cast_is_not_kept_where_parameters_are_freed(strategy, kept):
+    assert run_ranks(_keeps_casts, 2, strategy) == [[kept]] * 2
+
+
+# -- two optimizers over one module ------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one(x), self.two(x)
+
+
+def _two_heads(ctx, strategy, bad, first, clip):
+    """Whether each head's optimizer skipped and changed its head, and how the scale moved."""
+    torch.manual_seed(0)
+    model, after = weft.with_precision(Heads(), ctx, "fp16")
+    if strategy is not None:
+        model, after = strategy(model, after)
+    optimizers = {}
+    for name in ("one", "two"):
+        optimizer = torch.optim.SGD(getattr(model, name).parameters(), 0.1, weight_decay=0.5)
+        optimizers[name], after = weft.with_precision(optimizer, after)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    heads = dict(zip(("one", "two"), model(torch.full((2, 4), 0.1)), strict=True))
+    sum(y.sum() * (1e6 if name == bad and ctx.rank == 0 else 1e-3) for name, y in heads.items()).backward()
+    if clip:
+        weft.clip_grads(model, after, max_norm=1.0)
+    for name in (first, *(other for other in optimizers if other != first)):
+        optimizers[name].step()
+    moved = {
+        name: any(bool((p.detach() != before[n]).any()) for n, p in model.named_parameters() if n.startswith(name))
+        for name in optimizers
+    }
+    return {name: weft.skipped(one) for name, one in optimizers.items()}, moved, weft.loss_scale(model) / 2**16
+
+
+def _two_heads_all(ctx):
+    return {
+        (strategy and strategy.__name__, bad, first, clip): _two_heads(ctx, strategy, bad, first, clip)
+        for strategy in (None, weft.replicate, weft.fully_shard)
+        if strategy is not None or ctx.world_size == 1
+        for bad in ("none", "one", "two")
+        for first in ("one", "two")
+        for clip in (False, True)
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_overflow_skips_the_optimizer_that_it_concerns(n):
+    for found in run_ranks(_two_heads_all, n):
+        for (strategy, bad, first, clip), (skipped, moved, scale) in found.items():
+            both = clip and bad != "none"  # clipping by a norm that is not finite has spoilt the other head too
+            expected = {name: both or name == bad for name in ("one", "two")}
+            assert skipped == expected, (strategy, bad, first, clip)
+            assert scale == (1 if bad == "none" else 0.5), (strategy, bad, first, clip)
+            if n == 1 or strategy == "replicate":
+                assert moved == {name: not skip for name, skip in expected.items()}, (strategy, bad, first, clip)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import errors as errors
 from weft.collectives import (
+    all_to_all,
     any_rank,
     barrier,
     broadcast,
@@ -32,6 +33,8 @@ from weft.collectives import (
     pad_across,
     print_once,
     reduce,
+    reduce_scatter,
+    scatter,
     sync_rng,
     together,
 )
@@ -54,29 +57,6 @@ from weft.errors import (
 )
 from weft.launchers import Topology, topology
 from weft.placing import to_device
-from weft.seeding import Seeded, Seeds, keyed_uniform, set_seed, worker_seeds
-from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
-from weft.transforms.average_weights import Averages, average_weights, averages
-from weft.transforms.clip_grads import clip_grads
-from weft.transforms.compiled import compiled
-from weft.transforms.full_grads import full_grads
-from weft.transforms.fully_shard import fully_shard
-from weft.transforms.fuse_step import fuse_step
-from weft.transforms.gather_step import gather_step
-from weft.transforms.gathered import gathered
-from weft.transforms.plain import plain
-from weft.transforms.recompute import recompute
-from weft.transforms.replicate import replicate
-from weft.transforms.sync_batch_norm import sync_batch_norm
-from weft.transforms.with_precision import (
-    LossScaling,
-    Precision,
-    creation_dtype,
-    loss_scale,
-    skipped,
-    with_precision,
-)
-from weft.transforms.zero_partition import zero_partition
 
 if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
@@ -86,6 +66,7 @@ if TYPE_CHECKING:
     from weft import testing as testing
     from weft import tracking as tracking
     from weft.calling import launch_function
+    from weft.checking import check
     from weft.checkpoint import (
         Checkpoint,
         LoadedWeights,
@@ -104,16 +85,40 @@ if TYPE_CHECKING:
     from weft.collectives.metrics import Rows, denominator, gather_metrics, weighted_mean
     from weft.padding import length_batches, pad_collate, padding_share
     from weft.profiling import Health, Throughput, peak_memory, profile, throughput, watch_health
+    from weft.seeding import Seeded, Seeds, keyed_uniform, set_seed, worker_seeds
     from weft.sizing import BatchMath, batch_math, find_batch_size, split_between
     from weft.tracking import log, logger, progress
-    from weft.transforms.shard_data import DataPlan, SeekableStream, shard_data
+    from weft.transforms.accumulate_grads import Window, Windows, accumulate_grads
+    from weft.transforms.average_weights import Averages, average_weights, averages
+    from weft.transforms.clip_grads import clip_grads
+    from weft.transforms.compiled import compiled
+    from weft.transforms.full_grads import full_grads
+    from weft.transforms.fully_shard import fully_shard
+    from weft.transforms.fuse_step import fuse_step
+    from weft.transforms.gather_step import gather_step
+    from weft.transforms.gathered import gathered
+    from weft.transforms.plain import plain
+    from weft.transforms.recompute import recompute
+    from weft.transforms.replicate import replicate
+    from weft.transforms.shard_data import DataPlan, SeekableStream, ShardedLoader, shard_data
+    from weft.transforms.sync_batch_norm import sync_batch_norm
+    from weft.transforms.with_precision import (
+        LossScaling,
+        Precision,
+        creation_dtype,
+        loss_scale,
+        skipped,
+        with_precision,
+    )
+    from weft.transforms.zero_partition import zero_partition
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 # Rooms that are imported when somebody asks for one of their names: most of the package, of which a program needs some.
 LATER = {
     "calling": "launch_function",
+    "checking": "check",
     "checkpoint": "Checkpoint LoadedWeights Restored RunningSave checkpointable export import_deepspeed "
     "latest load_weights restore save save_async verify",
     "collectives.metrics": "Rows denominator gather_metrics weighted_mean",
@@ -121,7 +126,23 @@ LATER = {
     "profiling": "Health Throughput peak_memory profile throughput watch_health",
     "sizing": "BatchMath batch_math find_batch_size split_between",
     "tracking": "log logger progress",
-    "transforms.shard_data": "DataPlan SeekableStream shard_data",
+    "transforms.accumulate_grads": "Window Windows accumulate_grads",
+    "transforms.average_weights": "Averages average_weights averages",
+    "transforms.clip_grads": "clip_grads",
+    "transforms.compiled": "compiled",
+    "transforms.full_grads": "full_grads",
+    "transforms.fully_shard": "fully_shard",
+    "transforms.fuse_step": "fuse_step",
+    "transforms.gather_step": "gather_step",
+    "transforms.gathered": "gathered",
+    "transforms.plain": "plain",
+    "transforms.recompute": "recompute",
+    "transforms.replicate": "replicate",
+    "transforms.sync_batch_norm": "sync_batch_norm",
+    "transforms.with_precision": "LossScaling Precision creation_dtype loss_scale skipped with_precision",
+    "transforms.zero_partition": "zero_partition",
+    "seeding": "Seeded Seeds keyed_uniform set_seed worker_seeds",
+    "transforms.shard_data": "DataPlan SeekableStream ShardedLoader shard_data",
 }
 _ROOM_OF = {name: room for room, names in LATER.items() for name in names.split()}
 
@@ -168,6 +189,7 @@ __all__ = [
     "Seeded",
     "Seeds",
     "SeekableStream",
+    "ShardedLoader",
     "StaleContext",
     "Throughput",
     "Topology",
@@ -178,12 +200,14 @@ __all__ = [
     "Windows",
     "accumulate_grads",
     "adopt",
+    "all_to_all",
     "any_rank",
     "average_weights",
     "averages",
     "barrier",
     "batch_math",
     "broadcast",
+    "check",
     "checkpointable",
     "clip_grads",
     "compiled",
@@ -228,11 +252,13 @@ __all__ = [
     "progress",
     "recompute",
     "reduce",
+    "reduce_scatter",
     "replicate",
     "reporting",
     "restore",
     "save",
     "save_async",
+    "scatter",
     "set_seed",
     "shard_data",
     "skipped",

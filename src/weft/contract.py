@@ -24,30 +24,45 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
+from dataclasses import replace
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
 
 import torch
 from torch import nn
 
 from weft.context import Applied, DistContext
 from weft.context.world import compare, disagree, exchange
-from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, message
+from weft.errors import (
+    AlreadyApplied,
+    ContextError,
+    ContractError,
+    NameChanged,
+    OrderError,
+    StaleContext,
+    listed,
+    message,
+)
 
 __all__ = [
+    "ComputesAlone",
     "GradSync",
     "KeepsParameters",
     "ReducesIn",
     "Stateful",
     "Undoable",
     "agree_on_parameters",
+    "applied_to",
+    "check_data_axes",
     "check_known",
     "check_methods",
     "check_not_elsewhere",
+    "check_not_wrapped",
+    "check_whole",
     "compose",
     "forget",
     "offered",
     "transform",
+    "wrapper_of_torch",
 ]
 
 P = ParamSpec("P")
@@ -62,14 +77,32 @@ T = TypeVar("T")
 class GradSync(Protocol):
     """Offered by transforms that reduce gradients over ranks in backward.
 
+    Outside of a window every backward pass reduces the gradients. A window of micro-batches is three events,
+    the same ones on every rank.
+
+    What may also have an attribute `owes`, whether no backward pass has reduced the gradients of the running window,
+    is safe in a window of several modules: all ranks then have to owe the same.
+
     Attributes:
         mean_over: Number of ranks over which gradients are averaged; 1 if they are summed.
     """
 
     mean_over: int
 
-    def set(self, enabled: bool) -> None:
-        """Decide whether backward passes from now on communicate."""
+    def begin_window(self) -> None:
+        """A window begins: until the next event, backward passes keep their gradients on this rank."""
+
+    def last_backward(self) -> None:
+        """The next backward pass is the last one of the window: it reduces the gradients of all of them."""
+
+    def end_window(self, *, left: bool = False) -> None:
+        """The window is over, and backward passes reduce again.
+
+        Args:
+            left: It was left early, by `break` or an exception, perhaps on this rank alone: nothing may be sent now.
+                Otherwise gradients that no backward pass has reduced are reduced now, by the messages of a
+                backward pass, so that a rank that skipped its last micro-batch meets one that did not.
+        """
 
 
 @runtime_checkable
@@ -132,6 +165,15 @@ class KeepsParameters(Protocol):
 
 
 @runtime_checkable
+class ComputesAlone(Protocol):
+    """Offered by transforms under which calling a module takes all ranks, but need not while parameters are whole."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A context in which calls without gradients make no collectives."""
+        ...
+
+
+@runtime_checkable
 class _Holder(Protocol):
     def release(self) -> None: ...
 
@@ -141,8 +183,7 @@ class _Holder(Protocol):
 _MARKS = "_weft_marks"
 
 
-@dataclass(frozen=True)
-class _Mark:
+class _Mark(NamedTuple):
     record: Applied
     rules: _Rules
     offers: tuple[object, ...]
@@ -164,6 +205,11 @@ class _Marks:
 def _marks_of(obj: object) -> tuple[_Mark, ...]:
     held = getattr(obj, "__dict__", {}).get(_MARKS)
     return held.marks if isinstance(held, _Marks) else ()
+
+
+def applied_to(obj: object) -> tuple[Applied, ...]:
+    """The records of the transforms that were applied to an object, in order, as they are written on it."""
+    return tuple(mark.record for mark in _marks_of(obj))
 
 
 def offered(obj: object, kind: Callable[..., T]) -> list[T]:
@@ -190,8 +236,7 @@ def offered(obj: object, kind: Callable[..., T]) -> list[T]:
 # -- the decorator -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rules:
+class _Rules(NamedTuple):
     name: str
     before: frozenset[str]
     after: frozenset[str]
@@ -249,11 +294,11 @@ def transform(
         )
         signature = inspect.signature(fn)
         given = _objects_before_ctx(fn.__name__, signature)
+        call = ("weft." if fn.__module__.startswith("weft.") else "") + fn.__name__
 
         @functools.wraps(fn)
         def applied(*args: P.args, **kwargs: P.kwargs) -> R:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
+            bound = _bound(call, signature, args, kwargs)
             ctx, objects, options = _split(rules.name, given, bound.arguments)
             if rules.collective:
                 ctx.check_unrestricted(rules.name)  # the peers are not here: they need not be told
@@ -270,11 +315,70 @@ def transform(
                 if rules.collective and ctx.world.meetings == meetings:
                     disagree(ctx.world, error)
                 raise
-            return cast("R", (*returned, _record(rules, options, objects, returned, next_ctx)))
+            ctx = _record(rules, options, objects, returned, next_ctx)
+            result = Transformed((*returned, ctx))
+            result.made_by = rules.name
+            result.fix = f"{', '.join(given)}, ctx = {call}({', '.join(given)}, ctx)"
+            return cast("R", result)
 
         return applied
 
     return decorate
+
+
+class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
+    """What a transform returns: a plain tuple, but for an error that says so where it is taken for the object."""
+
+    made_by = fix = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Refuse.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise self.error(TypeError, "was called")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error(AttributeError, f"has no {name!r}")
+
+    def error(self, kind: type[Exception], what: str) -> Exception:
+        """The error for one that was taken for something else."""
+        return kind(
+            message(
+                f"the result of {self.made_by} {what}",
+                found=f"a tuple ({', '.join(type(part).__name__ for part in self)})",
+                expected="the objects and the next context, unpacked",
+                fix=self.fix,
+            )
+        )
+
+
+def _bound(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        needed = [p.name for p in signature.parameters.values() if p.default is p.empty]
+        call = ", ".join(
+            n if signature.parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY else f"{n}=..." for n in needed
+        )
+        raise TypeError(
+            message(
+                f"{name}: {error}",
+                found=f"{len(args)} arguments by position, and by name: {listed(kwargs) or 'none'}",
+                expected=f"{name}{signature.replace(return_annotation=signature.empty)}",
+                fix=f"{name}({call})",
+            )
+        ) from None
+    bound.apply_defaults()
+    return bound
 
 
 def _objects_before_ctx(name: str, signature: inspect.Signature) -> list[str]:
@@ -297,6 +401,8 @@ def _split(
 ) -> tuple[DistContext, list[object], dict[str, Any]]:
     """Sort a call's arguments into the context, the objects before it and the options after it."""
     ctx = arguments["ctx"]
+    if isinstance(ctx, Transformed):
+        raise ctx.error(TypeError, f"was given to {name}")
     if not isinstance(ctx, DistContext):
         raise TypeError(
             message(
@@ -306,6 +412,9 @@ def _split(
                 fix=f"{name}(..., ctx)",
             )
         )
+    whole = [arguments[key] for key in given if isinstance(arguments[key], Transformed)]
+    if whole:
+        raise whole[0].error(TypeError, f"was given to {name}")
     options = {key: value for key, value in arguments.items() if key != "ctx" and key not in given}
     return ctx, _objects([arguments[key] for key in given]), options
 
@@ -583,6 +692,32 @@ def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
         )
 
 
+def wrapper_of_torch(module: nn.Module) -> str | None:
+    """The name of torch's wrapper that `module` is, if it reduces gradients by itself."""
+    names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
+    found = names & {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    return next(iter(found), None)
+
+
+def check_not_wrapped(what: str, module: nn.Module) -> None:
+    """Raise if torch reduces the gradients of `module`, or of a part of it, already.
+
+    Raises:
+        AlreadyApplied: The text names the wrapper.
+    """
+    for name, part in module.named_modules():
+        wrapper = wrapper_of_torch(part)
+        if wrapper not in (None, "FSDPModule"):  # that is no wrapper: its parameters tell that they are sharded
+            raise AlreadyApplied(
+                message(
+                    f"{what}: torch's {wrapper} reduces these gradients already",
+                    found=f"{name or 'the module itself'} is a {wrapper}",
+                    expected=f"the plain module: {what} takes the place of {wrapper}",
+                    fix=f"model, ctx = weft.{what}(model{'.' + name if name else ''}.module, ctx)",
+                )
+            )
+
+
 def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
     """Raise if a part of `module` has no values of its parameters between steps; see `KeepsParameters`.
 
@@ -600,6 +735,64 @@ def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
                         fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
                     )
                 )
+
+
+def check_data_axes(what: str, ctx: DistContext, names: Sequence[str]) -> None:
+    """Raise if a strategy over these axes would leave gradients of different batches unaveraged.
+
+    Args:
+        what: Name of the transform, for the error text.
+        ctx: Where we run.
+        names: The axes over which it averages gradients.
+
+    Raises:
+        ContextError: It leaves a data axis out.
+    """
+    sizes = dict(ctx.axes)
+    left_out = [name for name in ctx.data_axes if name not in names and sizes.get(name, 1) > 1]
+    if left_out:
+        given, missing = ", ".join(map(repr, names)), " and ".join(map(repr, left_out))
+        needed = ", ".join(repr(name) for name, _ in ctx.axes if name in names or name in left_out)
+        raise ContextError(
+            message(
+                f"{what}: batches differ along {missing}, where gradients would not be averaged",
+                found=f"axis={given}; data axes {', '.join(map(repr, ctx.data_axes))}",
+                expected="a strategy over all data axes: one copy of the model, and every batch counts",
+                fix=f"weft.{what}(..., axis=({needed})), or weft.start(mesh=..., data_axes=({given},)) if the batches "
+                f"along {missing} are the same",
+            )
+        )
+
+
+def check_whole(what: str, module: nn.Module, ctx: DistContext) -> None:
+    """Raise if parameters of `module` are cut over ranks already.
+
+    Raises:
+        AlreadyApplied: By FSDP2, which keeps all of them.
+        ContractError: By something else, such as torch's `parallelize_module`.
+    """
+    cut = {name: p for name, p in module.named_parameters() if ctx.engine.is_sharded(p)}
+    if not cut:
+        return
+    kind = type(module).__name__
+    if ctx.engine.is_fsdp(module):
+        raise AlreadyApplied(
+            message(
+                f"{what}: parameters of {kind} are sharded already",
+                found=listed(cut),
+                expected="each parameter in one sharded or replicated module: the outermost",
+                fix=f"call weft.{what} once, on the whole model, which nobody has sharded",
+            )
+        )
+    axes = dict.fromkeys(ctx.engine.axes_of(p) for p in cut.values())
+    raise ContractError(
+        message(
+            f"{what}: parameters of {kind} are DTensors already, cut over {listed(axes)}",
+            found=f"{listed(cut)}; by torch's parallelize_module or distribute_tensor, say",
+            expected="plain parameters: weft does not yet combine its strategies with parameters cut over another axis",
+            fix="torch.distributed.fsdp.fully_shard(model, mesh=ctx.mesh['data']), which does",
+        )
+    )
 
 
 @overload

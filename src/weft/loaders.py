@@ -7,15 +7,20 @@ survive; the original is left alone.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.autograd import _profiler_enabled as _is_profiled
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["Extension", "Seekable", "extended_copy", "torch_iterator"]
+__all__ = ["Extension", "Seekable", "Size", "extended_copy", "split_already", "torch_iterator"]
 
 T = TypeVar("T")
+Size = tuple[int | None, int | None]  # samples in this rank's batch, and in those of all ranks; None: not known here
+# Who splits data says so in one of these pairs: DistributedSampler and its likes; Accelerate's; Hugging Face's.
+_SPLIT_BY = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 
 
 @runtime_checkable
@@ -26,8 +31,20 @@ class Seekable(Protocol):
         """Its `state_dict` as it was so many batches ago, in the running iteration."""
         ...
 
-    def weft_hold_back(self, count: int) -> None:
-        """Leave the last batches of the iteration that was just begun for the next one, which begins with them."""
+    def weft_hold_back(self, count: int) -> bool:
+        """Leave the last batches of the iteration that was just begun for the next one, which begins with them.
+
+        Returns False, and changes nothing, if it cannot.
+        """
+        ...
+
+    def weft_planned(self) -> Callable[[int], Size] | None:
+        """The size of a batch of the iteration that was just begun, by its number; None: known when it is read."""
+        ...
+
+    def weft_size(self) -> Size:
+        """The size of the batch that was given last."""
+        ...
 
 
 class Extension(DataLoader[T]):
@@ -75,6 +92,20 @@ def _rebuild(chain: tuple[type[Any], ...], state: dict[str, Any]) -> Any:
     loader: Any = object.__new__(cls)
     loader.__dict__.update(state)
     return loader
+
+
+def split_already(loader: Any) -> str | None:
+    """Who splits the data among ranks, if somebody does."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    dataset = getattr(loader, "dataset", None)
+    for source in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), dataset):
+        config = getattr(source, "_distributed", None)  # datasets: split_dataset_by_node
+        if config is not None and source is dataset:
+            return f"{type(source).__name__}, which split_dataset_by_node has split"
+        names = vars(source) if hasattr(source, "__dict__") else {}
+        if isinstance(source, DistributedSampler) or any(a in names and b in names for a, b in _SPLIT_BY):
+            return type(source).__name__
+    return None
 
 
 # -- torch's own iterators ---------------------------------------------------------------------------

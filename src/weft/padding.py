@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,14 @@ def _collate(
             for column in zip(*samples, strict=True)
         ]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        fields = {
+            field.name: _collate(
+                [getattr(s, field.name) for s in samples], multiple_of=multiple_of, fill=value, dim=dim, mask=None
+            )
+            for field in dataclasses.fields(first)
+        }
+        return dataclasses.replace(first, **fields)
     if isinstance(first, torch.Tensor) and first.dim() > dim:
         return _padded(list(samples), multiple_of, value, dim)
     return default_collate(list(samples))

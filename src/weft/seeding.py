@@ -159,8 +159,9 @@ def set_seed(
 ) -> Seeded:
     """Seed python, numpy and torch, on all devices; the same on all ranks, or another for each.
 
-    Models are to be built with the same numbers everywhere, dropout and noise drawn with others. The
-    order of the data depends on neither: it is a function of (seed, epoch), see `shard_data`.
+    Models are to be built with the same numbers everywhere, dropout and noise drawn with others: with one state
+    all ranks draw the same dropout masks, so call it again with "distinct" after the model is built. The order
+    of the data depends on neither: it is a function of (seed, epoch), see `shard_data`.
 
     Changes: the global random states of this process; with `deterministic` torch's flag and
     cuDNN's, until `.restore()` or the end of `with weft.set_seed(...)`. Collectives: none.

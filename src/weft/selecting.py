@@ -30,9 +30,9 @@ def select(what: str, module: nn.Module, chosen: Selection) -> dict[str, nn.Modu
     Args:
         what: The function that asks, for the texts of errors.
         module: The whole.
-        chosen: A class (its subclasses count); a pattern of qualified names, in which `*`, `?` and
-            `[...]` stay within one part of the name and `**` stands for any number of parts
-            ("blocks.*" is each block and nothing in it); a whole number: the smallest parts with
+        chosen: A class (its subclasses count), or its name ("LlamaDecoderLayer"); a pattern of qualified
+            names, in which `*`, `?` and `[...]` stay within one part of the name and `**` stands for any
+            number of parts ("blocks.*" is each block and nothing in it); a whole number: the smallest parts with
             at least that many parameters that have a forward, none inside of another; a function
             of qualified name and part; a part itself; or several of these.
 
@@ -124,8 +124,9 @@ def _matches(what: str, module: nn.Module, choice: Any) -> list[nn.Module]:
     if isinstance(choice, str):
         pattern = choice.split(".")
         # Under all names of a part, not only its first.
-        named = module.named_modules(remove_duplicate=False)
-        return [part for name, part in named if name and _fits(name.split("."), pattern)]
+        named = [(name, part) for name, part in module.named_modules(remove_duplicate=False) if name]
+        found = [part for name, part in named if _fits(name.split("."), pattern)]
+        return found or [part for _, part in named if choice in (cls.__name__ for cls in type(part).__mro__)]
     inner = [(name, part) for name, part in module.named_modules() if name]
     if isinstance(choice, type) and issubclass(choice, nn.Module):
         return [part for _, part in inner if isinstance(part, choice)]
@@ -137,7 +138,7 @@ def _matches(what: str, module: nn.Module, choice: Any) -> list[nn.Module]:
         message(
             f"{what}: {choice!r} chooses no parts of a module",
             found=f"{choice!r} of type {type(choice).__name__}",
-            expected="a class of modules, a pattern of names, a number of parameters > 0, "
+            expected="a class of modules or its name, a pattern of names, a number of parameters > 0, "
             "a function of name and module, or a part itself",
             fix=f'"{next((name for name, _ in inner), "blocks.*")}"',
         )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from weft.context import DistContext
 from weft.context.world import exception_text, exchange
 from weft.errors import PeerError, WeftError, listed, message
+from weft.nested import cuts_itself, leaves, map_leaves
 
 __all__ = ["BatchMath", "batch_math", "find_batch_size", "split_between"]
 
@@ -178,9 +181,11 @@ def find_batch_size(
     size, tried = start, list[int]()
     while size >= smallest:
         tried.append(size)
-        outcome, failure = _attempt(trial, size)
+        outcome, failure = _attempt(trial, size, ctx)
         for obj, state in zip(objects, kept, strict=True):
             _put_back(obj, state)
+        if outcome == "memory":  # not before: gradients and state of optimizers go with the old values
+            _give_memory_back()
         world = ctx.require_collective("find_batch_size")
         outcomes = exchange(world, "find_batch_size", outcome)
         if failure is not None:
@@ -202,9 +207,9 @@ def _no_size(found: str, expected: str) -> str:
     return message("find_batch_size: there is no batch size", found=found, expected=expected, fix=fix)
 
 
-def _attempt(trial: Callable[[int], object], size: int) -> tuple[str, Exception | None]:
+def _attempt(trial: Callable[[int], object], size: int, ctx: DistContext) -> tuple[str, Exception | None]:
     """How a trial ended; nothing of it is kept, above all not the frames of an error."""
-    rng = torch.get_rng_state()
+    rng, of_device = torch.get_rng_state(), ctx.engine.rng_state(ctx.device)
     try:
         trial(size)
     except Exception as error:  # noqa: BLE001  (raised once the ranks have come together)
@@ -214,12 +219,17 @@ def _attempt(trial: Callable[[int], object], size: int) -> tuple[str, Exception 
         return "fits", None
     finally:
         torch.set_rng_state(rng)
+        if of_device is not None:
+            ctx.engine.set_rng_state(ctx.device, of_device)
+    return "memory", None
+
+
+def _give_memory_back() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         empty: Any = getattr(torch.get_device_module(), "empty_cache", None)
         if empty is not None:
             empty()
-    return "memory", None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -264,15 +274,16 @@ def _put_back(obj: Any, state: Any) -> None:
 
 
 def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
-    """Give each rank its part of a list, tuple, tensor, dict of such, or dataset: for inference over plain inputs.
+    """Give each rank its part of a list, tensor, dict or dataset: for inference over plain inputs.
 
     The parts follow each other in rank order; the first ranks get one more where it does not divide.
 
     Changes: nothing; `value` is left alone. Collectives: none.
 
     Args:
-        value: The same on all ranks. A dict is cut value by value; these have one length. Anything else
-            with `__len__` and `__getitem__` comes back as a list.
+        value: The same on all ranks: a list, tuple, string, tensor, array, TensorDict or `Dataset` of the
+            `datasets` library. Mappings, named tuples and dataclasses are cut value by value; these have one
+            length. Anything else with `__len__` and `__getitem__` comes back as a list.
         ctx: Where we run; ranks that see the same batches get the same part.
         pad: Repeat the last entry, so that all parts are as long as the first.
 
@@ -281,27 +292,66 @@ def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
 
     Raises:
         TypeError: It has no length.
-        ValueError: The values of a dict differ in length.
+        ValueError: The values of a mapping differ in length.
 
     Example:
         >>> import weft
         >>> [weft.split_between(list(range(5)), weft.testing.fake(rank, 2)) for rank in range(2)]
         [[0, 1, 2], [3, 4]]
     """
-    if isinstance(value, dict):
-        lengths = {key: len(item) for key, item in value.items()}
+    if _has_columns(value):
+        _length(value)
+        return map_leaves(
+            lambda _, item: split_between(item, ctx, pad=pad) if _has_entries(item) else item,
+            value,
+            whole=lambda item: item is not value,
+        )
+    source: Any = value
+    total, size, rank = _length(value), ctx.data_size, ctx.data_rank
+    share, extra = divmod(total, size)
+    first = rank * share + min(rank, extra)
+    count = share + (1 if rank < extra else 0)
+    missing = share + (1 if extra else 0) - count if pad and total else 0
+    rows = [*range(first, first + count), *[total - 1] * missing]
+    if callable(getattr(source, "select", None)) and hasattr(source, "column_names"):  # a Dataset of `datasets`
+        return cast("T", source.select(rows if missing else range(first, first + count)))
+    if isinstance(source, (list, tuple, str, bytes)):
+        cut: Any = source[first : first + count]
+        return cast("T", cut + source[-1:] * missing)
+    if isinstance(source, (torch.Tensor, np.ndarray)) or cuts_itself(source):
+        return cast("T", source[rows] if missing else source[first : first + count])
+    return cast("T", [source[i] for i in rows])
+
+
+def _has_columns(value: object) -> bool:
+    """Whether a value is cut item by item."""
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    fields = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return (isinstance(value, Mapping) or named or fields) and not cuts_itself(value)
+
+
+def _has_entries(value: object) -> bool:
+    """Whether a value can be cut at all; the numbers in a mapping cannot, and stay."""
+    sized = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return (sized and getattr(value, "ndim", 1) > 0) or _has_columns(value)
+
+
+def _length(value: Any) -> int:
+    """The number of entries to share out; raises if there is none."""
+    if _has_columns(value):
+        columns = leaves(value, whole=lambda item: not _has_columns(item))
+        lengths = {".".join(path): len(item) for path, item in columns if _has_entries(item)}
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 message(
-                    "split_between: the values of the dict differ in length",
+                    f"split_between: the values of the {type(value).__name__} differ in length",
                     found=listed(f"{key}: {length}" for key, length in lengths.items()),
                     expected="values of one length",
                     fix="weft.split_between({'text': texts, 'id': ids}, ctx)",
                 )
             )
-        return cast("T", {key: split_between(item, ctx, pad=pad) for key, item in value.items()})
-    source: Any = value
-    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        return next(iter(lengths.values()), 0)
+    if not _has_entries(value):
         raise TypeError(
             message(
                 f"split_between: {type(value).__name__} cannot be cut",
@@ -310,15 +360,4 @@ def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
                 fix="weft.split_between(list(value), ctx)",
             )
         )
-    total, size, rank = len(source), ctx.data_size, ctx.data_rank
-    share, extra = divmod(total, size)
-    first = rank * share + min(rank, extra)
-    count = share + (1 if rank < extra else 0)
-    missing = share + (1 if extra else 0) - count if pad and total else 0
-    if isinstance(source, torch.Tensor):
-        part = source[first : first + count]
-        return cast("T", torch.cat([part, source[-1:].expand(missing, *source.shape[1:])]) if missing else part)
-    if isinstance(source, (list, tuple, str)):
-        cut: Any = source[first : first + count]
-        return cast("T", cut + source[-1:] * missing)
-    return cast("T", [source[i] for i in [*range(first, first + count), *[total - 1] * missing]])
+    return len(value)

@@ -5,11 +5,13 @@ values.py     plain values as JSON, and back
 dtypes.py     which conversions of numbers keep what they mean
 randomness.py random states
 generators.py random generators of the user's own
-pieces.py     which part of a tensor a rank holds, and which rank writes it
+pieces.py     which part of a tensor a rank holds, who holds the same, and which rank writes it
+replicas.py   whether ranks that hold the same tensor hold the same values
 manifest.py   the one JSON file that says what a checkpoint consists of
 hashes.py     which hash a file has
 memory.py     fresh memory
 files.py      safetensors files with hashes, brought to the disk for certain
+history.py    which checkpoints of a directory belong to a run
 commit.py     all or nothing: hidden folder, one rename; `latest`, `verify`
 saving.py     `save`
 saving_async.py `save_async`: the same beside the program

@@ -6,16 +6,30 @@ there and complete. One is removed the same way: renamed first, so that no half 
 
 from __future__ import annotations
 
-import functools
+import os
 import secrets
 import shutil
+import warnings
 from pathlib import Path
 
 from weft.checkpoint.files import check_file, sync_folder
-from weft.checkpoint.manifest import NAME, STEP, Manifest, check_place, read_manifest
+from weft.checkpoint.history import History
+from weft.checkpoint.manifest import STEP, Damage, Manifest, check_place, read_manifest
 from weft.errors import CheckpointError, message
 
-__all__ = ["begin", "clean", "finish", "folders", "latest", "named_folders", "prune", "target", "verify"]
+__all__ = [
+    "begin",
+    "check_directory",
+    "clean",
+    "finish",
+    "folders",
+    "latest",
+    "named_folders",
+    "prune",
+    "rename_as",
+    "target",
+    "verify",
+]
 
 
 def target(directory: Path, step: int) -> Path:
@@ -41,14 +55,16 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def _set_aside(final: Path, step: int) -> None:
-    """Give a damaged checkpoint another name, so that a run that went back behind it can go on."""
+    """Give a damaged checkpoint another name, so that a run that went back behind it can go on.
+
+    Raises:
+        CheckpointError: It is whole, or of another version of the format.
+        OSError: It cannot be read.
+    """
     try:
         verify(final)
-    except CheckpointError:
-        place = final.with_name(f"{final.name}.damaged")
-        while place.exists():
-            place = final.with_name(f"{final.name}.{secrets.token_hex(4)}.damaged")
-        final.rename(place)
+    except Damage:
+        rename_as(final, "damaged")
         return
     raise CheckpointError(
         message(
@@ -58,6 +74,14 @@ def _set_aside(final: Path, step: int) -> None:
             fix="weft.save(state, directory, step + 1, ctx), or another directory",
         )
     )
+
+
+def rename_as(folder: Path, what: str) -> None:
+    """Give a checkpoint a name that is not one of a checkpoint."""
+    place = folder.with_name(f"{folder.name}.{what}")
+    while place.exists():
+        place = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.{what}")
+    folder.rename(place)
 
 
 def clean(directory: Path) -> None:
@@ -85,7 +109,29 @@ def named_folders(directory: Path) -> list[Path]:
 
 
 def _listed(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []
+    try:
+        return list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def check_directory(what: str, directory: Path) -> None:
+    """Raise if a directory of checkpoints can neither be there nor be made: where a file is, or a link to nothing.
+
+    Raises:
+        CheckpointError: Something else has its name, or that of a folder above it.
+    """
+    found = next((place for place in (directory, *directory.parents) if os.path.lexists(place)), None)
+    if found is None or found.is_dir():
+        return
+    raise CheckpointError(
+        message(
+            f"{what}: {directory} is no directory of checkpoints",
+            found=f"{found} is {'a symbolic link to nothing' if found.is_symlink() else 'a file'}",
+            expected="a directory, or a name that is free, for a new run",
+            fix="mount the file system that it is on, or name another directory",
+        )
+    )
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -101,17 +147,29 @@ def latest(directory: str | Path) -> Path | None:
     Returns:
         The folder of the checkpoint with the largest step.
 
+    Raises:
+        CheckpointError: This is no directory, or a checkpoint is of another version of the format.
+        OSError: Something cannot be read.
+
     Example:
         >>> latest("/nowhere") is None
         True
     """
-    return next((path for path in reversed(folders(Path(directory))) if _is_complete(path)), None)
+    where = Path(directory)
+    check_directory("latest", where)
+    tried: list[Path] = []
+    while (there := folders(where)) != tried:  # a run beside may have saved the next and removed these
+        newest = next((path for path in reversed(there) if _is_complete(path)), None)
+        if newest is not None:
+            return newest
+        tried = there
+    return None
 
 
 def _is_complete(folder: Path) -> bool:
     try:
         _check(folder, content=False)
-    except CheckpointError:
+    except Damage:
         return False
     return True
 
@@ -129,6 +187,7 @@ def verify(path: str | Path) -> Manifest:
 
     Raises:
         CheckpointError: Something is missing or damaged; the text names the file and a tensor in it.
+        OSError: Something cannot be read.
 
     Example:
         >>> import tempfile, torch, weft
@@ -148,26 +207,24 @@ def _check(folder: Path, *, content: bool) -> Manifest:
     return manifest
 
 
-def prune(directory: Path, keep: int, saved: Path) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and never the one just saved."""
-    kept = [path for path in folders(directory) if path == saved or _has_its_files(path)]
-    for path in kept[:-keep]:
-        if path != saved:
-            gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removing")
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+def prune(directory: Path, keep: int, saved: Path, history: History) -> None:
+    """Remove all but the newest `keep` complete checkpoints, and never the one just saved.
 
-
-def _has_its_files(folder: Path) -> bool:
-    """As `_is_complete`, but a manifest that is as it was is not read at every save."""
+    Those that are known to be damaged do not count. What cannot be removed is left, with a warning.
+    """
     try:
-        stamp = (folder / NAME).lstat()
-        sizes = _sizes(folder, stamp.st_ino, stamp.st_mtime_ns, stamp.st_size)
-        return all((folder / name).lstat().st_size == size for name, size in sizes)
-    except (CheckpointError, OSError):
-        return False
+        kept = [path for path in folders(directory) if path == saved or _counts(path, history)]
+        for path in kept[:-keep]:
+            if path != saved:
+                gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removing")
+                path.rename(gone)
+                history.forget(path)
+                shutil.rmtree(gone, ignore_errors=True)
+    except OSError as error:
+        warnings.warn(
+            f"weft: {saved} is saved, but older checkpoints could not be removed: {error}", RuntimeWarning, stacklevel=2
+        )
 
 
-@functools.lru_cache(maxsize=64)
-def _sizes(folder: Path, *stamp: int) -> tuple[tuple[str, int], ...]:
-    return tuple((name, entry.bytes) for name, entry in read_manifest(folder).files.items())
+def _counts(folder: Path, history: History) -> bool:
+    return not history.is_damaged(folder) and history.has_its_files(folder)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from weft.checkpoint.hashes import HASHES, best_hash, new_hash
-from weft.checkpoint.manifest import DTYPES, FileEntry, Manifest
-from weft.errors import CheckpointError, message
+from weft.checkpoint.manifest import DTYPES, Damage, FileEntry, Manifest, raise_if_unreadable
+from weft.errors import message
 
 __all__ = [
-    "Damage",
     "check_file",
     "damage_text",
+    "digest_of",
     "file_head",
     "other_bytes",
     "sync_folder",
@@ -26,22 +29,20 @@ __all__ = [
     "write_text",
 ]
 
-_READ_BYTES = 2**20  # fits into the caches of a core
-
-
-class Damage(CheckpointError):
-    """A file is not the one that was saved."""
+_BLOCK = 2**20  # bytes; fits into the caches of a core
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
+
+    A tensor may change meanwhile: each block is copied first, so that the hash is that of the bytes in the file.
 
     Not by `safetensors.torch.save_file`: that copies all tensors first, and tells of a full disk by an
     error of its own.
     """
     head, order = file_head(tensors)
     parts = (_bytes(tensors[name]) for name in order)
-    return write_parts(path, (part for each in ([head], parts) for part in each))
+    return write_parts(path, itertools.chain([head], _blocks(parts)))
 
 
 def file_head(
@@ -69,6 +70,16 @@ def _bytes(tensor: torch.Tensor) -> Any:
     """The bytes of a tensor, without a copy if it lies in one piece in main memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def _blocks(parts: Iterable[Any]) -> Iterator[memoryview]:
+    """Copies of bytes, block by block; each is overwritten by the next one."""
+    memory = memoryview(bytearray(_BLOCK))
+    for part in parts:
+        for start in range(0, len(part), _BLOCK):
+            block = memory[: min(_BLOCK, len(part) - start)]
+            np.copyto(np.frombuffer(block, np.uint8), np.frombuffer(part[start : start + _BLOCK], np.uint8))
+            yield block
 
 
 def write_text(path: Path, text: str) -> FileEntry:
@@ -106,20 +117,22 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
 
     Raises:
         Damage: It is missing, is no plain file, or differs; names a tensor it holds.
+        OSError: It cannot be read.
         MissingExtra: Its hash is one of the package xxhash, which is not installed.
     """
     path, entry = folder / name, manifest.files[name]
     found = None
     try:
-        if path.is_symlink() or not path.is_file():
-            kind = "something that is no file" if path.exists() else "no such file"
-            found = "a symbolic link" if path.is_symlink() else kind
-        elif path.stat().st_size != entry.bytes:
-            found = f"{path.stat().st_size} bytes"
-        elif content and _digest(path, entry.hash) != entry.digest:
+        state = path.lstat()
+        if not stat.S_ISREG(state.st_mode):
+            found = "a symbolic link" if stat.S_ISLNK(state.st_mode) else "something that is no file"
+        elif state.st_size != entry.bytes:
+            found = f"{state.st_size} bytes"
+        elif content and digest_of(path, entry.hash) != entry.digest:
             found = other_bytes(entry)
     except OSError as error:
-        found = f"{type(error).__name__}: {error}"
+        raise_if_unreadable(error)
+        found = "no such file"
     if found is not None:
         raise Damage(damage_text(folder, name, manifest, found))
 
@@ -141,8 +154,9 @@ def damage_text(folder: Path, name: str, manifest: Manifest, found: str) -> str:
     )
 
 
-def _digest(path: Path, kind: str) -> str:
-    digest, buffer = new_hash(kind), bytearray(_READ_BYTES)
+def digest_of(path: Path, kind: str) -> str:
+    """The hash of a file."""
+    digest, buffer = new_hash(kind), bytearray(_BLOCK)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -1,24 +1,23 @@
-"""A checkpoint on its way into the objects: first read and checked, then put in place, or nothing of it.
+"""A checkpoint on its way into the objects: first checked, then put in place, or nothing of it.
 
-[Note: all or nothing] What can fail comes first: reading, then `load_state_dict` of the user's objects, of
-which the old state is kept. The tensors of modules are copied last, when every rank has come so far:
-that cannot fail, and needs no second copy of them.
-
-What optimizers and other objects take is read into memory of its own, which they keep. Where ranks of a node can
-read into the same memory, what torch's own optimizers hold already is copied last too.
+[Note: all or nothing] What can fail comes first: the hashes of all files, names, shapes and dtypes, then
+`load_state_dict` of the user's objects, of which the old state is kept. What it takes is read into memory of its own,
+which the objects keep. Last, when every rank has come so far, the tensors of modules, and those that torch's own
+optimizers hold already, get their values in place, from files that are still open. If that fails, because a disk dies
+at that moment, some have new values and some old ones: the state is marked, and cannot be saved until a restore
+succeeds.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.checkpoint.dtypes import is_faithful, of_one_kind
+from weft.checkpoint.dtypes import of_one_kind
 from weft.checkpoint.generators import (
     Generator,
     generator_kind,
@@ -28,10 +27,7 @@ from weft.checkpoint.generators import (
     restored_from,
 )
 from weft.checkpoint.manifest import TensorEntry
-from weft.checkpoint.memory import memory_of
-from weft.checkpoint.pieces import local_part
 from weft.checkpoint.randomness import drawn_state, prepare_random_state, random_state
-from weft.checkpoint.ranks import num_threads
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state import (
     Checkpoint,
@@ -85,8 +81,9 @@ class Loading:
         self._loaded: dict[str, Any] = {}
         self.missing, self.unexpected = self._compare()
         self._check(strict=strict)
-        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # what optimizers hold; its new values
-        self._tensors, self._twins = self._read_weights(reader)
+        self._weights = self._find_weights()
+        for name, (stored, _) in self._weights.items():
+            reader.read_into(stored, self._live.tensors[name])
         for key in state.objects:
             if key in manifest.values:
                 self._loaded[key] = self._read_object(key, reader)
@@ -97,9 +94,9 @@ class Loading:
     def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         here = list(_names(self._state, self._live.tensors | self._live.same_as, self._live.values))
         there = list(_names(self._state, self.manifest.tensors, self.manifest.values))
-        tied = self._names_of()
-        missing = [name for name in here if not any(one in set(there) for one in tied.get(name, [name]))]
-        return tuple(missing), tuple(name for name in there if name not in set(here))
+        tied, names_here, names_there = self._names_of(), set(here), set(there)
+        missing = [name for name in here if names_there.isdisjoint(tied.get(name, [name]))]
+        return tuple(missing), tuple(name for name in there if name not in names_here)
 
     def _check(self, *, strict: bool) -> None:
         entries = self.manifest.tensors
@@ -145,13 +142,16 @@ class Loading:
         """
         wrong = [
             f"{name} and {other} are one tensor, and have two values in the checkpoint"
-            for name, other, values in self._twins
-            if memory_of(local_part(values).cpu()) != memory_of(local_part(self._tensors[name]).cpu())
+            for name, (stored, others) in self._weights.items()
+            for other in others
+            if not self._reader.are_equal(stored, other, self._live.tensors[name])
         ]
-        for name, values in self._tensors.items():
-            dtype, read = self._live.tensors[name].dtype, local_part(values)
-            if read.dtype != dtype and not is_faithful(read, read.to(dtype)):
-                wrong.append(f"{name} has numbers that {str(dtype).removeprefix('torch.')} does not have")
+        wrong += [
+            f"{name} has numbers that {str(self._live.tensors[name].dtype).removeprefix('torch.')} does not have"
+            for name, (stored, _) in self._weights.items()
+            if getattr(torch, self.manifest.tensors[stored].dtype) != self._live.tensors[name].dtype
+            and not self._reader.fits(stored, self._live.tensors[name])
+        ]
         if wrong:
             raise CheckpointError(
                 message(
@@ -164,20 +164,17 @@ class Loading:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _read_weights(self, reader: Reader) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, torch.Tensor]]]:
-        """The tensors of modules; and for a tied one that was saved as two, also the second."""
-        tensors: dict[str, torch.Tensor] = {}
-        twins: list[tuple[str, str, torch.Tensor]] = []
+    def _find_weights(self) -> dict[str, tuple[str, list[str]]]:
+        """What the tensors of modules are called in the checkpoint; and for a tied one that was saved as two, both."""
+        found: dict[str, tuple[str, list[str]]] = {}
         entries, tied = self.manifest.tensors, self._names_of()
-        for name, tensor in self._live.tensors.items():
+        for name in self._live.tensors:
             there = [one for one in tied.get(name, [name]) if one in entries and _is_weight(self._state, one)]
             if not there:
                 continue
-            tensors[name] = reader.look_at(there[0], tensor)
             stored = entries[there[0]].same_as or there[0]
-            others = [one for one in there[1:] if (entries[one].same_as or one) != stored]
-            twins += [(name, other, reader.look_at(other, tensor)) for other in others]
-        return tensors, twins
+            found[name] = stored, [one for one in there[1:] if (entries[one].same_as or one) != stored]
+        return found
 
     def _read_object(self, key: str, reader: Reader) -> Any:
         """The state of one object, in the form its `load_state_dict` takes."""
@@ -187,7 +184,7 @@ class Loading:
                 return self._read_optimizer(key, obj, saved, reader)
             if is_generator(obj):
                 return self._read_generator(key, obj, saved)
-            found = decode(saved, lambda name: reader.read(name, self._live.tensors.get(name)))
+            found = decode(saved, lambda name: reader.read(name, self._layout_of(name)))
             if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
                 raise ValueError("not what a module keeps")
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -200,6 +197,11 @@ class Loading:
                 )
             ) from error
         return found
+
+    def _layout_of(self, name: str) -> torch.Tensor | None:
+        """How a tensor of an object is cut over ranks; what is not comes back whole, in the shape it was saved in."""
+        live = self._live.tensors.get(name)
+        return live if live is not None and is_sharded(live) else None
 
     def _read_optimizer(self, key: str, optimizer: torch.optim.Optimizer, saved: Any, reader: Reader) -> Any:
         names = parameter_names(self._state)
@@ -216,18 +218,18 @@ class Loading:
             if (layout := offer.state_layout(own)) is not None
         }
 
-        has_peers = self._ctx.local_world_size > 1 and _keeps_tensors(optimizer)
+        keeps = _keeps_tensors(optimizer)
         replaced: set[int] = set()
 
         def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
             """Reads state cut up as its parameter, if it has its shape."""
 
             def read(name: str) -> torch.Tensor:
-                held = self._live.tensors.get(name) if has_peers else None
+                held = self._live.tensors.get(name) if keeps else None
                 entry = self.manifest.tensors[name]
                 if held is not None and id(held) not in replaced and _may_be_overwritten(held, parameter, entry):
                     replaced.add(id(held))
-                    self._replaced.append((held, reader.look_at(name, held)))
+                    reader.read_into(name, held)
                     return held
                 shape, layout = entry.shape, layouts.get(id(parameter), parameter)
                 return reader.read(name, layout if shape and shape == tuple(layout.shape) else None)
@@ -271,6 +273,7 @@ class Loading:
 
     def load_objects(self) -> None:
         """Give all objects but the weights their state; `undo` takes it back."""
+        self._reader.fill()
         self._undo.callback(prepare_random_state(random_state(self._ctx), self._ctx))
         for key, loaded in self._loaded.items():
             obj = self._state.objects[key]
@@ -322,30 +325,23 @@ class Loading:
         """Give all objects the state they had."""
         self._undo.close()
 
-    def copy_weights(self) -> None:
-        """Put the tensors of modules and optimizers in place, and the random states."""
+    def put_weights(self) -> None:
+        """Give the tensors of modules and optimizers their values, and the random states.
+
+        Raises:
+            CheckpointError: A file is gone or not as it was. The state is part old and part new now.
+            OSError: It cannot be read.
+        """
         self._undo.pop_all()
-        self._copy_all()
+        self._reader.put()
+        self._reader.close()
         for key, obj in self._state.objects.items():
             if isinstance(obj, nn.Module):
                 names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
-                tell_keepers(obj, {one: self._live.tensors[n] for one, n in names.items() if n in self._tensors})
+                tell_keepers(obj, {one: self._live.tensors[n] for one, n in names.items() if n in self._weights})
         self._ctx.engine.relay(self._state.objects.values())
-        for held in (self._tensors, self._twins, self._replaced):
-            held.clear()
-        self._reader.drop()
         if self._set_random is not None:
             self._set_random()
-
-    def _copy_all(self) -> None:
-        pairs = [(local_part(self._live.tensors[name]), local_part(values)) for name, values in self._tensors.items()]
-        pairs += self._replaced
-        if self._ctx.device.type == "cpu":
-            with ThreadPoolExecutor(num_threads(self._ctx), thread_name_prefix="weft-copy") as threads:
-                list(threads.map(_copy, pairs))
-        else:
-            for pair in pairs:
-                _copy(pair)
 
 
 class _OptimizerState:
@@ -407,11 +403,6 @@ def _of_saved_dtype(held: Any, saved: Any) -> Any:
     if isinstance(saved, (list, tuple)):
         return type(saved)(_of_saved_dtype(one, other) for one, other in zip(held, saved, strict=True))
     return saved  # torch makes something else of a text
-
-
-@torch.no_grad()
-def _copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    pair[0].copy_(pair[1])
 
 
 def _copied(value: Any) -> Any:

@@ -5,13 +5,18 @@ Its first line holds the SHA-256 of all that follows, so that a flipped bit in a
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import math
 import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from weft.checkpoint.hashes import HASHES
 from weft.errors import CheckpointError, listed, message
@@ -19,23 +24,35 @@ from weft.errors import CheckpointError, listed, message
 __all__ = [
     "DTYPES",
     "FORMAT",
+    "MAX_STEP",
     "NAME",
     "STEP",
+    "Damage",
     "FileEntry",
+    "Head",
     "Manifest",
     "Piece",
     "TensorEntry",
     "check",
     "check_place",
+    "raise_if_unreadable",
+    "read_head",
     "read_manifest",
+    "step_of",
 ]
 
-FORMAT = "weft checkpoint 1"
+_FORMATS = "weft checkpoint "
+FORMAT = f"{_FORMATS}1"
 NAME = "manifest.json"
 STEP = re.compile(r"step-(\d{1,18})")  # folders of checkpoints
+MAX_STEP = 10**18 - 1
+_MAX_CUTS = 5  # dimensions along which a tensor may be cut: a piece has two to the power of it corners
 T = TypeVar("T")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _MAX_BYTES = 2**30
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+_RUN = re.compile(rb'^"run": (".*"),$', re.MULTILINE)
+_FILES = re.compile(rb'^"files": (\{.*\}),$', re.MULTILINE)
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 
 # Of torch, and what safetensors calls them, with their size.
@@ -109,6 +126,7 @@ class Manifest:
         values: Plain values of all ranks together, by name.
         ranks: Plain values of each rank.
         files: By file name.
+        run: Name of the run that saved it; of one that was imported or saved by an older weft, None.
         format: Version of the format.
     """
 
@@ -118,6 +136,7 @@ class Manifest:
     values: dict[str, Any]
     ranks: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, FileEntry] = field(default_factory=dict)
+    run: str | None = None
     format: str = FORMAT
 
     def text(self) -> str:
@@ -133,28 +152,68 @@ class Manifest:
         return f'{{"sha256": "{hashlib.sha256(rest.encode()).hexdigest()}",\n{rest}'
 
 
+def step_of(folder: Path) -> int:
+    """The step in the name of a folder of a checkpoint; -1 if it has another name."""
+    match = STEP.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+class Damage(CheckpointError):
+    """What was read is not what was saved. What could not be read is no damage: that raises `OSError`."""
+
+
+def raise_if_unreadable(error: Exception) -> None:
+    """Raise an error of the system, unless it means that there is no such file: only that is damage.
+
+    Raises:
+        OSError: The file cannot be read, perhaps only at this moment.
+    """
+    if isinstance(error, OSError) and error.errno not in _MISSING:
+        raise error
+
+
+class Head(NamedTuple):
+    """What the first lines of a manifest tell.
+
+    Attributes:
+        run: Name of the run, if it has one.
+        sizes: Bytes of each file.
+    """
+
+    run: str | None
+    sizes: dict[str, int]
+
+
+def read_head(folder: Path) -> Head:
+    """Read the first lines of a manifest: a hundredth of the time it takes to read all tensors.
+
+    Raises:
+        Damage: It is missing, or is not one; the text names the place.
+        OSError: It cannot be read.
+    """
+    text = _sealed_text(folder)
+    try:
+        run, files = (json.loads(found[1]) if (found := line.search(text)) else None for line in (_RUN, _FILES))
+        return Head(run, {name: entry["bytes"] for name, entry in (files or json.loads(text)["files"]).items()})
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        _refuse(folder, "a manifest that is not one", f"{NAME}: {type(error).__name__}: {error}", error)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It is missing, or is not one; the text names the place.
+        Damage: It is missing, or is not one; the text names the place.
+        CheckpointError: It is of another version of the format.
+        OSError: It cannot be read.
     """
-    path = folder / NAME
+    text = _sealed_text(folder)
     try:
-        if STEP.fullmatch(folder.name) and folder.is_symlink():  # one that the user has renamed may be a link
-            _refuse(folder, "no place of its own", f"a symbolic link to {folder.resolve()}")
-        if path.is_symlink() or not path.is_file():
-            _refuse(folder, "no manifest", f"no plain file {NAME}")
-        if path.stat().st_size > _MAX_BYTES:
-            _refuse(folder, "a manifest that is too large", f"{path.stat().st_size} bytes")
-        text = path.read_bytes()
-        seal = _SEAL.match(text)
-        if seal is None or hashlib.sha256(memoryview(text)[seal.end() :]).hexdigest().encode() != seal[1]:
-            _refuse(folder, "a damaged manifest", f"{NAME}: its SHA-256 differs from the one in its first line")
         data = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         _refuse(folder, "a manifest that cannot be read", f"{NAME}: {type(error).__name__}: {error}", error)
     try:
+        _check_format(folder, data["format"])
         manifest = _parsed(data)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         _refuse(folder, "a manifest that is not one", f"{NAME}: {type(error).__name__}: {error}", error)
@@ -164,11 +223,32 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _sealed_text(folder: Path) -> bytes:
+    """The text of a manifest, compared with the hash in its first line."""
+    path = folder / NAME
+    try:
+        if STEP.fullmatch(folder.name) and folder.is_symlink():  # one that the user has renamed may be a link
+            _refuse(folder, "no place of its own", f"a symbolic link to {folder.readlink()}")
+        state = path.lstat()
+        if not stat.S_ISREG(state.st_mode):
+            _refuse(folder, "no manifest", f"no plain file {NAME}")
+        if state.st_size > _MAX_BYTES:
+            _refuse(folder, "a manifest that is too large", f"{state.st_size} bytes")
+        text = path.read_bytes()
+    except OSError as error:
+        raise_if_unreadable(error)
+        _refuse(folder, "no manifest", f"no plain file {NAME}", error)
+    seal = _SEAL.match(text)
+    if seal is None or hashlib.sha256(memoryview(text)[seal.end() :]).hexdigest().encode() != seal[1]:
+        _refuse(folder, "a damaged manifest", f"{NAME}: its SHA-256 differs from the one in its first line")
+    return text
+
+
 def check_place(folder: Path, manifest: Manifest) -> None:
     """Raise if a checkpoint has the name of another step; any other name is the user's own.
 
     Raises:
-        CheckpointError: It was copied or renamed.
+        Damage: It was copied or renamed.
     """
     match = STEP.fullmatch(folder.name)
     if match and int(match[1]) != manifest.step:
@@ -176,7 +256,7 @@ def check_place(folder: Path, manifest: Manifest) -> None:
 
 
 def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None = None) -> NoReturn:
-    raise CheckpointError(
+    raise Damage(
         message(
             f"{folder} has {problem}",
             found=f"{found:.500}",
@@ -186,9 +266,21 @@ def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None 
     ) from cause
 
 
+def _check_format(folder: Path, found: Any) -> None:
+    if isinstance(found, str) and found.startswith(_FORMATS) and found != FORMAT:
+        raise CheckpointError(
+            message(
+                f"{folder} was written by another version of weft",
+                found=f"format {found!r:.60}",
+                expected=f"format {FORMAT!r}",
+                fix="install the version of weft that wrote it; nothing was changed, and no older checkpoint was taken",
+            )
+        )
+    if found != FORMAT:
+        raise ValueError(f"format {found!r:.60}")
+
+
 def _parsed(data: Any) -> Manifest:
-    if data["format"] != FORMAT:
-        raise ValueError(f"format {data['format']!r}")
     tensors = {
         _is(str, name): TensorEntry(
             dtype=_dtype(entry["dtype"]),
@@ -209,6 +301,7 @@ def _parsed(data: Any) -> Manifest:
         values=_is(dict, data["values"]),
         ranks=[_is(dict, rank) for rank in _is(list, data["ranks"])],
         files=files,
+        run=None if data.get("run") is None else _is(str, data["run"]),
     )
 
 
@@ -228,7 +321,7 @@ def _is(kind: type[T], value: Any) -> T:
 
 def _size(value: Any) -> int:
     if not 0 <= _is(int, value) < 2**62:
-        raise ValueError(f"the number {value:.3g}")
+        raise ValueError(f"the number {value!r:.20}")
     return int(value)
 
 
@@ -254,8 +347,8 @@ def check(manifest: Manifest) -> list[str]:
             continue
         strange = [p for p in entry.pieces if not _is_inside(p, entry.shape) or p.file not in manifest.files]
         wrong += [f"{name}: a piece at {piece.offsets} in {piece.file!r}" for piece in strange]
-        covered = sum(math.prod(piece.shape) for piece in entry.pieces)
-        if not strange and (covered != math.prod(entry.shape) or _overlap(entry.pieces)):
+        if not strange and not _is_covered(entry):
+            covered = sum(math.prod(piece.shape) for piece in entry.pieces)
             wrong.append(f"{name}: {covered} of {math.prod(entry.shape)} elements, or pieces that overlap")
         for piece in entry.pieces:
             if piece.file in claimed:
@@ -276,18 +369,28 @@ def _is_inside(piece: Piece, whole: tuple[int, ...]) -> bool:
     return all(at + size <= most for at, size, most in zip(piece.offsets, piece.shape, whole, strict=True))
 
 
-def _overlap(pieces: tuple[Piece, ...]) -> bool:
-    """Whether two pieces share an element; along the first dimension only neighbours are compared."""
-    reaching: list[Piece] = []
-    for piece in sorted(pieces, key=lambda p: p.offsets):
-        if not piece.shape:
-            return len(pieces) > 1
-        if 0 in piece.shape:
-            continue
-        reaching = [other for other in reaching if other.offsets[0] + other.shape[0] > piece.offsets[0]]
-        for other in reaching:
-            sides = zip(piece.offsets, piece.shape, other.offsets, other.shape, strict=True)
-            if all(at < start + size and start < at + length for at, length, start, size in sides):
-                return True
-        reaching.append(piece)
-    return False
+def _is_covered(entry: TensorEntry) -> bool:
+    """Whether pieces that lie inside of a tensor hold each element of it exactly once.
+
+    They do if their corners are those of the tensor, once all corners that meet have cancelled: each corner counts
+    as 1 or -1, by how many of its coordinates are ends. That takes time in proportion to the number of pieces.
+    """
+    whole = ((0,) * len(entry.shape), entry.shape)
+    pieces = [(piece.offsets, piece.shape) for piece in entry.pieces]
+    if pieces == [whole]:
+        return True
+    cut = [dim for dim in range(len(entry.shape)) if any(size[dim] != entry.shape[dim] for _, size in pieces)]
+    if len(cut) > _MAX_CUTS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (at, size) in ((1, whole), *((-1, piece) for piece in pieces)):
+        if 0 not in size:
+            for corner, is_odd in _corners([(at[dim], at[dim] + size[dim]) for dim in cut]):
+                corners[corner] += -sign if is_odd else sign
+    return not any(corners.values())
+
+
+def _corners(sides: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """The corners of a block, each with whether it has an odd number of ends."""
+    for ends in itertools.product((0, 1), repeat=len(sides)):
+        yield tuple(side[end] for side, end in zip(sides, ends, strict=True)), sum(ends) % 2 == 1

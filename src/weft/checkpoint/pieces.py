@@ -1,4 +1,4 @@
-"""Which block of a tensor a rank holds, and which rank writes it."""
+"""Which block of a tensor a rank holds, who holds the same, and which rank writes it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.context import DistContext
 from weft.engines.torch.shards import is_sharded
 
-__all__ = ["Block", "block_of", "local_part", "overlap", "writers"]
+__all__ = ["Block", "block_of", "holders", "local_part", "overlap", "writers"]
 
 
 class Block(NamedTuple):
@@ -27,21 +28,49 @@ class Block(NamedTuple):
         return total
 
 
-def block_of(tensor: torch.Tensor) -> tuple[Block, bool]:
-    """The block of a tensor that this rank holds, and whether this rank is the one to write it.
-
-    Of blocks that several ranks hold alike, the first along each axis of the mesh is written. A
-    tensor that is not cut is held by all; who writes it is decided by `writers`.
-    """
+def block_of(tensor: torch.Tensor) -> Block:
+    """The block of a tensor that this rank holds."""
     if not is_sharded(tensor):
-        return Block((0,) * tensor.dim(), tuple(tensor.shape)), True
+        return Block((0,) * tensor.dim(), tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
     cut: Any = tensor
     shape, offsets = compute_local_shape_and_global_offset(cut.shape, cut.device_mesh, cut.placements)
-    copies = [index for index, placement in enumerate(cut.placements) if placement.is_replicate()]
-    place = cut.device_mesh.get_coordinate()
-    return Block(tuple(offsets), tuple(shape)), all(place[index] == 0 for index in copies)
+    return Block(tuple(offsets), tuple(shape))
+
+
+def holders(tensors: Mapping[str, torch.Tensor], ctx: DistContext) -> dict[str, tuple[int, ...]]:
+    """The ranks of a context that hold the same block of each tensor as this one, in order.
+
+    All of them, if it is not cut. Else those along the axes of its mesh that hold copies, and along the axes of the
+    context that its mesh leaves out: those of {"tensor": 2} if it is cut over "data" alone.
+    """
+    everyone = tuple(range(ctx.world_size))
+    known: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        found[name] = everyone
+        if is_sharded(tensor):
+            cut: Any = tensor
+            layout = cut.device_mesh, tuple(placement.is_replicate() for placement in cut.placements)
+            found[name] = known[layout] = known.get(layout) or _holders(*layout, ctx)
+    return found
+
+
+def _holders(mesh: Any, copied: tuple[bool, ...], ctx: DistContext) -> tuple[int, ...]:
+    members = set(mesh.mesh.flatten().tolist())
+    place = zip(copied, mesh.get_coordinate(), strict=True)
+    alike = mesh.mesh[tuple(slice(None) if is_copied else at for is_copied, at in place)].flatten().tolist()
+    grid: Any = torch.tensor(ctx.ranks).view([size for _, size in ctx.axes])
+    here = tuple(ctx.coordinates.values())
+    lines = [grid[(*here[:dim], slice(None), *here[dim + 1 :])].tolist() for dim in range(grid.dim())]
+    is_left_out = [len(members.intersection(line)) == 1 for line in lines]
+    found: set[int] = set()
+    for rank in (ctx.ranks.index(one) for one in alike if one in ctx.ranks):
+        there = zip(is_left_out, ctx.coordinates_of(rank).values(), strict=True)
+        near = grid[tuple(slice(None) if out else slice(at, at + 1) for out, at in there)]
+        found |= {ctx.ranks.index(one) for one in near.flatten().tolist()}
+    return tuple(sorted(found))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,36 +17,22 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from weft.checkpoint.manifest import DTYPES, Piece, TensorEntry
+from weft.checkpoint.manifest import DTYPES, Piece, TensorEntry, raise_if_unreadable
 from weft.checkpoint.memory import memory_of
 from weft.checkpoint.pieces import Block, overlap
 from weft.errors import CheckpointError, message
 
-__all__ = ["Slot", "Stretch", "TensorFiles", "expect", "in_order", "inside", "open_tensors", "read_into"]
+__all__ = ["Slot", "TensorFiles", "in_order", "inside", "open_tensors", "read_into"]
 
 _MAX_HEADER = 100_000_000  # as safetensors has it
 _NEAR = 4096  # bytes between two runs that are read along: a page comes whole from the disk anyway
 _MAX_BUFFERS = 512  # per call of the system, which takes 1024
 _CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
 Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
-
-
-class Stretch(NamedTuple):
-    """Bytes of a file, and where they go.
-
-    Attributes:
-        file: Its name in pieces.
-        start: Of the first byte.
-        memory: As long as the stretch.
-    """
-
-    file: str
-    start: int
-    memory: memoryview
 
 
 class TensorFiles:
@@ -71,11 +57,13 @@ class TensorFiles:
         """What a file holds, by name.
 
         Raises:
-            CheckpointError: It is no safetensors file, or not a whole one, or cannot be read.
+            CheckpointError: There is none, or it is no safetensors file, or not a whole one.
+            OSError: It cannot be read.
         """
         try:
             return self._open(file)[1]
         except (OSError, ValueError) as error:
+            raise_if_unreadable(error)
             raise CheckpointError(
                 message(
                     f"{self._what}: {self._places[file]} cannot be read",
@@ -85,54 +73,50 @@ class TensorFiles:
                 )
             ) from error
 
-    def handle(self, file: str) -> int:
-        """A file that `stretches` or `read` has opened, of the operating system."""
-        return self._open(file)[0]
-
-    def stretches(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> Iterator[Stretch]:
-        """Where the bytes of a block lie, and where each goes in `out`, as `read` would read it.
-
-        Yields:
-            The stretches, piece by piece.
+    def check(self, name: str, entry: TensorEntry, block: Block) -> None:
+        """Open the files that a block lies in, and look whether they hold it.
 
         Raises:
-            CheckpointError: A file cannot be opened, or does not hold what the entry says.
+            CheckpointError: A file is missing, or does not hold what the entry says.
+            OSError: It cannot be read.
         """
-        memory, width = memory_of(out), DTYPES[entry.dtype][1]
-        for piece, common, source in _common(entry, block):
-            with self._blamed(name, entry, piece):
-                start = self._piece(name, entry.dtype, piece)[1]
-            for at, to, length in _runs(common, source, block):
-                yield Stretch(piece.file, start + at * width, memory[to * width : (to + length) * width])
+        for piece, _, _ in _common(entry, block):
+            try:
+                self._piece(name, entry.dtype, piece)
+            except (OSError, ValueError) as error:
+                raise self._blame(error, name, entry, piece) from error
 
     def read(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> None:
         """Read a block of a tensor into `out`: on the CPU, contiguous, of the stored dtype.
 
         Raises:
-            CheckpointError: A file cannot be read, or does not hold what the entry says.
+            CheckpointError: A file is missing, or does not hold what the entry says.
+            OSError: It cannot be read.
         """
         memory, width = memory_of(out), DTYPES[entry.dtype][1]
         for piece, common, source in _common(entry, block):
-            with self._blamed(name, entry, piece):
+            try:
                 handle, start = self._piece(name, entry.dtype, piece)
                 _read_runs(handle, start, memory, width, _runs(common, source, block))
+            except (OSError, ValueError) as error:
+                raise self._blame(error, name, entry, piece) from error
 
-    @contextlib.contextmanager
-    def _blamed(self, name: str, entry: TensorEntry, piece: Piece) -> Iterator[None]:
-        """Name the tensor and the file in errors."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                message(
-                    f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
-                    found=f"{type(error).__name__}: {error}",
-                    expected=f"{entry.dtype} of shape {piece.shape}",
-                    fix="an older checkpoint, or a whole copy of the file",
-                )
-            ) from error
+    def _blame(self, error: Exception, name: str, entry: TensorEntry, piece: Piece) -> CheckpointError:
+        """What to raise of a file that does not hold a piece; names it and the tensor."""
+        raise_if_unreadable(error)
+        return CheckpointError(
+            message(
+                f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"{entry.dtype} of shape {piece.shape}",
+                fix="an older checkpoint, or a whole copy of the file",
+            )
+        )
 
     def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
+        found = self._opened.get(file)
+        if found is not None:
+            return found
         with self._opening:
             if file not in self._opened:
                 self._opened[file] = open_tensors(self._places[file])
@@ -157,7 +141,7 @@ def _common(entry: TensorEntry, block: Block) -> Iterator[tuple[Piece, Block, Bl
     """The pieces that a block has a part of: each with that part, and as a block itself."""
     for piece in entry.pieces if block.size else ():
         source = Block(piece.offsets, piece.shape)
-        common = overlap(block, source)
+        common = block if source == block else overlap(block, source)
         if common is not None:
             yield piece, common, source
 
@@ -193,6 +177,9 @@ def inside(block: Block, start: tuple[int, ...]) -> tuple[slice, ...]:
 
 def _runs(common: Block, source: Block, target: Block) -> Iterator[tuple[int, int, int]]:
     """Stretches of `common` that are contiguous in both blocks around it: where in each, and elements."""
+    if common == source == target:
+        yield 0, 0, common.size
+        return
     dim = max(len(common.shape) - 1, 0)
     while dim > 0 and common.shape[dim] == source.shape[dim] == target.shape[dim]:
         dim -= 1
@@ -247,13 +234,6 @@ def read_into(handle: int, buffers: list[memoryview], at: int) -> None:
             first += 1
         if count:
             buffers[first] = buffers[first][count:]
-
-
-def expect(handle: int, start: int, nbytes: int) -> None:
-    """Tell the system that bytes of a file are soon read; it begins at once, in the background."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # a hint is not worth a failure
-            os.posix_fadvise(handle, start, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 # -- headers -----------------------------------------------------------------------------------------

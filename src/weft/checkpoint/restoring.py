@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from weft.checkpoint import commit
-from weft.checkpoint.files import Damage, check_file
+from weft.checkpoint.files import check_file, sync_folder
 from weft.checkpoint.hashes import new_hash
+from weft.checkpoint.history import history_of
 from weft.checkpoint.loading import Loading
-from weft.checkpoint.manifest import NAME, STEP, check_place, read_manifest
-from weft.checkpoint.node_memory import NodeMemory, Offer
+from weft.checkpoint.manifest import NAME, STEP, Damage, check_place, read_manifest, step_of
 from weft.checkpoint.ranks import from_main, gathered, on_all
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state import Checkpoint
+from weft.checkpoint.writing import lock
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
 
@@ -42,32 +46,39 @@ class Restored:
     skipped: tuple[tuple[Path, str], ...] = ()
 
 
-def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, strict: bool = True) -> Restored | None:
+def restore(
+    state: Checkpoint, directory: str | Path, ctx: DistContext, *, strict: bool = True, discard_newer: bool = False
+) -> Restored | None:
     """Go on from the newest checkpoint that is whole, saved at any number of ranks and any strategy.
 
-    All bytes are checked, and all tensors read, before anything is changed: on an error, also one of
-    an object's own `load_state_dict`, every rank keeps what it had. A damaged checkpoint is passed over
-    for the one before it.
+    Everything is checked before anything is changed: all bytes, names, shapes and dtypes; on an error, also one
+    of an object's own `load_state_dict`, every rank keeps what it had. Then each rank reads what it holds, in
+    place. If a disk dies at that moment all ranks raise, and the state cannot be saved until a restore succeeds.
+    A damaged checkpoint is passed over for the one before it; one that cannot be read at this moment is not, and
+    neither is one that a newer version of weft wrote: they raise.
 
     At the number of ranks that saved, the random states go on where they were. At another number,
     each rank gets states of its own, drawn from the step.
 
     Changes: the objects of `state` in place, and the global random states if they belong to it.
     Collectives: meetings through the store; each rank reads the blocks it holds, and checks its share of
-    the files. What the ranks of a node want alike is read once, into memory that they share until it is copied, or
-    passed on from one to the others. What is not in the page cache and nobody else reads goes past it.
+    the files.
 
     Args:
         state: From `checkpointable`; built as for training, sharded as it may be.
         directory: That was given to `save`, or the folder of one checkpoint.
         ctx: Whose ranks.
         strict: Raise if names differ. Otherwise what is missing keeps its value.
+        discard_newer: After going back to an older checkpoint, rename the newer ones in its directory to
+            `step-<number>.discarded`. Otherwise a save below one of them raises, as a restart would take that one.
 
     Returns:
         Step, and what was missing, left over, or skipped; None if there is no checkpoint yet.
 
     Raises:
-        CheckpointError: There are checkpoints and none is whole, or it does not fit the state.
+        CheckpointError: There are checkpoints and none is whole, or it does not fit the state; `directory` is
+            something else; or another version of weft wrote the newest one.
+        OSError: Something cannot be read.
         MissingExtra: It was written with the package xxhash, which is not installed here.
         TypeError: `state` is something else.
         PeerError: Another rank failed.
@@ -91,17 +102,25 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
             )
         )
     ctx.require_collective("restore")
-    ctx.agree("restore", {"directory": str(directory), "objects": list(state.objects), "strict": strict})
-    loading, skipped = _read(state, Path(directory), ctx, strict=strict)
-    if loading is None:
-        return None
-    try:
-        on_all("restore", ctx, loading.load_objects)
-    except BaseException:
-        loading.undo()
-        raise
-    loading.copy_weights()
-    ctx.agree("restore: done")
+    facts = {"directory": str(directory), "objects": list(state.objects), "strict": strict}
+    ctx.agree("restore", {**facts, "discard_newer": discard_newer})
+    with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        loading, skipped, there = _read(state, Path(directory), ctx, strict=strict)
+        if loading is None:
+            return None
+        try:
+            on_all("restore", ctx, loading.load_objects)
+        except BaseException:
+            loading.undo()
+            raise
+        state.torn[:] = [str(loading.folder)]
+        on_all("restore: done", ctx, loading.put_weights)
+        state.torn.clear()
+    run = Path(directory) if loading.folder != Path(directory) else loading.folder.parent
+    if discard_newer:
+        there = from_main("restore", ctx, lambda: _discard_newer(run, loading.manifest.step))
+    damaged = [folder for folder, _ in skipped]
+    history_of(ctx, run).restored(loading.manifest.run, map(Path, there), damaged)
     return Restored(
         step=loading.manifest.step,
         path=loading.folder,
@@ -114,21 +133,31 @@ def restore(state: Checkpoint, directory: str | Path, ctx: DistContext, *, stric
 
 def _read(
     state: Checkpoint, directory: Path, ctx: DistContext, *, strict: bool
-) -> tuple[Loading | None, list[tuple[Path, str]]]:
-    """Read the newest checkpoint that is whole; gives also the newer ones that are not, and why."""
-    is_one, folders = from_main("restore", ctx, lambda: _candidates(directory))
+) -> tuple[Loading | None, list[tuple[Path, str]], list[str]]:
+    """Read the newest checkpoint that is whole; gives also the newer ones that are not, and why, and all there are."""
+    tried: list[str] = []
     skipped: list[tuple[Path, str]] = []
-    for folder in map(Path, folders):
-        attempt, told = _planned(state, folder, ctx, strict=strict)
-        damage = next((one["damage"] for one in told if one["damage"]), None)
-        if damage is None:
-            attempt.let_read(told)
-            damage = next(filter(None, gathered("restore", ctx, attempt.read)), None)
-        if damage is None:
-            return on_all("restore", ctx, attempt.result), skipped
-        if is_one:
-            raise CheckpointError(damage)
-        skipped.append((folder, damage))
+    while True:
+        is_one, folders, there = from_main("restore", ctx, lambda: _candidates(directory))
+        if folders == tried:
+            break
+        skipped.clear()  # a run beside may have saved the next and removed these
+        for folder in map(Path, folders):
+            attempts: list[_Attempt] = []
+
+            def plan(folder: Path = folder, attempts: list[_Attempt] = attempts) -> str | None:
+                attempts.append(_Attempt(state, folder, ctx, strict=strict))
+                return attempts[0].damage
+
+            damage = next(filter(None, gathered("restore", ctx, plan)), None)
+            attempt = attempts[0]
+            damage = damage or next(filter(None, gathered("restore", ctx, attempt.check)), None)
+            if damage is None:
+                return on_all("restore", ctx, attempt.result), skipped, there
+            if is_one:
+                raise CheckpointError(damage)
+            skipped.append((folder, damage))
+        tried = folders
     if skipped:
         raise CheckpointError(
             message(
@@ -138,117 +167,74 @@ def _read(
                 fix="restore the files from a copy, or start anew in another directory",
             )
         )
-    return None, []
+    return None, [], []
 
 
-def _candidates(directory: Path) -> tuple[bool, list[str]]:
-    """Whether this is the folder of one checkpoint, and the checkpoints to be tried."""
+def _candidates(directory: Path) -> tuple[bool, list[str], list[str]]:
+    """Whether this is the folder of one checkpoint, the checkpoints to be tried, and all in the directory."""
+    commit.check_directory("restore", directory)
     match = STEP.fullmatch(directory.name)
     is_named = match is not None and directory == commit.target(directory.parent, int(match[1]))
     if (directory / NAME).exists() or is_named or any(directory.glob("rank-*.safetensors")):
-        return True, [str(directory)]  # also without its manifest: that is damage, and no new beginning
-    return False, [str(path) for path in reversed(commit.named_folders(directory))]
+        # Also without its manifest: that is damage, and no new beginning.
+        return True, [str(directory)], [str(path) for path in commit.named_folders(directory.parent)]
+    there = [str(path) for path in reversed(commit.named_folders(directory))]
+    return False, there, there
 
 
-def _planned(
-    state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool
-) -> tuple[_Attempt, list[dict[str, Any]]]:
-    """What this rank would read, and what every rank tells of that."""
-    attempts: list[_Attempt] = []
-
-    def plan() -> dict[str, Any]:
-        attempts.append(_Attempt(state, folder, ctx, strict=strict))
-        return attempts[0].told()
-
-    told = gathered("restore", ctx, plan)
-    return attempts[0], told
+def _discard_newer(directory: Path, step: int) -> list[str]:
+    """Rename checkpoints newer than a step; gives those that are left."""
+    handle = lock(directory)
+    try:
+        for path in commit.named_folders(directory):
+            if step_of(path) > step:
+                commit.rename_as(path, "discarded")
+        sync_folder(directory)
+        return [str(path) for path in commit.named_folders(directory)]
+    finally:
+        os.close(handle)
 
 
 class _Attempt:
-    """What comes of reading a checkpoint on this rank: it is damaged, or does not fit, or is read.
+    """What comes of looking at a checkpoint on this rank: it is damaged, or does not fit, or can be put in place.
 
-    What was read is put in place later, when all ranks have found their share to be whole.
+    Attributes:
+        damage: What is damaged, as far as manifest and sizes tell.
     """
 
     def __init__(self, state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> None:
-        self._ctx = ctx
+        self.damage: str | None = None
         self._folder = folder
-        self._damage: str | None = None
         self._failure: CheckpointError | None = None
-        self._offer: Offer | None = None
-        self._memory: NodeMemory | None = None
-        self._only_check = False
-        self._others_read = 0  # a bit for each file
         try:
             self._manifest = read_manifest(folder)
             for name, entry in self._manifest.files.items():
                 check_file(folder, name, self._manifest, content=False)
                 new_hash(entry.hash)  # before anything is read: is it installed?
-        except CheckpointError as error:
-            self._damage = str(error)
+        except Damage as error:
+            self.damage = str(error)
             return
         self._reader = Reader(folder, self._manifest, ctx)
         try:
             self._loading = Loading(state, self._reader, ctx, strict=strict)
-        except CheckpointError as error:
+        except CheckpointError as error:  # it may not fit because it is damaged
             self._failure = error
 
-    def told(self) -> dict[str, Any]:
-        """What the other ranks have to know before it is read, as JSON."""
-        if self._damage is None and self._failure is None:
-            self._offer = self._reader.offer()
-        offer = None if self._offer is None else self._offer.told(self._ctx)
-        files = self._reader.files() if self._offer is not None else []
-        return {
-            "damage": self._damage,
-            "fits": self._failure is None,
-            "offer": offer,
-            "node": self._ctx.node_rank,
-            "files": hex(sum(1 << number for number in files)),
-        }
-
-    def let_read(self, told: list[dict[str, Any]]) -> None:
-        """Prepare for `read`, by what all ranks told. A collective."""
-        self._only_check = not all(one["fits"] for one in told)
-        if self._offer is not None and not self._only_check:
-            self._memory = NodeMemory.of("restore", self._ctx, self._offer, [one["offer"] for one in told])
-            self._offer.close()
-            passing = self._memory is not None and self._memory.passing is not None
-            known = self._memory.ranks if self._memory is not None and passing else [self._ctx.rank]
-            for rank, one in enumerate(told):
-                if one["node"] == self._ctx.node_rank and rank not in known:
-                    self._others_read |= int(one["files"], 16)
-
-    def read(self) -> str | None:
-        """Read what this rank needs, while it compares its share of the files with their hashes.
+    def check(self) -> str | None:
+        """Compare this rank's share of the files with their hashes.
 
         Returns:
             What is damaged.
         """
         try:
-            if not self._only_check:
-                self._fill()
-            if self._only_check or self._failure is not None:  # it may not fit because it is damaged
-                self._reader.check()
+            self._reader.check()
             check_place(self._folder, self._manifest)
-        except CheckpointError as error:
+        except Damage as error:
             return str(error)
-        finally:
-            if self._memory is not None and self._memory.passing is not None:
-                self._memory.passing.close()
         return None
 
-    def _fill(self) -> None:
-        try:
-            others = [number for number in range(len(self._manifest.files)) if self._others_read >> number & 1]
-            self._reader.fill(self._memory, others)
-        except Damage:
-            raise
-        except CheckpointError as error:
-            self._failure = error
-
     def result(self) -> Loading:
-        """What was read.
+        """What can be put in place.
 
         Raises:
             CheckpointError: It does not fit.

@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 
 from weft.checkpoint.files import write_tensors
+from weft.checkpoint.manifest import MAX_STEP
 from weft.checkpoint.ranks import on_all
 from weft.checkpoint.state import Checkpoint
 from weft.checkpoint.writing import complete, outline, start_draft
 from weft.context import DistContext
-from weft.errors import message
+from weft.errors import CheckpointError, message
 
 __all__ = ["come_together", "save"]
 
@@ -28,15 +29,17 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
     Args:
         state: From `checkpointable`.
         directory: Of the run, on a file system all ranks share; made if missing.
-        step: Number of the checkpoint, >= 0; its folder is `step-<number>`.
+        step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: Whose ranks.
-        keep: After the checkpoint is complete, remove all but those with the largest so many steps.
+        keep: After the checkpoint is complete and was read back, remove all but those with the largest so many
+            steps. Those that are known to be damaged do not count; what cannot be removed is left, with a warning.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: The step is saved already, somebody else writes there, or ranks differ.
+        CheckpointError: The step is saved already, or a newer one is there that this job did not save since it
+            restored; the directory is that of another run; somebody else writes there; or ranks differ.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
         PeerError: Another rank failed, or does something else that waits for this one. A rank that is
@@ -68,11 +71,21 @@ def come_together(
     Raises:
         TypeError: This is not a state.
         ValueError: An argument is out of range.
+        CheckpointError: The state was not restored to the end.
         PeerError: A rank does not come, or failed.
         BaseException: Of the save before it, which ran in the background and failed unseen.
     """
     _check(what, state, step, keep)
     ctx.require_collective(what)
+    if state.torn:
+        raise CheckpointError(
+            message(
+                f"{what}: the state is part of another checkpoint",
+                found=f"weft.restore of {state.torn[0]} failed after it had changed some tensors",
+                expected="a state that is of one moment",
+                fix="weft.restore(state, directory, ctx) until it succeeds, or build the objects anew",
+            )
+        )
     where = Path(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
     on_all(what, ctx, lambda: _end_of_running(ctx), facts)
@@ -98,12 +111,13 @@ def _check(what: str, state: Checkpoint, step: int, keep: int | None) -> None:
             )
         )
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value <= MAX_STEP):
             raise ValueError(
                 message(
                     f"{what}: {name} = {value!r} cannot be used",
                     found=repr(value),
-                    expected=f"a whole number >= {least}",
+                    expected=f"a whole number from {least} to {MAX_STEP}",
                     fix=f"weft.{what}(state, directory, step, ctx, keep=3)",
                 )
             )

@@ -20,8 +20,6 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from weft.checkpoint.ranks import num_threads, on_all
 from weft.checkpoint.saving import come_together
 from weft.checkpoint.staging import Staged, Staging
@@ -55,7 +53,7 @@ def save_async(
     Args:
         state: From `checkpointable`.
         directory: Of the run, on a file system all ranks share; made if missing.
-        step: Number of the checkpoint, >= 0; its folder is `step-<number>`.
+        step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: Whose ranks; all of them call it.
         keep: After the checkpoint is complete, remove all but those with the largest so many steps.
 
@@ -64,7 +62,7 @@ def save_async(
         without waiting.
 
     Raises:
-        CheckpointError: The step is saved already, or somebody else writes there.
+        CheckpointError: As with `save`: the step, or the directory, is not free for it.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
         PeerError: Another rank failed, or does something else that waits for this one.
@@ -170,7 +168,7 @@ class _Saver:
         self._board = World(ranks=world.ranks, rank=world.rank, timeout_s=world.timeout_s)
         self._board.watch = self._stop = _Stop()
         if world.store is not None and world.size > 1:
-            self._board.store = dist.PrefixStore(f"saving/{world.meetings}", world.store)
+            self._board.store = world.store.below(f"saving/{world.meetings}")
             announce(self._board)
         return self._board
 
@@ -218,12 +216,13 @@ class _Stop:
         """Let the next look at the peers be the last one."""
         self._asked = True
 
-    def check(self, what: str, missing: Sequence[int]) -> None:
+    def check(self, what: str, missing: Sequence[int], world: World) -> None:
         """See `Watcher`.
 
         Raises:
             PeerError: This rank leaves.
         """
+        del world
         if self._asked:
             text = f"rank {listed(missing)} did not come before this rank left"
             raise PeerError(f"{what}: {text}; nothing was committed", rank=missing[0] if missing else -1, text=text)
@@ -248,7 +247,7 @@ def _clear(board: World | None) -> None:
     if board.rank == 0:
         keys += [f"{meeting}/{name}" for meeting in meetings for name in ("count", "done")]
     for key in keys:
-        board.store.delete_key(key)
+        board.store.delete(key)
 
 
 def _late(running: RunningSave, limit_s: float) -> CheckpointError:

@@ -18,7 +18,6 @@ from torch import nn
 from weft.checkpoint.generators import generator_kind, generator_state, is_generator
 from weft.checkpoint.values import check_tensor, encode
 from weft.context import Applied, DistContext
-from weft.context.watching import watch
 from weft.contract import KeepsParameters, Stateful, offered
 from weft.engines.torch.shards import resting_parameters
 from weft.errors import listed, message
@@ -57,10 +56,12 @@ class Checkpoint:
     Attributes:
         objects: By name.
         rng: Whether the random states of python, numpy and torch belong to it.
+        torn: The checkpoint that could not be restored to the end, if the objects are part of it now.
     """
 
     objects: Mapping[str, Any]
     rng: bool = True
+    torn: list[str] = field(default_factory=list, compare=False, repr=False)
 
 
 def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = True) -> tuple[Checkpoint, DistContext]:
@@ -122,7 +123,6 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
     for name, obj in objects.items():
         if isinstance(obj, torch.optim.Optimizer):
             _parameters_of(name, obj, parameter_names(state))
-    watch(ctx.world)
     record = Applied(
         name="checkpointable",
         options=(("objects", ", ".join(objects)), ("rng", str(rng))),
@@ -155,12 +155,14 @@ class Content:
 
     Attributes:
         tensors: By name; the live tensors, cut up as they are.
+        buffers: Which of them are buffers of modules; rank 0's count.
         same_as: Tensors that are the very same as another: its name.
         values: Plain values by object, alike on all ranks.
         generators: States of the user's random generators, on this rank.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
     same_as: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
@@ -209,7 +211,8 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
     values: dict[str, Any] = {}
     found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     elsewhere = kept_shards(module)
-    held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
+    buffers = {id(tensor) for tensor in module.buffers()}
+    held = buffers | {id(tensor) for tensor in module.parameters()}
     for name, value in ((plain_name(name), value) for name, value in found.items()):
         full = f"{key}/{name}"
         if id(value) in seen:
@@ -219,6 +222,8 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
             check_tensor(full, tensor)
             check_memory("save", full, tensor)
             content.tensors[full] = tensor
+            if id(value) in buffers:
+                content.buffers.add(full)
             seen[id(value)] = full
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -12,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -20,11 +22,13 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from weft.checkpoint import commit
-from weft.checkpoint.files import sync_folder, write_text
+from weft.checkpoint.files import digest_of, sync_folder, write_text
+from weft.checkpoint.history import History, history_of
 from weft.checkpoint.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
-from weft.checkpoint.pieces import Block, block_of, local_part, writers
+from weft.checkpoint.pieces import Block, block_of, holders, local_part, writers
 from weft.checkpoint.randomness import random_state
 from weft.checkpoint.ranks import from_main, gathered_on_main
+from weft.checkpoint.replicas import Replicas, differing, digests, fingerprints, refuse
 from weft.checkpoint.state import Checkpoint, Content, collect
 from weft.context import DistContext
 from weft.engines.torch.shards import is_sharded
@@ -54,6 +58,7 @@ class Outline:
         values: Plain values by object.
         blocks: Which block of which tensor this rank writes.
         of_rank: Plain values of this rank alone.
+        replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
     """
 
     tensors: Mapping[str, TensorFacts]
@@ -61,6 +66,7 @@ class Outline:
     values: Mapping[str, Any]
     blocks: Mapping[str, Block]
     of_rank: Mapping[str, Any]
+    replicas: Replicas = field(default_factory=dict)
 
 
 def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor]]:
@@ -70,7 +76,8 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         TypeError: Something in the state cannot be saved; the text names it.
     """
     content = collect(state)
-    mine, blocks = _share(content, ctx)
+    held = holders(content.tensors, ctx)
+    mine, blocks = _share(content, held, ctx)
     facts = {
         name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded(tensor))
         for name, tensor in content.tensors.items()
@@ -78,23 +85,41 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
     of_rank: dict[str, Any] = {"rng": random_state(ctx)} if state.rng else {}
     if content.generators:
         of_rank["generators"] = content.generators
-    brought = Outline(tensors=facts, same_as=content.same_as, values=content.values, blocks=blocks, of_rank=of_rank)
+    several = {name: ranks for name, ranks in held.items() if len(ranks) > 1 and name not in content.buffers}
+    replicas = fingerprints(ctx.engine.readable({name: _own(content.tensors[name]) for name in several}), several)
+    brought = Outline(
+        tensors=facts,
+        same_as=content.same_as,
+        values=content.values,
+        blocks=blocks,
+        of_rank=of_rank,
+        replicas=replicas,
+    )
     return brought, ctx.engine.readable(mine)
 
 
-def _share(content: Content, ctx: DistContext) -> tuple[dict[str, torch.Tensor], dict[str, Block]]:
-    """The blocks that this rank writes: those it alone holds, and its share of those that all hold."""
-    whole = {name: tensor for name, tensor in content.tensors.items() if not is_sharded(tensor)}
+def _share(
+    content: Content, held: Mapping[str, Sequence[int]], ctx: DistContext
+) -> tuple[dict[str, torch.Tensor], dict[str, Block]]:
+    """The blocks that this rank writes: its share of the tensors that all hold, and of others where it is the first.
+
+    Buffers are written by rank 0, together: where ranks have their own, as after a forward without a backward, those
+    of one rank belong to each other.
+    """
+    whole = {n: tensor for n, tensor in content.tensors.items() if not is_sharded(tensor) and n not in content.buffers}
     chosen = writers(whole, ctx.world_size)
     mine: dict[str, torch.Tensor] = {}
     blocks: dict[str, Block] = {}
     for name, tensor in content.tensors.items():
-        if chosen.get(name, ctx.rank) != ctx.rank:
-            continue
-        block, writes = block_of(tensor)
-        if block.size and writes:
-            mine[name], blocks[name] = local_part(tensor).resolve_conj().resolve_neg(), block
+        if chosen.get(name, held[name][0]) == ctx.rank:
+            block = block_of(tensor)
+            if block.size:
+                mine[name], blocks[name] = _own(tensor), block
     return mine, blocks
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor).resolve_conj().resolve_neg()
 
 
 def _digests(brought: Outline) -> dict[str, str]:
@@ -118,11 +143,13 @@ class Draft:
     Attributes:
         hidden: Where the files are written.
         final: Where they appear.
+        history: What this job knows of the directory.
     """
 
-    def __init__(self, hidden: Path, final: Path, lock: int | None) -> None:
+    def __init__(self, hidden: Path, final: Path, history: History, lock: int | None) -> None:
         self.hidden = hidden
         self.final = final
+        self.history = history
         self._lock = lock
 
     def __enter__(self) -> Self:
@@ -143,24 +170,27 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
     """Lock the directory and make the hidden folder, on the main rank.
 
     Raises:
-        CheckpointError: Another job saves there, or the step is saved already.
+        CheckpointError: Another job saves there, the step is saved already, or a restart would take another one.
         PeerError: It failed on the main rank.
     """
     held: list[int] = []
+    history = history_of(ctx, directory)
 
-    def start() -> str:
+    def start() -> list[str]:
         held.append(lock(directory))
         _held().add(held[0])
-        return str(commit.begin(directory, step))
+        history.check(directory, step, commit.named_folders(directory))
+        return [str(commit.begin(directory, step)), history.name_run()]
 
     try:
-        hidden = Path(from_main(what, ctx, start))
+        hidden, run = from_main(what, ctx, start)
+        history.belongs_to(run)
     except BaseException:
         for handle in held:
             _held().discard(handle)
             os.close(handle)
         raise
-    return Draft(hidden, commit.target(directory, step), held[0] if held else None)
+    return Draft(Path(hidden), commit.target(directory, step), history, held[0] if held else None)
 
 
 def lock(directory: Path) -> int:
@@ -173,7 +203,9 @@ def lock(directory: Path) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     for folder in made:
         sync_folder(folder.parent)  # or a power cut takes the new directory away, and all that is in it
-    handle = os.open(directory / ".saving", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    handle = os.open(directory / ".saving", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with contextlib.suppress(PermissionError):  # another user made it
+        os.fchmod(handle, 0o600)  # whoever may read it may take the lock
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -230,23 +262,39 @@ def complete(
 
     def written() -> dict[str, Any]:
         entry = write(draft.hidden / name)
+        if keep is not None:  # older ones are removed for it
+            _read_back(draft.hidden / name, entry)
         return {
             "file": name,
             "entry": vars(entry),
             "blocks": brought.blocks,
             "digests": _digests(brought),
+            "replicas": digests(brought.replicas),
             "rank": brought.of_rank,
         }
 
-    def committed() -> None:
+    def committed() -> list[str]:
         _check_alike(parts)
-        write_text(draft.hidden / NAME, _manifest(step, brought, parts).text())
+        doubtful = differing([part["replicas"] for part in parts])
+        if doubtful:
+            return doubtful
+        write_text(draft.hidden / NAME, _manifest(step, draft.history.run, brought, parts).text())
         commit.finish(draft.hidden, draft.final)
+        draft.history.saved(draft.final)
         if keep is not None:
-            commit.prune(draft.final.parent, keep, draft.final)
+            commit.prune(draft.final.parent, keep, draft.final, draft.history)
+        return []
 
     parts = gathered_on_main(what, ctx, written)
-    from_main(what, ctx, committed)
+    doubtful = from_main(what, ctx, committed)
+    if doubtful:
+        told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
+        from_main(what, ctx, lambda: refuse(told))
+
+
+def _read_back(path: Path, entry: FileEntry) -> None:
+    if digest_of(path, entry.hash) != entry.digest:
+        raise OSError(errno.EIO, "the file system returns other bytes than were written; nothing was committed", path)
 
 
 def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
@@ -267,7 +315,7 @@ def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _manifest(step: int, brought: Outline, parts: Sequence[Mapping[str, Any]]) -> Manifest:
+def _manifest(step: int, run: str | None, brought: Outline, parts: Sequence[Mapping[str, Any]]) -> Manifest:
     pieces: dict[str, list[Piece]] = {name: [] for name in brought.tensors}
     for part in parts:
         for name, (offsets, shape) in part["blocks"].items():
@@ -285,6 +333,7 @@ def _manifest(step: int, brought: Outline, parts: Sequence[Mapping[str, Any]]) -
         values=dict(brought.values),
         ranks=[part["rank"] for part in parts],
         files={part["file"]: FileEntry(**part["entry"]) for part in parts},
+        run=run,
     )
     wrong = check(manifest)
     if wrong:

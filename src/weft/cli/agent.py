@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -61,7 +65,8 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
         mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
         config = replace(config, rdzv_backend=_COUNTED, local_addr=mine)
     try:
-        elastic_launch(config, target)(*arguments)
+        with _ranks_watched():
+            elastic_launch(config, target)(*arguments)
     except ChildFailedError as error:
         ending = first_failure(error, folder, attempt=plan.max_restarts)
     except SignalException as error:
@@ -75,6 +80,42 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
     else:
         ending = Ending()
     return ending._replace(text=(before(folder, ending.trace) + ending.text).rstrip())
+
+
+class _Ranks(MultiprocessContext):
+    """The ranks of this node. One that ended without a word, by `os._exit(0)` or so, has ended."""
+
+    def _poll(self) -> RunProcsResult | None:
+        # torch waits for the return value of each, which such a rank never sends.
+        processes = [] if self._pc is None else self._pc.processes
+        for local_rank, process in enumerate(processes):
+            ended = process.exitcode == 0  # as the system has it; a value was sent before
+            if ended and local_rank not in self._return_values and self._ret_vals[local_rank].empty():
+                self._return_values[local_rank] = None
+        if any(process.exitcode for process in processes):
+            self._wake()
+        return super()._poll()
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self._wake()
+        super()._close(death_sig, timeout)
+
+    def _wake(self) -> None:
+        """All are about to be ended; one that is stopped would not see it, and be waited for."""
+        for pid in self.pids().values() if self._pc is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _ranks_watched() -> Iterator[None]:
+    """Let torch's agent start its ranks as `_Ranks`."""
+    module: Any = multiprocessing
+    before, module.MultiprocessContext = module.MultiprocessContext, _Ranks
+    try:
+        yield
+    finally:
+        module.MultiprocessContext = before
 
 
 def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.cli.config_accelerate import from_accelerate, yaml_of
 from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
 from weft.errors import ContextError, MissingExtra, message
 
-__all__ = ["add_parser", "answered", "from_accelerate", "run", "toml"]
+__all__ = ["add_parser", "answered", "run", "toml"]
 
 _TABLES: dict[str, Mapping[str, Any]] = {"launch": LAUNCH, "start": SETTINGS}
 
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
                 )
             )
         if words[:1] == ["import"] and len(words) == 2:
-            data, left = from_accelerate(_yaml(Path(words[1])))
+            data, left = from_accelerate(yaml_of(Path(words[1])))
         else:
             data = _given(words)
             if sys.stdin.isatty():
@@ -128,6 +129,8 @@ def toml(config: Config) -> str:
     """A configuration as TOML."""
     lines: list[str] = []
     for table, values in (("launch", config.launch), ("start", config.start)):
+        if not values:
+            continue
         lines += [f"[{table}]", *(f"{key} = {_literal(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
 
@@ -136,87 +139,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{json.dumps(key)} = {_literal(item)}" for key, item in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-# -- from Accelerate -----------------------------------------------------------------------------------
-
-# What is code in weft, and not configuration.
-_HINTS = {
-    "mixed_precision": "weft.with_precision(model, ctx, {!r})",
-    "gradient_accumulation_steps": "weft.accumulate_grads(model, loader, ctx, steps={})",
-    "gradient_clipping": "weft.clip_grads(model, ctx, norm={})",
-    "fsdp_config": "weft.fully_shard(model, ctx)",
-    "deepspeed_config": "weft.zero_partition(model, optimizer, ctx, stage=...)",
-    "distributed_type": "weft.replicate, weft.fully_shard or weft.zero_partition ({})",
-    "dynamo_config": "weft.compiled(model, ctx)",
-}
-_MEANINGLESS = {"compute_environment", "debug", "main_training_function", "use_cpu", "same_network", "rdzv_backend"}
-_TAKEN = {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts"}
-
-
-def from_accelerate(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Take over what configuration of Accelerate means the same here.
-
-    Args:
-        values: The content of its YAML file.
-
-    Returns:
-        The two tables; and a line for everything that is not taken over, with what to write instead.
-
-    Example:
-        >>> from_accelerate({"num_processes": 8, "num_machines": 2, "machine_rank": 0, "mixed_precision": "bf16"})
-        ({'launch': {'nproc': 4, 'nnodes': 2, 'node_rank': 0}, 'start': {}}, \
-["mixed_precision = bf16: in the program, weft.with_precision(model, ctx, 'bf16')"])
-    """
-    launch: dict[str, Any] = {}
-    start: dict[str, Any] = {}
-    machines = values.get("num_machines") or 1
-    processes = values.get("num_processes")
-    if type(processes) is int and type(machines) is int and machines >= 1:
-        launch["nproc"] = max(processes // machines, 1)
-        launch["nnodes"] = machines
-    if machines != 1 and values.get("machine_rank") is not None:
-        launch["node_rank"] = values["machine_rank"]
-    if machines != 1 and values.get("main_process_ip"):
-        launch["rdzv"] = f"{values['main_process_ip']}:{values.get('main_process_port') or 29500}"
-    if values.get("max_restarts") is not None:
-        launch["max_restarts"] = values["max_restarts"]
-    if str(values.get("use_cpu")).lower() == "true":
-        start["device"] = "cpu"
-    left = []
-    for key, value in values.items():
-        if key in _TAKEN | _MEANINGLESS or value in (None, "NO", "no", {}, []):
-            continue
-        hint = _HINTS.get(key)
-        left.append(
-            f"{key} = {value}: " + (f"in the program, {hint.format(value)}" if hint else "it has no meaning here")
-        )
-    return {"launch": launch, "start": start}, left
-
-
-def _yaml(path: Path) -> Mapping[str, Any]:
-    try:
-        import yaml  # noqa: PLC0415  (an extra)
-    except ImportError as error:
-        raise MissingExtra(
-            message(
-                "config: YAML files are read with PyYAML, which is not installed",
-                found=str(error),
-                expected="the package pyyaml",
-                fix="pip install 'weft[config]'",
-            )
-        ) from error
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        found = error
-    if not isinstance(found, dict):
-        raise ContextError(
-            message(
-                f"config: {path} cannot be converted",
-                found=f"{type(found).__name__}: {found!s:.200}",
-                expected="a YAML file that `accelerate config` wrote",
-                fix="weft config import ~/.cache/huggingface/accelerate/default_config.yaml",
-            )
-        )
-    return found

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -32,21 +33,23 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-restarts", type=int)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    threading.Thread(target=_end_with_the_caller, args=(options.folder,), daemon=True).start()
     given = {"nproc": options.n, "max_restarts": options.max_restarts}
     threads = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
     plan = make_plan(given, None, cores=len(cores_here()), omp_num_threads=threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # noqa: TID251  (read when torch is imported)
+    os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
     ending = supervise(plan, run_call, str(options.folder), folder=options.folder)
     sys.stderr.write(before(options.folder, ending.trace))
-    (options.folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
+    if options.folder.exists():
+        (options.folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
     return ending.code
 
 
-def _end_with_the_caller() -> None:
-    """A caller that was killed has closed its end; then all ranks end."""
+def _end_with_the_caller(folder: Path) -> None:
+    """A caller that was killed has closed its end; then all ranks end, and what it left for them is removed."""
     while os.read(0, 1):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

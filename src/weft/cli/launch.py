@@ -9,6 +9,7 @@ with the exit code that says so.
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from weft.context.config import LAUNCH, read_config
 from weft.context.reaching import is_here, reach
 from weft.context.settings import CONFIG_VARIABLE
 from weft.errors import ContextError, message
+from weft_command import end_with_parent
 
 __all__ = ["add_parser", "cores_here", "run"]
 
@@ -100,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         if options.dry_run:
             print(plan.text(words, kind=kind, cores=cores_here(), variables=named))  # noqa: T201
             return 0
-        os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))  # noqa: TID251  (read when torch is imported)
+        os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
         ending = _launch(plan, words, named, kind)
     except ContextError as error:
         print(f"weft {error}", file=sys.stderr)  # noqa: T201
@@ -186,8 +188,21 @@ def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: st
     with tempfile.TemporaryDirectory(prefix="weft-") as name:
         folder = Path(name)
         if kind == "program":
-            # Nobody stands between this process and the programs.
-            os.environ.update({**variables, "OMP_NUM_THREADS": str(plan.threads)})  # noqa: TID251
+            # Nobody stands between this process and the programs, which end with it.
+            os.environ.update(variables)  # noqa: TID251
+            if sys.platform.startswith("linux"):
+                words = [sys.executable, "-I", "-c", _becoming(), str(os.getpid()), *words]
             return supervise(plan, words[0], *words[1:], folder=folder)
         arguments = (words[0], kind == "module", words[1:], name, cores, variables)
         return supervise(plan, run_target, *arguments, folder=folder)
+
+
+def _becoming() -> str:
+    """What a process does before it becomes a program; what it asks of the system outlasts that."""
+    lines = [
+        "import os, signal, sys",
+        inspect.getsource(end_with_parent),
+        "end_with_parent(int(sys.argv[1]))",
+        "os.execvp(sys.argv[2], sys.argv[2:])",
+    ]
+    return "\n".join(lines)

@@ -7,6 +7,7 @@ first, and with it the ranks, in the middle of what they do to end in good order
 """
 
 import gc
+import importlib
 import signal
 import sys
 
@@ -15,6 +16,10 @@ import torch._dynamo
 import weft
 
 __all__ = ["torch", "weft"]
+
+for room in weft.LATER:
+    if room.startswith("transforms."):  # what nearly every program uses
+        importlib.import_module(f"weft.{room}")
 
 # Only there: multiprocessing starts that process as `python -c`. Who imports this elsewhere keeps what it has.
 if sys.argv[0] == "-c" and "multiprocessing.forkserver" in sys.modules:

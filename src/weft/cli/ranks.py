@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
+import multiprocessing.process
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from weft.cli.failures import crash_file, why_again, write_report
 from weft.cli.plan import cores_of
 from weft.context.world import PREEMPTED
 from weft.launchers import Topology, topology
+from weft_command import end_with_parent
 
 __all__ = ["ROUND", "as_rank", "run_target"]
 
@@ -59,6 +63,7 @@ def as_rank(
     reports: Path, cores: Sequence[int] = (), variables: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Topology]:
     """Make this process a rank, and turn how the body ends into an exit code and a report."""
+    _end_with_the_launcher()
     os.environ.update(variables)  # noqa: TID251
     threads = os.environ.get("OMP_NUM_THREADS", "")  # noqa: TID251
     if threads.isdecimal() and int(threads) > 0:
@@ -87,6 +92,23 @@ def as_rank(
         write_report(reports, place, error, _STARTERS)
         sys.stdout.flush()
         sys.exit(1)
+
+
+def _end_with_the_launcher() -> None:
+    """A launcher that was killed can end no rank; and ranks without one hold their devices for nothing."""
+    launcher = multiprocessing.parent_process()
+    if launcher is None:  # nobody started this process as a rank
+        return
+    end_with_parent(os.getppid())  # the process that ranks are forked from, which ends with the launcher
+    if not sys.platform.startswith("linux"):
+        threading.Thread(target=_wait_and_end, args=(launcher,), name="weft launcher", daemon=True).start()
+    elif not launcher.is_alive():
+        os._exit(1)
+
+
+def _wait_and_end(launcher: multiprocessing.process.BaseProcess) -> None:
+    launcher.join()  # a pipe that closes
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _times_started(reports: Path, place: Topology) -> int:

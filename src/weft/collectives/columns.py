@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from weft.collectives.encoding import bytes_tensor, decode, encode
 from weft.collectives.entry import all_gather_rows, num_bytes, row_gather
-from weft.collectives.objects import _bytes_tensor, _decode, _encode
 from weft.context import DistContext, World
 from weft.context.world import compare, exchange
 
@@ -53,7 +53,7 @@ def exchange_columns(
         lists = {str(index): one for index, one in enumerate(columns) if kinds[index] is None}
         text, parts = b"", list[torch.Tensor]()
         try:
-            text, parts = _encode("gather_metrics", [_described(kinds), lists])
+            text, parts = encode("gather_metrics", [_described(kinds), lists], grad=True)
         except TypeError as error:
             failed = error
         layout = _Layout(structure, kinds, len(ids), text, parts, flags=1 if failed is None else 3)
@@ -120,7 +120,7 @@ class _Layout:
         tensors = [kind for kind in kinds if kind is not None]
         dims = [number for _, shape in tensors for number in shape]
         self.num_tensors = len(tensors) + 1
-        behind = [_bytes_tensor(text), *parts]
+        behind = [bytes_tensor(text), *parts]
         self.others = dict(enumerate(behind, start=1 + self.num_tensors))
         self.others[0] = torch.tensor(dims, dtype=torch.int64).view(torch.uint8)
         self.sizes = [8 * len(dims), 8 * count, *(num_bytes(list(shape), dtype) for dtype, shape in tensors)]
@@ -159,7 +159,7 @@ class _Message:
         head = struct.pack("10q", *layout.words, 0)
         # Only tensors, of the same kinds and sizes everywhere.
         self._alike = head * size if None not in layout.kinds else b""
-        self.rows[rank, :_HEAD] = _bytes_tensor(head)
+        self.rows[rank, :_HEAD] = bytes_tensor(head)
         self._mine: list[tuple[int, torch.Tensor]] = []  # number of a tensor, and where it goes
         self._theirs: dict[int, tuple[torch.Tensor, ...]] = {}  # by number of a tensor, where it is of each rank
         dtypes = [torch.int64, *(kind[0] for kind in layout.kinds if kind is not None)]
@@ -242,7 +242,7 @@ def _unpacked(body: torch.Tensor, words: tuple[int, ...]) -> tuple[list[Any], An
     text = body[total - sent - text_size : total]
     objects: dict[str, Any] = {}
     if flags:
-        kinds, objects = _decode(text, text_size, body.device)
+        kinds, objects = decode(text, text_size, body.device)
     else:
         kinds = json.loads(bytes(text.cpu().numpy()))
     found: list[Any] = []

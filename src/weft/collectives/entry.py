@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weft.context import DistContext, World
+from weft.context.board import StoreLost
 from weft.context.distcontext import line_outside
-from weft.context.world import absent, compare, culprit, exchange, is_communication_error, late
+from weft.context.world import (
+    absent,
+    check_failed,
+    compare,
+    culprit,
+    exchange,
+    is_communication_error,
+    late,
+    peer_error,
+)
 from weft.engines.torch.exchange import in_pairs, pair_rounds
-from weft.errors import PeerError, message
-from weft.nested import leaves
+from weft.errors import ContextError, listed, message
+from weft.nested import leaves, map_tensors
 
 __all__ = [
     "HEADER_WORDS",
@@ -25,12 +36,18 @@ __all__ = [
     "enter",
     "finish",
     "num_bytes",
+    "one_thread",
     "only_tensors",
     "peers_named",
+    "rebuilt",
     "row_gather",
+    "tensors_of",
 ]
 
+T = TypeVar("T")
+
 _SLICE = timedelta(seconds=0.5)
+_ANY_ROWS = ("gather", "all_to_all")  # the number of rows may differ between ranks: that is what they are for
 HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
 
 
@@ -69,9 +86,37 @@ def only_tensors(what: str, value: object) -> list[torch.Tensor]:
     return found
 
 
+def tensors_of(what: str, value: object, *, grad: bool) -> tuple[list[torch.Tensor], str]:
+    """The tensors of `value`, and as text which of them gradients flow through.
+
+    Raises:
+        TypeError: A leaf is not a tensor; or one requires grad, and the result would silently be a constant.
+    """
+    found = only_tensors(what, value)
+    tracked = [index for index, tensor in enumerate(found) if tensor.requires_grad and torch.is_grad_enabled()]
+    if not grad and tracked:
+        raise TypeError(
+            message(
+                f"{what}: a tensor requires grad, and no gradient would flow back from the result",
+                found=listed(f"{tuple(found[index].shape)} {found[index].dtype}" for index in tracked),
+                expected="grad=True, which sends gradients back to the ranks that the tensors came from, "
+                "or detached tensors",
+                fix=f"weft.{what}(value, ctx, grad=True)  # or value.detach(), if it is only looked at",
+            )
+        )
+    return (found, f"; grad through {tracked}") if tracked else ([tensor.detach() for tensor in found], "")
+
+
+def rebuilt(value: T, tensors: Iterable[torch.Tensor]) -> T:
+    """`value` with other tensors."""
+    outputs = iter(tensors)
+    return map_tensors(lambda _: next(outputs), value)
+
+
 def enter(what: str, ctx: DistContext, value: object, facts: dict[str, object]) -> World:
     """Check that a collective may run here; with `debug`, that all ranks mean the same one."""
     world = ctx.require_collective(what)
+    check_failed(world)
     if ctx.debug and world.store is not None and world.size > 1:
         described = {"value": _describe(what, value)} if value is not None else {}
         mine = {"call": what, **facts, **described, "at": line_outside()}
@@ -80,9 +125,8 @@ def enter(what: str, ctx: DistContext, value: object, facts: dict[str, object]) 
 
 
 def _describe(what: str, value: object) -> str:
-    # The number of rows may differ in a gather: that is what it is for.
     def shape(leaf: torch.Tensor) -> str:
-        return f"[rows, {', '.join(map(str, leaf.shape[1:]))}]" if what == "gather" else str(list(leaf.shape))
+        return f"[rows, {', '.join(map(str, leaf.shape[1:]))}]" if what in _ANY_ROWS else str(list(leaf.shape))
 
     return "; ".join(f"{'.'.join(path) or 'value'}: {shape(leaf)} {leaf.dtype}" for path, leaf in leaves(value))
 
@@ -127,6 +171,7 @@ def finish(work: dist.Work | None, world: World) -> None:
 
     Raises:
         PeerError: A peer failed or died.
+        ContextError: Another thread of this rank called a collective meanwhile.
         RuntimeError: torch's own error of the collective.
     """
     if work is None:
@@ -149,22 +194,55 @@ def _wait_in_slices(work: dist.Work, world: World) -> None:
         if work.is_completed():  # right after the slice was over
             work.wait()
             return
+        if world.clash is not None:
+            world.root.abandoned = True
+            raise _clash(world.clash)
         blamed = absent(world) or culprit(world.root)
         if blamed is not None and blamed == suspect:
             world.root.abandoned = True  # gloo still waits, and in the end closes its connections
-            raise PeerError(f"rank {blamed[0]} failed: {blamed[1]}", rank=blamed[0], text=blamed[1])
+            raise peer_error("", *blamed)
         suspect = blamed
 
 
 @contextlib.contextmanager
 def peers_named(what: str, world: World) -> Iterator[None]:
-    """Turn torch's error about a lost connection into one that names the rank to blame."""
+    """Turn torch's error about a lost connection into one that names the rank to blame; one thread at a time."""
     try:
-        yield
+        with one_thread(what, world):
+            yield
+    except StoreLost as error:
+        raise peer_error(what, error.rank, error.text) from error
     except RuntimeError as error:
-        blamed = None
-        if is_communication_error(error):
+        blamed = world.root.failure
+        if blamed is None and is_communication_error(error):
             blamed = late(world, what) if "imed out" in str(error) else culprit(world.root)
         if blamed is None:
             raise
-        raise PeerError(f"{what}: rank {blamed[0]} failed: {blamed[1]}", rank=blamed[0], text=blamed[1]) from error
+        raise peer_error(what, *blamed) from error
+
+
+@contextlib.contextmanager
+def one_thread(what: str, world: World) -> Iterator[None]:
+    """Refuse a collective while another thread of this rank is in one: which of the two meets which is chance."""
+    mine = (threading.get_ident(), f"{what} in thread {threading.current_thread().name!r}")
+    first = world.inside.setdefault("collective", mine)
+    if first[0] != mine[0]:
+        world.clash = f"{first[1]}, and {mine[1]}"
+        raise _clash(world.clash)
+    try:
+        yield
+    finally:
+        if first is mine:
+            world.inside.clear()
+            world.clash = None
+
+
+def _clash(found: str) -> ContextError:
+    return ContextError(
+        message(
+            "two threads of this rank are in collectives on one context",
+            found=found,
+            expected="one thread at a time: the order of collectives is the same on all ranks",
+            fix="other = ctx.subset(range(ctx.world_size))  # a context of its own for the second thread",
+        )
+    )

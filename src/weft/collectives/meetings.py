@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from weft.collectives.entry import enter
+from weft.collectives.entry import enter, one_thread
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
 from weft.context.world import disagree, exception_text, wait_for_key
@@ -37,8 +36,8 @@ def barrier(ctx: DistContext) -> None:
         >>> import weft
         >>> barrier(weft.local())
     """
-    enter("barrier", ctx, None, {})
-    ctx.agree("barrier")
+    with one_thread("barrier", enter("barrier", ctx, None, {})):
+        ctx.agree("barrier")
 
 
 @contextlib.contextmanager
@@ -69,7 +68,8 @@ def together(ctx: DistContext, what: str = "together") -> Iterator[None]:
     except BaseException as error:
         disagree(world, error)
         raise
-    ctx.agree(what)
+    with one_thread(what, world):
+        ctx.agree(what)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def main_first(ctx: DistContext, *, local: bool = False) -> Iterator[None]:
         wait_for_key(
             world, key, "main_first", [key if r == main else f"peer/{r}" for r in range(world.size)], patient=True
         )
-        error = json.loads(world.store.get(key))
+        error = world.store.read(key)
         if error is not None:
             raise PeerError(f"main_first: rank {main} failed: {error}", rank=main, text=error)
         yield
@@ -113,9 +113,9 @@ def main_first(ctx: DistContext, *, local: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        world.store.set(key, json.dumps(exception_text(error)))
+        world.store.write(key, exception_text(error))
         raise
-    world.store.set(key, json.dumps(None))
+    world.store.write(key, None)
 
 
 def any_rank(flag: bool, ctx: DistContext) -> bool:

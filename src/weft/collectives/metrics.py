@@ -15,10 +15,11 @@ from weft.context import DistContext
 from weft.errors import listed, message
 from weft.nested import leaves, map_leaves
 
-__all__ = ["Rows", "denominator", "gather_metrics", "weighted_mean"]
+__all__ = ["Rows", "denominator", "gather_metrics", "samples_of_all", "weighted_mean"]
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
+_UNKNOWN = -(2**40)  # samples: negative also when added to those of all others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +138,9 @@ def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ..
     if items is not None:
         return [((str(key),), item.detach()) for key, item in items]
     held: list[tuple[tuple[str, ...], Any]] = []
-    for where, leaf in leaves(map_lists(value)):
-        if isinstance(leaf, _Listed):
-            held.append((where, leaf.items))
+    for where, leaf in leaves(value, whole=_is_list):
+        if isinstance(leaf, list):
+            held.append((where, leaf))
         elif isinstance(leaf, torch.Tensor):
             held.append((where, list(leaf.unbind()) if leaf.is_nested else leaf.detach()))
         else:
@@ -163,23 +164,9 @@ def _plain_items(value: Any) -> Iterable[tuple[Any, torch.Tensor]] | None:
     return items
 
 
-class _Listed:
-    """A list that is a leaf: one entry per row."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-
-def map_lists(value: Any) -> Any:
-    """Put plain lists into boxes, so that what walks nested values leaves them whole."""
-    if isinstance(value, list):
-        return _Listed(value)
-    if isinstance(value, dict):
-        return {key: map_lists(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        parts = [map_lists(item) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
+def _is_list(value: object) -> bool:
+    """Whether this is a list of one entry per row, which is a leaf."""
+    return isinstance(value, list)
 
 
 def _pick(leaf: Any, keep: list[int]) -> Any:
@@ -209,7 +196,7 @@ def _ordered(shape: Any, parts: list[list[Any]], ids: list[torch.Tensor]) -> Any
     if _plain_items(shape) is not None:
         return dict(zip(shape, columns, strict=True)) if isinstance(shape, dict) else tuple(columns)
     found = iter(columns)
-    return map_leaves(lambda *_: next(found), map_lists(shape))
+    return map_leaves(lambda *_: next(found), shape, whole=_is_list)
 
 
 def _is_sorted(ids: torch.Tensor) -> bool:
@@ -311,3 +298,25 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
             )
         )
     return total / (ctx.data_size if mean_over is None else mean_over) if total > 0 else 1.0
+
+
+def samples_of_all(counts: Sequence[int | None], ctx: DistContext) -> int:
+    """How many samples the ranks that see different batches have together; one all-reduce of one number.
+
+    Raises:
+        ValueError: On all ranks, if a count is None: the samples of a batch could not be counted.
+    """
+    mine = sum(_UNKNOWN if count is None else count for count in counts)
+    total = int(reduce(torch.tensor(mine, dtype=torch.int64, device=ctx.device), ctx.on(ctx.data_axes), "sum"))
+    if total < 0:
+        raise ValueError(
+            message(
+                "share: the samples of a batch cannot be counted",
+                found="tensors that do not agree about the number of rows, or objects without them"
+                if mine < 0
+                else "a batch of another rank",
+                expected="tensors [samples, ...] in each batch, or a count of your own",
+                fix='loss = cross_entropy(model(x), y, reduction="sum") / window.denominator(count)',
+            )
+        )
+    return total

@@ -1,22 +1,20 @@
-"""Values of any structure between ranks: `broadcast`, `gather_objects`; JSON and bytes, no pickle."""
+"""Values of any structure between ranks: `broadcast`, `scatter`, `gather_objects`; see encoding.py for how."""
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from weft.collectives.entry import all_gather_flat, all_gather_words, enter, finish, num_bytes, peers_named
+from weft.collectives.encoding import bytes_tensor, decode, encode
+from weft.collectives.entry import all_gather_flat, all_gather_words, enter, finish, peers_named
 from weft.context import DistContext, World
 from weft.context.world import exception_text
 from weft.errors import PeerError, message
-from weft.nested import Path
 
-__all__ = ["broadcast", "gather_objects", "scatter"]
+__all__ = ["broadcast", "gather_objects", "scatter", "scatter_made"]
 
 T = TypeVar("T")
 
@@ -27,8 +25,9 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     Changes: nothing. Collectives: two broadcasts, of the description and of the bytes.
 
     Args:
-        value: On `source`: tensors, numbers, strings, None, and dicts, lists and tuples of them.
-            On the other ranks it is ignored; pass None.
+        value: On `source`: tensors, numpy arrays, numbers, strings, bytes, None, dates, paths, enums, and dicts,
+            lists, tuples, sets and dataclasses of them. Classes of dataclasses, enums and named tuples must be
+            imported on the other ranks. There the value is ignored; pass None.
         ctx: Whose ranks.
         source: Rank of this context whose value counts.
 
@@ -45,18 +44,10 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
         >>> broadcast({"step": 3}, weft.local())
         {'step': 3}
     """
-    if not 0 <= source < ctx.world_size:
-        raise ValueError(
-            message(
-                f"broadcast: source = {source} is not a rank",
-                found=str(source),
-                expected=f"0 to {ctx.world_size - 1}",
-                fix="weft.broadcast(value, ctx, source=0)",
-            )
-        )
+    _check_source("broadcast", source, ctx)
     world = enter("broadcast", ctx, None, {"source": source})
     if world.group is None:
-        _encode("broadcast", value)
+        encode("broadcast", value)
         return value
     with peers_named("broadcast", world):
         return cast("T", _broadcast_encoded(value, ctx, world, source))
@@ -68,7 +59,7 @@ def _broadcast_encoded(value: Any, ctx: DistContext, world: World, source: int) 
     failure: TypeError | None = None
     if ctx.rank == source:
         try:
-            text, parts = _encode("broadcast", value)
+            text, parts = encode("broadcast", value)
         except TypeError as error:
             failure = error
     sizes = torch.tensor([len(text), sum(p.numel() for p in parts)], dtype=torch.int64, device=ctx.device)
@@ -81,9 +72,9 @@ def _broadcast_encoded(value: Any, ctx: DistContext, world: World, source: int) 
         raise TypeError(f"broadcast: rank {source} brought a value that cannot be sent; see its error")
     body = torch.empty(text_size + data_size, dtype=torch.uint8, device=ctx.device)
     if ctx.rank == source:
-        body.copy_(torch.cat([_bytes_tensor(text), *(p.cpu() for p in parts)]))
+        body.copy_(torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)]))
     finish(dist.broadcast(body, group=world.group, group_src=source, async_op=True), world)
-    return value if ctx.rank == source else _decode(body, text_size, ctx.device)
+    return value if ctx.rank == source else decode(body, text_size, ctx.device)
 
 
 def gather_objects(value: T, ctx: DistContext) -> list[T]:
@@ -112,14 +103,14 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
     parts: list[torch.Tensor] = []
     failure: TypeError | None = None
     try:
-        text, parts = _encode("gather_objects", value)
+        text, parts = encode("gather_objects", value)
     except TypeError as error:
         if world.group is None:
             raise
         failure = error
-    body = torch.cat([_bytes_tensor(text), *(p.cpu() for p in parts)]).to(ctx.device)
+    body = torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)]).to(ctx.device)
     if world.group is None:
-        return [_decode(body, len(text), ctx.device)]
+        return [decode(body, len(text), ctx.device)]
     with peers_named("gather_objects", world):
         heads = all_gather_words([0 if failure is None else 1, len(text), body.numel()], world, ctx, 3)
         if failure is not None:
@@ -133,127 +124,130 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
         everything = padded.new_empty(longest * ctx.world_size)
         all_gather_flat(everything, padded, world)
     rows = everything.view(ctx.world_size, longest)
-    return [_decode(row[: head[2]], head[1], ctx.device) for row, head in zip(rows, heads, strict=True)]
+    return [decode(row[: head[2]], head[1], ctx.device) for row, head in zip(rows, heads, strict=True)]
 
 
-def _encode(what: str, value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """A value as JSON text and the bytes of its tensors."""
-    parts: list[torch.Tensor] = []
+def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) -> T:
+    """Give every rank its own of the values of one rank; `gather_objects` is the way back.
 
-    def encode(item: Any, path: Path) -> Any:
-        if isinstance(item, torch.Tensor):
-            data = item.detach().contiguous()
-            parts.append(data.reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8))
-            return {"t": [str(item.dtype).removeprefix("torch."), list(item.shape)]}
-        if item is None or isinstance(item, (bool, int, float, str)):
-            return item
-        if isinstance(item, bytes):
-            return {"b": base64.b64encode(item).decode()}
-        if type(item) in (list, tuple):
-            return {"l" if type(item) is list else "u": [encode(x, (*path, str(i))) for i, x in enumerate(item)]}
-        if type(item) is dict:
-            return {"d": [[encode(k, path), encode(x, (*path, str(k)))] for k, x in item.items()]}
-        raise TypeError(
-            message(
-                f"{what}: {'.'.join(path) or 'the value'} cannot be sent",
-                found=f"{type(item).__name__}",
-                expected="tensors, numbers, strings, bytes, None, and plain dicts, lists and tuples of them",
-                fix="send its fields as a dict",
+    Of rows of a tensor: `scatter(rows.tensor_split(ctx.world_size), ctx)`.
+
+    Changes: nothing. Collectives: a broadcast of sizes, and a scatter of the bytes.
+
+    Args:
+        values: On `source`: one value per rank, each as for `broadcast`; they may differ in structure and size.
+            On the other ranks it is ignored; pass None.
+        ctx: Whose ranks.
+        source: Rank of this context whose values count.
+
+    Returns:
+        A copy of this rank's value, with tensors on `ctx.device`.
+
+    Raises:
+        TypeError: On `source`, if a value cannot be sent.
+        ValueError: No such rank; on `source`, if there is not one value per rank.
+        PeerError: `source` could not send, or a peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> scatter(["a"], weft.local())
+        'a'
+    """
+    _check_source("scatter", source, ctx)
+    enter("scatter", ctx, None, {"source": source})
+
+    def make() -> list[T]:
+        given = [] if values is None else list(values)
+        if len(given) != ctx.world_size:
+            raise ValueError(
+                message(
+                    "scatter: there is not one value for each rank",
+                    found="None" if values is None else f"{len(given)} values",
+                    expected=f"{ctx.world_size} values on rank {source}",
+                    fix="weft.scatter(rows.tensor_split(ctx.world_size), ctx)",
+                )
             )
-        )
+        return given
 
-    return json.dumps(encode(value, ())).encode(), parts
-
-
-def _decode(body: torch.Tensor, text_size: int, device: torch.device) -> Any:
-    text = bytes(body[:text_size].cpu().numpy())
-    place = text_size
-
-    def decode(item: Any) -> Any:
-        nonlocal place
-        if not isinstance(item, dict):
-            return item
-        ((kind, content),) = item.items()
-        if kind == "t":
-            dtype, shape = getattr(torch, content[0]), content[1]
-            size = num_bytes(shape, dtype)
-            data, place = body[place : place + size].clone(), place + size
-            return (data.view(dtype) if size else torch.empty(0, dtype=dtype, device=device)).view(shape).to(device)
-        if kind == "b":
-            return base64.b64decode(content)
-        if kind == "d":
-            return {decode(k): decode(x) for k, x in content}
-        items = [decode(x) for x in content]
-        return items if kind == "l" else tuple(items)
-
-    return decode(json.loads(text))
+    if ctx.world_size == 1:
+        text, parts = encode("scatter", make()[0])
+        return cast("T", decode(torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)]), len(text), ctx.device))
+    return cast("T", scatter_made(make, ctx, "scatter", source))
 
 
-def _bytes_tensor(text: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: str, source: int = 0) -> Any:
+    """Give every rank its own of the values that `source` makes; None on all ranks if it makes none.
 
-
-def scatter(make: Callable[[], list[Any] | None], ctx: DistContext, what: str) -> Any:
-    """Give every rank its own of the values that rank 0 makes; None on all ranks if it makes none.
-
-    What `make` raises is raised on rank 0, and told to the others.
+    What `make` raises is raised on that rank, and told to the others.
 
     Changes: nothing. Collectives: a broadcast of sizes, and a scatter of the bytes.
 
     Raises:
-        TypeError: On all ranks, if a value cannot be sent.
-        PeerError: Making the values failed, or a peer.
+        TypeError: On `source`, if a value cannot be sent.
+        PeerError: Making or sending the values failed, or a peer.
     """
     if ctx.world_size == 1:
-        values = make()
-        return None if values is None else values[0]
+        made = make()
+        return None if made is None else made[0]
     world = ctx.require_collective(what)
-    if ctx.rank:
-        return _receive(ctx, world, what)
+    if ctx.rank != source:
+        return _receive(ctx, world, what, source)
     try:
         values = make()
-        encoded = [_encode(what, value) for value in values or ()]
+        encoded = [encode(what, value) for value in values or ()]
     except Exception as error:
         text = exception_text(error).encode()
-        _send_sizes([2, len(text), *[0] * (2 * ctx.world_size - 1)], ctx, world)
-        body = _bytes_tensor(text).to(ctx.device)
-        finish(dist.broadcast(body, group=world.group, group_src=0, async_op=True), world)
+        _send(torch.tensor([2, len(text), *[0] * (2 * ctx.world_size - 1)]), ctx, world, what)
+        _send(bytes_tensor(text), ctx, world, what)
         raise
     sizes = [number for text, parts in encoded for number in (len(text), sum(p.numel() for p in parts))]
-    _send_sizes([int(values is None), *(sizes or [0] * (2 * ctx.world_size))], ctx, world)
+    _send(torch.tensor([int(values is None), *(sizes or [0] * (2 * ctx.world_size))]), ctx, world, what)
     if values is None:
         return None
     longest = max(sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True))
     bodies = [torch.zeros(longest, dtype=torch.uint8, device=ctx.device) for _ in encoded]
     for body, (text, parts) in zip(bodies, encoded, strict=True):
-        packed = torch.cat([_bytes_tensor(text), *(p.cpu() for p in parts)])
+        packed = torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)])
         body[: packed.numel()] = packed
     with peers_named(what, world):
-        mine = torch.empty_like(bodies[0])
-        finish(dist.scatter(mine, bodies, group=world.group, group_src=0, async_op=True), world)
-    return _decode(mine[: sizes[0] + sizes[1]], sizes[0], ctx.device)
+        mine = torch.empty_like(bodies[source])
+        finish(dist.scatter(mine, bodies, group=world.group, group_src=source, async_op=True), world)
+    text_size, data_size = sizes[2 * source : 2 * source + 2]
+    return decode(mine[: text_size + data_size], text_size, ctx.device)
 
 
-def _send_sizes(sizes: list[int], ctx: DistContext, world: World) -> None:
-    head = torch.tensor(sizes, dtype=torch.int64, device=ctx.device)
-    with peers_named("scatter", world):
-        finish(dist.broadcast(head, group=world.group, group_src=0, async_op=True), world)
+def _send(values: torch.Tensor, ctx: DistContext, world: World, what: str) -> None:
+    with peers_named(what, world):
+        work = dist.broadcast(values.to(ctx.device), group=world.group, group_src=ctx.rank, async_op=True)
+        finish(work, world)
 
 
-def _receive(ctx: DistContext, world: World, what: str) -> Any:
+def _receive(ctx: DistContext, world: World, what: str, source: int) -> Any:
     head = torch.zeros(1 + 2 * ctx.world_size, dtype=torch.int64, device=ctx.device)
     with peers_named(what, world):
-        finish(dist.broadcast(head, group=world.group, group_src=0, async_op=True), world)
+        finish(dist.broadcast(head, group=world.group, group_src=source, async_op=True), world)
         kind, *sizes = head.tolist()
         if kind == 1:
             return None
         if kind == 2:
             told = torch.empty(sizes[0], dtype=torch.uint8, device=ctx.device)
-            finish(dist.broadcast(told, group=world.group, group_src=0, async_op=True), world)
+            finish(dist.broadcast(told, group=world.group, group_src=source, async_op=True), world)
             text = bytes(told.cpu().numpy()).decode()
-            raise PeerError(f"{what}: rank 0 failed: {text}", rank=0, text=text)
+            raise PeerError(f"{what}: rank {source} failed: {text}", rank=source, text=text)
         longest = max(sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True))
         mine = torch.empty(longest, dtype=torch.uint8, device=ctx.device)
-        finish(dist.scatter(mine, None, group=world.group, group_src=0, async_op=True), world)
+        finish(dist.scatter(mine, None, group=world.group, group_src=source, async_op=True), world)
     text_size, data_size = sizes[2 * ctx.rank : 2 * ctx.rank + 2]
-    return _decode(mine[: text_size + data_size], text_size, ctx.device)
+    return decode(mine[: text_size + data_size], text_size, ctx.device)
+
+
+def _check_source(what: str, source: int, ctx: DistContext) -> None:
+    if not 0 <= source < ctx.world_size:
+        raise ValueError(
+            message(
+                f"{what}: source = {source} is not a rank",
+                found=str(source),
+                expected=f"0 to {ctx.world_size - 1}",
+                fix=f"weft.{what}(value, ctx, source=0)",
+            )
+        )

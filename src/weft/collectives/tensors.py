@@ -17,36 +17,41 @@ from weft.collectives.entry import (
     num_bytes,
     only_tensors,
     peers_named,
+    rebuilt,
+    tensors_of,
 )
+from weft.collectives.swapping import Gathering, Routes, Summing
 from weft.context import DistContext, World
 from weft.context.world import compare, exchange
 from weft.errors import ContextError, message
 from weft.nested import leaves, map_tensors
 
-__all__ = ["ReduceOp", "gather", "pad_across", "reduce"]
+__all__ = ["ReduceOp", "check_op", "gather", "mean_dtype", "pad_across", "reduce"]
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_CARRIERS = {torch.bool: torch.uint8, torch.int16: torch.int32}  # what gloo does not know
 
 
-def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum") -> T:
+def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = False) -> T:
     """Combine tensors over the ranks; every rank gets the result.
 
-    Changes: nothing; `value` is left alone. Collectives: one all-reduce per dtype.
+    Changes: nothing; `value` is left alone. Collectives: one all-reduce per dtype; with `grad`, the same in backward.
 
     Args:
         value: A nested value of tensors, the same shapes and dtypes on all ranks.
         ctx: Whose ranks; `ctx.on(axis)` for part of them.
         op: "sum", "mean", "max" or "min". The mean of integers and booleans is float32 (float64
             for int64), never rounded; their sum keeps the dtype, booleans count as int64.
+        grad: Whether gradients flow back to all ranks; for sums and means. See `gather`.
 
     Returns:
         The same structure with the results.
 
     Raises:
-        TypeError: A leaf is not a tensor.
-        ValueError: Unknown `op`.
+        TypeError: A leaf is not a tensor, or requires grad without `grad=True`.
+        ValueError: Unknown `op`, or one without gradients with `grad=True`.
         PeerError: A peer failed or died.
 
     Example:
@@ -54,32 +59,57 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum") -> T:
         >>> reduce({"loss": torch.tensor(2.0)}, weft.local(), "mean")
         {'loss': tensor(2.)}
     """
+    check_op("reduce", op)
+    found, tracked = tensors_of("reduce", value, grad=grad)
+    if tracked and op not in ("sum", "mean"):
+        raise ValueError(
+            message(
+                f"reduce: op = {op!r} sends no gradients back",
+                found=f"grad=True, op={op!r}",
+                expected='"sum" or "mean"',
+                fix=f"weft.gather(value[None], ctx, grad=True).a{op}(0)",
+            )
+        )
+    world = enter("reduce", ctx, value, {"op": op})
+    inputs = [_for_op(tensor, op) for tensor in found]
+    if world.group is None:
+        return rebuilt(value, inputs)
+
+    def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        with peers_named("reduce", world):
+            return _reduce_packed(tensors, op, world)
+
+    return rebuilt(value, Summing.apply(run, *inputs) if tracked else run(inputs))  # type: ignore[no-untyped-call]
+
+
+def check_op(what: str, op: str) -> None:
+    """Raise if there is no such operation.
+
+    Raises:
+        ValueError: There is none.
+    """
     if op not in _OPS:
         raise ValueError(
             message(
-                f"reduce: op = {op!r} is unknown",
+                f"{what}: op = {op!r} is unknown",
                 found=repr(op),
                 expected="one of " + ", ".join(_OPS),
-                fix='weft.reduce(value, ctx, "sum")',
+                fix=f'weft.{what}(value, ctx, "sum")',
             )
         )
-    found = only_tensors("reduce", value)
-    world = enter("reduce", ctx, value, {"op": op})
-    inputs = [_for_op(tensor, op) for tensor in found]
-    if world.group is not None:
-        with peers_named("reduce", world):
-            inputs = _reduce_packed(inputs, op, world)
-    outputs = iter(inputs)
-    return map_tensors(lambda _: next(outputs), value)
 
 
 def _for_op(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    tensor = tensor.detach()
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor.to(torch.float64 if tensor.dtype == torch.int64 else torch.float32)
+        return tensor.to(mean_dtype(tensor.dtype))
     if op == "sum" and tensor.dtype == torch.bool:
         return tensor.to(torch.int64)
     return tensor.clone()
+
+
+def mean_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the mean of integers or booleans."""
+    return torch.float64 if dtype == torch.int64 else torch.float32
 
 
 def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[torch.Tensor]:
@@ -87,10 +117,11 @@ def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[to
     outputs = list(inputs)
     for indices in _by_kind(inputs).values():
         packed = torch.cat([inputs[i].reshape(-1) for i in indices])
-        boolean = packed.dtype == torch.bool
-        packed = packed.to(torch.uint8) if boolean else packed
-        finish(dist.all_reduce(packed, op=_OPS[op], group=world.group, async_op=True), world)
-        packed = packed.to(torch.bool) if boolean else packed
+        dtype = packed.dtype
+        packed = packed.to(_CARRIERS.get(dtype, dtype))
+        sent = torch.view_as_real(packed) if packed.is_complex() and op in ("sum", "mean") else packed
+        finish(dist.all_reduce(sent, op=_OPS[op], group=world.group, async_op=True), world)
+        packed = packed.to(dtype)
         packed = packed / world.size if op == "mean" else packed
         start = 0
         for i in indices:
@@ -107,23 +138,29 @@ def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.dtype, torch.devic
     return kinds
 
 
-def gather(value: T, ctx: DistContext) -> T:
+def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
     """Join tensors of all ranks along their first dimension, in rank order; every rank gets all.
 
     The ranks may bring different numbers of rows, also none; nothing is padded or cut. A 0-d
     tensor counts as one row. Ranks may differ in further dimensions only if one of them is empty.
 
-    Changes: nothing. Collectives: one small all-gather of shapes, one all-gather of the bytes.
+    With `grad` gradients flow back to the ranks that the rows came from. Strategies minimize the mean of the ranks'
+    losses, and so they do here: a contrastive loss over the rows of all ranks, computed on every rank, is that of one
+    process, and so is one of each rank's own rows against all. Nothing has to be scaled.
+
+    Changes: nothing. Collectives: one small all-gather of shapes, one all-gather of the bytes; with `grad`, one
+    all-to-all in backward.
 
     Args:
         value: A nested value of tensors [rows, ...], the same structure and dtypes on all ranks.
         ctx: Whose ranks.
+        grad: Whether gradients flow through. All ranks then take part in the backward pass through the result.
 
     Returns:
         The same structure; each tensor [sum of rows, ...], on the device it came from.
 
     Raises:
-        TypeError: A leaf is not a tensor.
+        TypeError: A leaf is not a tensor, or requires grad without `grad=True`.
         ContextError: Structures, dtypes or inner shapes differ between ranks.
         PeerError: A peer failed or died.
 
@@ -132,19 +169,28 @@ def gather(value: T, ctx: DistContext) -> T:
         >>> gather(torch.tensor(3), weft.local())
         tensor([3])
     """
-    found = [t.detach().reshape(1) if t.dim() == 0 else t.detach() for t in only_tensors("gather", value)]
+    found, tracked = tensors_of("gather", value, grad=grad)
+    found = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in found]
     world = enter("gather", ctx, value, {})
     if world.group is None:
-        joined = [tensor.clone() for tensor in found]
-    else:
-        with peers_named("gather", world):
-            joined = _gather_packed(found, value, world, ctx)
-    outputs = iter(joined)
-    return map_tensors(lambda _: next(outputs), value)
+        return rebuilt(value, [tensor.clone() for tensor in found])
+    with peers_named("gather", world):
+        shapes = _exchange_shapes("gather", found, value, tracked, world, ctx)
+        _check_inner(found, shapes)
+
+        def run() -> list[torch.Tensor]:
+            return _gather_packed([tensor.detach() for tensor in found], shapes, world, ctx)
+
+        if not tracked:
+            return rebuilt(value, run())
+        rows = [[row[index][0] for row in shapes] for index in range(len(found))]
+        sent = [[each[ctx.rank]] * ctx.world_size for each in rows]
+        return rebuilt(value, Gathering.apply(run, Routes("gather", world, sent, rows, ctx.device), *found))  # type: ignore[no-untyped-call]
 
 
-def _gather_packed(found: list[torch.Tensor], value: object, world: World, ctx: DistContext) -> list[torch.Tensor]:
-    shapes = _exchange_shapes(found, value, world, ctx)
+def _gather_packed(
+    found: list[torch.Tensor], shapes: list[list[list[int]]], world: World, ctx: DistContext
+) -> list[torch.Tensor]:
     sizes = [sum(num_bytes(shape, t.dtype) for shape, t in zip(row, found, strict=True)) for row in shapes]
     mine = [t.contiguous().reshape(-1).view(torch.uint8).to(ctx.device) for t in found if t.numel()]
     longest = max(sizes)
@@ -174,16 +220,17 @@ def _join(
     return torch.cat(pieces).to(tensor.device)
 
 
-def _exchange_shapes(found: list[torch.Tensor], value: object, world: World, ctx: DistContext) -> list[list[list[int]]]:
-    """Every rank's shapes; raises on every rank if the values do not fit together."""
-    structure = "; ".join(
-        f"{'.'.join(path) or 'value'}: {leaf.dtype}, {max(leaf.dim(), 1)}-d" for path, leaf in leaves(value)
-    )
+def _exchange_shapes(
+    what: str, found: list[torch.Tensor], value: object, tracked: str, world: World, ctx: DistContext
+) -> list[list[list[int]]]:
+    """Every rank's shapes; raises on every rank if structures, dtypes or numbers of dimensions differ."""
+    named = zip(leaves(value), found, strict=True)
+    structure = "; ".join(f"{'.'.join(path) or 'value'}: {t.dtype}, {t.dim()}-d" for (path, _), t in named) + tracked
     dims = [size for tensor in found for size in tensor.shape]
     words = [zlib.crc32(structure.encode()), len(dims), *dims]
     heads = all_gather_words(words[:HEADER_WORDS], world, ctx)
     if any(head[:2] != heads[0][:2] for head in heads):
-        compare("gather", [{"value": text} for text in exchange(world, "gather", structure)])
+        compare(what, [{"value": text} for text in exchange(world, what, structure)])
     if len(words) > HEADER_WORDS:
         rests = all_gather_words(words[HEADER_WORDS:], world, ctx, len(words) - HEADER_WORDS)
         heads = [[*head, *rest] for head, rest in zip(heads, rests, strict=True)]
@@ -191,6 +238,10 @@ def _exchange_shapes(found: list[torch.Tensor], value: object, world: World, ctx
     for head in heads:
         numbers = iter(head[2:])
         shapes.append([[next(numbers) for _ in tensor.shape] for tensor in found])
+    return shapes
+
+
+def _check_inner(found: list[torch.Tensor], shapes: list[list[list[int]]]) -> None:
     for index in range(len(found)):
         inner = {tuple(row[index][1:]) for row in shapes if row[index] and 0 not in row[index]}
         if len(inner) > 1:
@@ -202,7 +253,6 @@ def _exchange_shapes(found: list[torch.Tensor], value: object, world: World, ctx
                     fix="value = weft.pad_across(value, ctx, dim=1)",
                 )
             )
-    return shapes
 
 
 def pad_across(
@@ -210,10 +260,10 @@ def pad_across(
 ) -> T:
     """Pad tensors to the longest of all ranks along one dimension.
 
-    Changes: nothing. Collectives: one all-gather of sizes.
+    Changes: nothing. Collectives: one all-gather of shapes.
 
     Args:
-        value: A nested value of tensors; the same number of dimensions on all ranks.
+        value: A nested value of tensors; the same structure, dtypes and numbers of dimensions on all ranks.
         ctx: Whose ranks.
         dim: Dimension to pad; negative counts from the end. Tensors that have no such dimension
             are returned as they are.
@@ -225,6 +275,8 @@ def pad_across(
 
     Raises:
         TypeError: A leaf is not a tensor, or a tensor is nested (jagged).
+        ContextError: Structures, dtypes or numbers of dimensions differ between ranks.
+        PeerError: A peer failed or died.
 
     Example:
         >>> import weft
@@ -242,13 +294,13 @@ def pad_across(
                 fix="torch.nested.to_padded_tensor(value, 0.0)",
             )
         )
-    world = enter("pad_across", ctx, None, {"dim": dim, "side": side})
+    world = enter("pad_across", ctx, None, {"dim": dim, "side": side, "fill": fill})
     if world.group is None:
         return value
-    sizes = [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in found]
     with peers_named("pad_across", world):
-        rows = all_gather_words(sizes, world, ctx, max(len(sizes), 1))
-    longest = iter([max(row[index] for row in rows) for index in range(len(found))])
+        rows = _exchange_shapes("pad_across", found, value, "", world, ctx)
+    sizes = [[row[index] for row in rows] for index in range(len(found))]
+    longest = iter([max(shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape in each) for each in sizes])
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
         goal = next(longest)

@@ -6,6 +6,9 @@ start.py        making one; the only reader of the environment
 settings.py     which layer sets what
 applied.py      the record of one transform
 world.py        the live side: how ranks meet through the store
+board.py        the store, whose questions have a limit of time
+watching.py     the threads that see who waits in vain
+connections.py  where this process listens, and cutting its connections
 preemption.py   the end of a job that is told to end
 closing.py      groups of a world, and its orderly end
 """

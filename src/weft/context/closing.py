@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.context.board import StoreLost
 from weft.context.world import (
     PREEMPTED,
     World,
@@ -26,15 +28,16 @@ from weft.context.world import (
     wait_for_parting,
 )
 from weft.engines.torch.shards import forget_groups
-from weft.errors import PeerError
+from weft.errors import ContextError, PeerError
 
 __all__ = ["close", "close_after", "close_at_exit", "device_mesh", "make_line"]
 
 _CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for
+_LEDGER_LIMIT_S = 2.0  # between their last steps the ranks have met in a collective
 _BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
 
 
-def make_line(world: World, lines: Sequence[Sequence[int]], backend: str, name: str) -> World:
+def make_line(world: World, lines: Sequence[Sequence[int]], name: str) -> World:
     """Make process groups for some disjoint sets of ranks, and return the one this rank is in.
 
     Collectives: one group per line. Every rank of `world` calls it with the same lines.
@@ -42,7 +45,6 @@ def make_line(world: World, lines: Sequence[Sequence[int]], backend: str, name: 
     Args:
         world: The larger world.
         lines: Ranks of `world`, each line in ascending order.
-        backend: Of the process groups.
         name: For the error text when the ranks do not agree.
 
     Returns:
@@ -56,12 +58,13 @@ def make_line(world: World, lines: Sequence[Sequence[int]], backend: str, name: 
     if world.group is None or world.store is None:
         return line
     agree(world, name, {"lines": [list(each) for each in lines]})
+    backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
     for members in lines:
         group = _new_group(world, [world.ranks[m] for m in members], backend)
         if world.rank in members:
             line.group = group
     if rank >= 0:
-        line.store = dist.PrefixStore(f"line/{number}/{line.ranks[0]}", world.store)
+        line.store = world.store.below(f"line/{number}/{line.ranks[0]}")
         announce(line)
         world.root.made.append(line)
     return line
@@ -110,15 +113,32 @@ def close(world: World) -> None:
     Raises:
         BaseException: Of work in the background that failed, if nobody has seen it yet.
     """
-    if world.closed:
+    if world.closed or _is_forked(world):
         return
-    failure = _background_failure(world, world.timeout_s)
+    failure = _background_failure(world, world.timeout_s) or _difference(world)
     world.closed = True
     part(world, failure)
     wait_for_parting(world, min(world.timeout_s, _CLOSE_LIMIT_S))
     _release(world)
     if failure is not None:
         raise failure
+
+
+def _is_forked(world: World) -> bool:
+    """Whether this process is a fork of the rank: its end is not the rank's."""
+    return world.process != os.getpid()
+
+
+def _difference(world: World) -> ContextError | None:
+    """Compare once more what the strategies compare now and then: the last steps of a program count too."""
+    try:
+        for ledger in list(world.ledgers):
+            ledger.finish(_LEDGER_LIMIT_S)
+    except ContextError as error:
+        return error
+    except StoreLost:
+        return None
+    return None
 
 
 def _background_failure(world: World, limit_s: float) -> BaseException | None:
@@ -133,6 +153,8 @@ def close_after(world: World, error: BaseException | None) -> None:
     Raises:
         PeerError: `error` is only the echo of a peer that failed; names that peer.
     """
+    if _is_forked(world):
+        return
     clean_exit = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
     if error is None or clean_exit or world.closed:
         close(world)
@@ -143,7 +165,10 @@ def close_after(world: World, error: BaseException | None) -> None:
         blamed = _wait_for_culprit(world, error)
         if blamed is not None:
             rank, text = blamed
-            cause = PeerError(f"rank {rank} failed, and with it rank {world.rank}: {text}", rank=rank, text=text)
+            problem = f"rank {rank} failed, and with it rank {world.rank}: {text}" if rank >= 0 else text
+            if rank == world.rank:
+                problem = f"others waited for this rank, {rank}, and left: it {text}"
+            cause = PeerError(problem, rank=rank, text=text)
     part(world, cause)
     # Once nobody here holds the group, its connections close and the peers wake up at once.
     _release(world)
@@ -158,7 +183,7 @@ def close_after(world: World, error: BaseException | None) -> None:
 
 def close_at_exit(world: World) -> None:
     """The end of a program that never called `close`; says which peer failed, if one did."""
-    if world.closed:
+    if world.closed or _is_forked(world):
         return
     error = getattr(sys, "last_value", None)  # set when the interpreter printed an uncaught exception
     try:
@@ -168,17 +193,20 @@ def close_at_exit(world: World) -> None:
 
 
 def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | None:
-    with contextlib.suppress(RuntimeError):
+    try:
+        if world.failure is not None:
+            return world.failure
         if "imed out" in str(error):  # nobody died: somebody did not come
             return late(world, "close")
         end = time.monotonic() + _BLAME_LIMIT_S
         while time.monotonic() < end:
-            blamed = culprit(world)
+            blamed = world.failure or culprit(world)
             if blamed is not None:
                 return blamed
             time.sleep(0.05)
-        return None
-    return 0, "the process that serves the store is gone"
+    except StoreLost as lost:
+        return lost.rank, lost.text
+    return None
 
 
 def _release(world: World) -> None:

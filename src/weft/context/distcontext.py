@@ -176,18 +176,25 @@ class DistContext:
     def on(self, axis: str | Sequence[str]) -> DistContext:
         """Give the context of this rank's neighbours along one mesh axis (or along several).
 
-        Changes: nothing. Collectives: none; the groups of the axes were made by `start`.
+        Changes: nothing. Collectives: none for one axis and for all data axes together, whose groups
+        `start` made. The first call for another combination makes its groups: all ranks make that call.
 
         Args:
-            axis: A mesh axis, or all of `data_axes`.
+            axis: A mesh axis, or several, in any order.
 
         Returns:
-            A context whose ranks are those that differ from this one on `axis` only.
+            A context whose ranks are those that differ from this one on `axis` only; its axes are in
+            the order of the mesh.
 
         Raises:
-            ContextError: No such axis, or no group was made for this combination.
+            ContextError: No such axis; or the ranks ask for different combinations.
+            CollectiveRefused: Groups would have to be made, and this context came from `only`.
+            PeerError: Another rank failed or did not come.
         """
-        names = (axis,) if isinstance(axis, str) else tuple(axis)
+        asked = (axis,) if isinstance(axis, str) else tuple(axis)
+        for name in asked:
+            self.axis_size(name)
+        names = tuple(name for name, _ in self.axes if name in asked)
         sizes = tuple((name, self.axis_size(name)) for name in names)
         if {name for name, size in self.axes if size > 1} <= set(names):
             return replace(self, axes=sizes, data_axes=self._data_axes_in(names))
@@ -218,14 +225,8 @@ class DistContext:
             return live
         if len(members) == 1 or self.world.group is None:
             return World(ranks=[self.ranks[m] for m in members], rank=members.index(self.rank))
-        raise ContextError(
-            message(
-                f"on: there is no group along {' + '.join(names)}",
-                found=f"axes {dict(self.axes)}, groups along {', '.join(self.world.lines) or 'none'}",
-                expected="one axis, or all data axes together",
-                fix="pass data_axes= to weft.start so that these axes form one group",
-            )
-        )
+        self.check_unrestricted(f"on {names}")
+        return make_line_along(self, wide)
 
     def _data_axes_in(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in names if name in self.data_axes)
@@ -258,7 +259,7 @@ class DistContext:
                     fix="ctx.subset([0, 1])",
                 )
             )
-        world = closing.make_line(self.world, [members], self.engine.backend(self.device), f"subset {members}")
+        world = closing.make_line(self.world, [members], f"subset {members}")
         return replace(
             self,
             rank=members.index(self.rank) if self.rank in members else -1,
@@ -462,6 +463,16 @@ class DistContext:
         object.__setattr__(self, "restricted", None)
         object.__setattr__(self, "handed_over", ())
         object.__setattr__(self, "world", World(ranks=self.ranks, rank=self.rank))
+
+
+def make_line_along(ctx: DistContext, names: Sequence[str]) -> World:
+    """Make the groups of the lines along these axes, and keep this rank's; all ranks of `ctx` call it."""
+    lines = ctx.all_lines(names)
+    made = closing.make_line(ctx.world, lines, f"axis {tuple(names)}")
+    ctx.world.lines["+".join(names)] = made
+    if len(names) > 1:  # along one of its axes a line has the same ranks as the mesh
+        made.lines = {name: ctx.world.lines[name] for name in names}
+    return made
 
 
 def line_outside() -> str:

@@ -16,7 +16,6 @@ before `last` is known.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
+from weft.context.board import StoreLost
 from weft.context.distcontext import DistContext
 from weft.context.world import PREEMPTED, World, wait_for_key
 from weft.errors import ContractError, listed, message
@@ -194,7 +194,7 @@ class Preemption:
     # -- the agreement ---------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it everybody to agree with
+        with contextlib.suppress(StoreLost):  # and with it everybody to agree with
             while not self._end.wait(_PERIOD_S):
                 if self._told_by or self._has("asked"):
                     self._answer()
@@ -211,12 +211,12 @@ class Preemption:
         if store is None or world.size == 1:
             return
         if self._told_by:
-            store.compare_set(f"{self._key}/asked", "", self._told_by)
-        store.set(f"{self._key}/at/{world.rank}", json.dumps(mine))
+            store.claim(f"{self._key}/asked", self._told_by)
+        store.write(f"{self._key}/at/{world.rank}", mine)
         if store.add(f"{self._key}/count", 1) == world.size:
-            steps = [json.loads(store.get(f"{self._key}/at/{rank}")) for rank in range(world.size)]
+            steps = [store.read(f"{self._key}/at/{rank}") for rank in range(world.size)]
             last = None if None in steps else max(steps) + 1
-            store.set(f"{self._key}/last", json.dumps(last))
+            store.write(f"{self._key}/last", last)
 
     def _agreed(self) -> float:
         """The step to stop after; infinite if there is a rank that will not come to it."""
@@ -226,7 +226,7 @@ class Preemption:
             return self._step + 1
         expected = [f"{self._key}/at/{rank}" for rank in range(world.size)]
         wait_for_key(world, f"{self._key}/last", "on_preemption", expected)
-        last = json.loads(store.get(f"{self._key}/last"))
+        last = store.read(f"{self._key}/last")
         if last is None:
             return math.inf
         self.reason = store.get(f"{self._key}/asked").decode()
@@ -234,7 +234,7 @@ class Preemption:
 
     def _has(self, name: str) -> bool:
         store = self._world.store
-        return store is not None and bool(store.check([f"{self._key}/{name}"]))
+        return store is not None and store.has(f"{self._key}/{name}")
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Preemption:
         if self._end.is_set():
             return
         self._end.set()
-        with contextlib.suppress(RuntimeError):  # a lost store has no peers to tell
+        with contextlib.suppress(StoreLost):  # then there are no peers to tell
             self._answer(leaving=True)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _PERIOD_S)

@@ -7,6 +7,7 @@ without an address, a network without a way there, or no answer at all rarely ge
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import socket
 import struct
@@ -15,7 +16,7 @@ import time
 
 from weft.errors import ContextError, message
 
-__all__ = ["interface_to", "is_here", "reach"]
+__all__ = ["interface_to", "is_here", "listen_at", "reach"]
 
 _SAY_S = 10.0  # after so long it is said that somebody waits
 _HOPELESS_S = 60.0  # how long an address that cannot be reached is tried
@@ -94,6 +95,24 @@ def is_here(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def listen_at(host: str, port: int) -> int | None:
+    """A socket that listens at an address of this machine, and at no other; None if torch is to listen at all of them.
+
+    That is so for names: other machines may know this one by another address than itself.
+    """
+    listening = None
+    with contextlib.suppress(ValueError, OSError):  # a name; taken, or the address of another machine
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        listening = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((str(address), port))
+        listening.listen(socket.SOMAXCONN)
+        return listening.detach()
+    if listening is not None:
+        listening.close()
+    return None
 
 
 def interface_to(host: str | None = None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,16 +19,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import closing
+from weft.context.board import Board
 from weft.context.config import read_config
-from weft.context.distcontext import DistContext
-from weft.context.reaching import interface_to, reach
+from weft.context.distcontext import DistContext, make_line_along
+from weft.context.reaching import interface_to, listen_at, reach
 from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
+from weft.context.watching import watch
 from weft.context.world import World, announce, exchange
 from weft.engines import Engine, engine_for
 from weft.errors import ContextError, message
 from weft.launchers import Topology, topology
 
 __all__ = ["adopt", "launched", "local", "start"]
+
+_GRACE_S = 1.0  # for torch to find out by itself that the time is over
 
 
 def start(
@@ -125,13 +130,14 @@ def adopt(
 
     The group is used, never destroyed. A setting that differs from the group's raises.
 
-    Changes: nothing. Collectives: none over the group; one meeting of its ranks through the store.
+    Changes: makes the device of this rank, if it is an accelerator, the current one.
+    Collectives: none over the group; one meeting of its ranks through the store.
 
     Args:
         group: A process group or a `DeviceMesh`; default: the default group.
         mesh: As for `start`; taken from the `DeviceMesh` if one is given.
         data_axes: As for `start`.
-        device: As for `start`.
+        device: As for `start`; default: the `device_id` that the group was made with, if it was.
         backend: Must be the group's, if given.
         engine: As for `start`.
         timeout_s: Must be the group's, if given.
@@ -242,44 +248,71 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
         patient = dict(settings.sources)["timeout_s"] != "default"
         who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
         reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
-    try:
-        store: dist.Store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            None if place.store_served else place.world_size,
-            is_master=serves,
-            timeout=limit,
-            multi_tenant=True,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise ContextError(
-            message(
-                f"start: rank {place.rank} of {place.world_size} cannot meet the others",
-                found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
-                f"{interface_to(place.master_addr)}: {str(error).splitlines()[0]}",
-                expected=f"rank 0 serves that address, and all ranks start within {settings.timeout_s:g} s",
-                fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
-            )
-        ) from error
+    store: dist.Store = _store(place, settings.timeout_s, serves=serves)
     # Its functions keep the default group of the moment they are imported as a default argument, and with it
     # the connections; optimizers import it. Before there is a group, it is None.
     importlib.import_module("torch.distributed.nn.functional")
-    # A restarted job must not read what the ranks before it wrote.
-    store = dist.PrefixStore(f"weft/{place.attempt}", store)
-    dist.init_process_group(
-        backend=settings.backend or engine.backend(device),
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=limit,
-        device_id=device if device.type not in ("cpu", "xla") and device.index is not None else None,
+    # A restarted job must not read what the ranks before it wrote, and no other job what these write.
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")  # of torchrun and `weft launch`
+    store = dist.PrefixStore(f"weft/{run}/{place.attempt}", store)
+    world.store = Board(
+        dist.PrefixStore("board", store), limit_s=settings.timeout_s, server=-1 if place.store_served else 0
     )
+    watch(world)
+    with world.store.limited(2 * settings.timeout_s):  # torch waits for the ranks and then for their connections
+        dist.init_process_group(
+            backend=settings.backend or engine.backend(device),
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=limit,
+            device_id=device if device.type not in ("cpu", "xla") and device.index is not None else None,
+        )
     world.group = dist.group.WORLD
-    world.store = dist.PrefixStore("board", store)
     world.owner = True
     world.serves_store = serves
     announce(world)
     atexit.register(closing.close_at_exit, world)
+
+
+def _store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStore:
+    """Serve the store, or connect to it."""
+    made: list[dist.TCPStore] = []
+    failed: list[Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                dist.TCPStore(
+                    place.master_addr,
+                    place.master_port,
+                    None if place.store_served else place.world_size,
+                    is_master=serves,
+                    timeout=timedelta(seconds=limit_s),
+                    multi_tenant=True,
+                    master_listen_fd=listen_at(place.master_addr, place.master_port) if serves else None,
+                )
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            failed.append(error)
+
+    # torch's client waits without a limit for the first word of whoever listens there.
+    thread = threading.Thread(target=make, name="weft start", daemon=True)
+    thread.start()
+    thread.join(limit_s + _GRACE_S)
+    if made:
+        return made[0]
+    error = failed[0] if failed else None
+    said = str(error).splitlines()[0] if error else f"something listens there and has said nothing for {limit_s:g} s"
+    raise ContextError(
+        message(
+            f"start: rank {place.rank} of {place.world_size} cannot meet the others",
+            found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
+            f"{interface_to(place.master_addr)}: {said}",
+            expected=f"rank 0 serves that address, and all ranks start within {limit_s:g} s",
+            fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
+        )
+    ) from error
 
 
 def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -> DistContext:
@@ -327,11 +360,15 @@ def _adopted(
         board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
         # Every adoption gets a board of its own; all members adopt in the same order.
         number = board.add(f"{ranks[0]}-{len(ranks)}/{me}", 1)
-        world.store = dist.PrefixStore(f"{ranks[0]}-{len(ranks)}/{number}", board)
+        world.store = Board(dist.PrefixStore(f"{ranks[0]}-{len(ranks)}/{number}", board), limit_s=timeout_s)
+        watch(world)
         announce(world)
         place = _place_by_hosts(world)
-    where = chosen.device(settings.device, place.local_rank, place.world_size)
+    bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)
+    asked = str(bound) if settings.device is None and bound is not None else settings.device
+    where = chosen.device(asked, place.local_rank, place.world_size)
     chosen, rank_axes = chosen.on_mesh(*mesh, where, world.size)
+    chosen.select(where)
     return _context(place, world, (rank_axes, mesh[1]), chosen, where, settings)
 
 
@@ -412,11 +449,15 @@ def _context(
     if held is not None:
         world.holders.add(held)
     if world.group is not None:
-        ctx.agree(
-            "start", {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}
-        )
+        facts = {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}
+        ctx.agree("start", {**facts, **_versions()})
         _make_lines(ctx)
     return ctx
+
+
+def _versions() -> dict[str, str]:
+    """What has to be installed alike on all nodes; ranks of different versions meet in different collectives."""
+    return {"version of weft": importlib.import_module("weft").__version__, "version of torch": torch.__version__}
 
 
 def _make_lines(ctx: DistContext) -> None:
@@ -426,7 +467,5 @@ def _make_lines(ctx: DistContext) -> None:
     if len(data) > 1:
         combinations.append(data)
     for names in combinations:
-        lines = ctx.all_lines(names)
-        if len(lines) > 1:  # else that is the whole world, whose group exists
-            backend = ctx.engine.backend(ctx.device)
-            ctx.world.lines["+".join(names)] = closing.make_line(ctx.world, lines, backend, f"axis {names}")
+        if len(ctx.all_lines(names)) > 1:  # else that is the whole world, whose group exists
+            make_line_along(ctx, names)

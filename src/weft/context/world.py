@@ -3,13 +3,16 @@
 A `World` holds what cannot be a value: the process group, the key-value store, counters. Contexts
 that speak for the same ranks share one. Everything in this file talks through the *store*, never
 through a collective, so it works while a peer is busy, late, failed or dead, and always ends:
-either all ranks come together, or every one of them learns which rank is to blame.
+either all ranks come together, or every one of them learns which rank is to blame. Who waits in a
+collective instead is looked after by a thread, see watching.py.
 
 [Note: the board] Keys, below the prefix of the world:
     peer/<rank>         host, process id and its start time, written once
     parted/<rank>       written by a rank that leaves: null, or what made it fail
     meet/<n>/<rank>     what the rank brings to meeting n; counters make n equal on all ranks
     meet/<n>/count      how many have come; the last one compares and writes meet/<n>/done
+    note/count          how many ranks have left or failed; on a root
+    note/<k>            which one, why, and how far it had come
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.context.board import Board, StoreLost
+from weft.context.connections import listening_ports
 from weft.errors import ContextError, PeerError, listed, message
 
 __all__ = [
@@ -38,6 +43,8 @@ __all__ = [
     "absent",
     "agree",
     "announce",
+    "arrives",
+    "check_failed",
     "compare",
     "culprit",
     "disagree",
@@ -46,6 +53,8 @@ __all__ = [
     "is_communication_error",
     "late",
     "part",
+    "peer_error",
+    "report_failure",
     "wait_for_key",
     "wait_for_parting",
 ]
@@ -55,7 +64,7 @@ PREEMPTED = 75  # exit code of a job that was told to end and can go on later; E
 _SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
 _PAUSE_S = 0.02  # longest pause between two looks at the store
 _STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out
-_LOST = "the process that serves the store is gone"
+_LEFT = "left the job while others still work"
 
 
 class Holder(Protocol):
@@ -68,8 +77,8 @@ class Holder(Protocol):
 class Watcher(Holder, Protocol):
     """Knows of ranks that will not come to a meeting because they wait elsewhere; see watching.py."""
 
-    def check(self, what: str, missing: Sequence[int]) -> None:
-        """Raise `PeerError` if one of `missing` does."""
+    def check(self, what: str, missing: Sequence[int], world: World) -> None:
+        """Raise `PeerError` if one of `missing`, ranks of `world`, does."""
 
 
 class Background(Protocol):
@@ -79,6 +88,13 @@ class Background(Protocol):
         """Wait for it at most so long, then stop it; the error that nobody has seen yet."""
 
 
+class Comparison(Protocol):
+    """Facts that are compared now and then; see ledger.py."""
+
+    def finish(self, limit_s: float = 0.0) -> None:
+        """Compare what was noted last, and wait so long for it; raise `ContextError` if it differs."""
+
+
 class World:
     """Group, store and counters of one set of ranks in this process.
 
@@ -86,7 +102,7 @@ class World:
         ranks: Global rank of every member; a member's index is its rank in this world.
         rank: This process's index, or -1 when it is not a member.
         group: The process group; None when the world has one rank, or is only pretended.
-        store: Key-value store below a prefix of its own; None as `group`.
+        store: Values that the ranks write for each other; None as `group`.
         timeout_s: How long to wait for a peer that shows no sign of failure.
         owner: Whether `close` destroys the group.
         serves_store: Whether the store lives in this process.
@@ -96,12 +112,20 @@ class World:
         disposable: On a root, the groups of those worlds that can be destroyed by themselves.
         meshes: torch's meshes over the groups above.
         meetings: How many meetings there were.
-        watch: Tells late ranks from those that went another way; None until somebody needs it.
+        watch: On a root, tells late ranks from those that went another way.
+        failures: On a root, how many errors this rank has told the others of; see `report_failure`.
+        failure: On a root, the rank for which this one would wait in vain in a collective, and why.
+        process: Which one this is; a fork of it has nothing to do with the job.
         background: On a root, what goes on beside the program.
+        checkpoints: On a root, what the job knows of directories of checkpoints; see checkpoint/history.py.
         abandoned: On a root, whether a collective was left that not all ranks came to.
         room: Bytes for values in the first message of a collective, if not the usual; the same on all ranks.
         heads: What a collective told of its values the last time, by their structure.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
+        reductions: How often gradients were reduced over these ranks.
+        ledgers: On a root, what is compared once more before the ranks part.
+        inside: Of the thread that is in a collective: who it is and what it does.
+        clash: What two threads tried to do at once; ends the wait of the first one.
     """
 
     def __init__(
@@ -110,7 +134,7 @@ class World:
         ranks: Sequence[int],
         rank: int,
         group: dist.ProcessGroup | None = None,
-        store: dist.Store | None = None,
+        store: Board | None = None,
         timeout_s: float = 1800.0,
         owner: bool = False,
         serves_store: bool = False,
@@ -131,11 +155,20 @@ class World:
         self.room: int | None = None
         self.messages: dict[object, Any] = {}
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.ledgers: weakref.WeakSet[Comparison] = weakref.WeakSet()
         self.meetings = 0
+        self.reductions = 0
         self.watch: Watcher | None = None
+        self.failures = 0
+        self.failure: tuple[int, str] | None = None
+        self.process = os.getpid()
         self.background: Background | None = None
+        self.checkpoints: object = None
         self.abandoned = False
+        self.inside: dict[str, tuple[int, str]] = {}
+        self.clash: str | None = None
         self._lines = 0
+        self._num_ledgers = 0
 
     @property
     def size(self) -> int:
@@ -152,12 +185,26 @@ class World:
         self._lines += 1
         return self._lines
 
+    def next_ledger(self) -> int:
+        """Count what strategies note in the store, likewise."""
+        self._num_ledgers += 1
+        return self._num_ledgers
+
+    def collectives(self) -> dict[str, int]:
+        """How many collectives this rank has begun on each group."""
+        found = {}
+        for each in (self.root, *list(self.root.lines.values()), *list(self.root.made)):
+            group: Any = each.group
+            if group is not None:
+                found[str(group.group_name)] = int(group._get_sequence_number_for_group())
+        return found
+
 
 def announce(world: World) -> None:
     """Write down who this rank is, so that the others can tell whether it lives."""
     if world.store is not None:
         me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
-        world.store.set(f"peer/{world.rank}", json.dumps(me))
+        world.store.write(f"peer/{world.rank}", me)
 
 
 def agree(world: World, what: str, facts: Mapping[str, object] | None = None) -> None:
@@ -179,20 +226,22 @@ def agree(world: World, what: str, facts: Mapping[str, object] | None = None) ->
     compare(what, exchange(world, what, {"call": what, **(facts or {})}))
 
 
-def compare(what: str, entries: Sequence[Mapping[str, object]]) -> None:
-    """Check that the facts of the ranks, one mapping each, are all equal.
+def compare(what: str, entries: Sequence[Mapping[str, object]] | Mapping[int, Mapping[str, object]]) -> None:
+    """Check that the facts of the ranks, one mapping each, are all equal; of some ranks only, by rank.
 
     A fact named "at" is not compared: it is the line of each rank's call, shown when others differ.
 
     Raises:
         ContextError: They are not; the text shows each difference.
     """
-    names = [name for name in dict.fromkeys(name for entry in entries for name in entry) if name != "at"]
-    different = [name for name in names if any(entry.get(name) != entries[0].get(name) for entry in entries)]
+    by_rank = entries if isinstance(entries, Mapping) else dict(enumerate(entries))
+    names = [name for name in dict.fromkeys(name for entry in by_rank.values() for name in entry) if name != "at"]
+    first = next(iter(by_rank.values()))
+    different = [name for name in names if any(entry.get(name) != first.get(name) for entry in by_rank.values())]
     if different:
+        calls = list(dict.fromkeys(entry.get("call") for entry in by_rank.values()))
         lines = [
-            f"{name}: "
-            + listed(f"{entry.get(name)!r} on rank {rank}{_line(entry)}" for rank, entry in enumerate(entries))
+            f"{name}: " + listed(f"{entry.get(name)!r} on rank {rank}{_line(entry)}" for rank, entry in by_rank.items())
             for name in different
         ]
         raise ContextError(
@@ -200,7 +249,9 @@ def compare(what: str, entries: Sequence[Mapping[str, object]]) -> None:
                 f"{what}: the ranks do not agree",
                 found=listed(lines),
                 expected="the same call with the same settings on every rank",
-                fix="compute these values from arguments that are equal on all ranks",
+                fix=f"call {' and '.join(map(str, calls))} on all ranks, without `if ctx.is_main:` around it"
+                if len(calls) > 1
+                else "compute these values from arguments that are equal on all ranks",
             )
         )
 
@@ -220,17 +271,17 @@ def exchange(world: World, what: str, mine: Any, *, to: int | None = None) -> li
     number = world.next_meeting()
     key = f"meet/{number}"
     with _store_errors(world, what):
-        store.set(f"{key}/{world.rank}", json.dumps({"ok": mine}))
+        store.write(f"{key}/{world.rank}", {"ok": mine})
         if store.add(f"{key}/count", 1) == world.size:
             store.set(f"{key}/done", "ok")
         wait_for_key(world, f"{key}/done", what, [f"{key}/{rank}" for rank in range(world.size)])
         if store.get(f"{key}/done") != b"ok":
             _raise_failed_meeting(world, what, key)
         wanted = range(world.size) if to in (None, world.rank) else ()
-        entries = [json.loads(store.get(f"{key}/{rank}"))["ok"] for rank in wanted]
+        entries = [store.read(f"{key}/{rank}", "ok")["ok"] for rank in wanted]
         # Everybody has come to this meeting, so nobody can still be reading the one before.
         if number > 1:
-            store.delete_key(f"meet/{number - 1}/{world.rank}")
+            store.delete(f"meet/{number - 1}/{world.rank}")
     return entries
 
 
@@ -240,8 +291,8 @@ def disagree(world: World, error: BaseException) -> None:
         return
     key = f"meet/{world.next_meeting()}"
     rank, text = _blame(world, error)
-    with contextlib.suppress(RuntimeError):  # a lost store has no peers to tell
-        world.store.set(f"{key}/{world.rank}", json.dumps({"error": text, "rank": rank}))
+    with contextlib.suppress(StoreLost):  # then there are no peers to tell
+        world.store.write(f"{key}/{world.rank}", {"error": text, "rank": rank})
         world.store.set(f"{key}/done", "failed")
 
 
@@ -261,31 +312,30 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
     assert world.store is not None
     end = time.monotonic() + world.timeout_s
     with _store_errors(world, what):
-        while not _arrives(
-            world.store, key, _SLICE_S if patient else min(_SLICE_S, max(end - time.monotonic(), 0.001))
-        ):
+        while not arrives(world.store, key, _SLICE_S if patient else min(_SLICE_S, max(end - time.monotonic(), 0.001))):
             missing = [
-                r for r in range(world.size) if r != world.rank and not (expected and _has(world.store, expected[r]))
+                r for r in range(world.size) if r != world.rank and not (expected and world.store.has(expected[r]))
             ]
             # All have come and it is not settled: one of them died in between.
             blamed = culprit(world, missing or None)
-            if _has(world.store, key):
+            if world.store.has(key):
                 return
             if blamed is not None:
-                raise _peer_error(what, *blamed)
-            if world.watch is not None:
-                world.watch.check(what, missing)
+                raise peer_error(what, *blamed)
+            watch = world.watch or world.root.watch
+            if watch is not None and not patient:
+                watch.check(what, missing, world)
             if not patient and time.monotonic() >= end:
                 raise _late(world, what, missing)
 
 
-def _arrives(store: dist.Store, key: str, limit_s: float) -> bool:
+def arrives(store: Board, key: str, limit_s: float) -> bool:
     """Wait for `key` at most `limit_s`; say whether it is there.
 
     Not by `Store.wait`: torch prints two warnings whenever the time of that is over.
     """
     start = time.monotonic()
-    while not _has(store, key):
+    while not store.has(key):
         waited = time.monotonic() - start
         if waited >= limit_s:
             return False
@@ -300,7 +350,7 @@ def _late(world: World, what: str, missing: Sequence[int]) -> PeerError:
             f"{what}: rank {listed(missing)} of {world.size} did not arrive",
             found=f"waited {world.timeout_s:g} s on rank {world.rank}; no sign of failure there",
             expected="every rank makes the same calls in the same order",
-            fix="look for an `if ctx.rank == 0:` around a collective, or raise start(timeout_s=...)",
+            fix=f"call {what} on all ranks, without `if ctx.is_main:` around it; or raise start(timeout_s=...)",
         ),
         rank=missing[0] if missing else -1,
         text=f"did not arrive within {world.timeout_s:g} s",
@@ -310,13 +360,20 @@ def _late(world: World, what: str, missing: Sequence[int]) -> PeerError:
 def absent(world: World) -> tuple[int, str] | None:
     """Find a rank that already told the next meeting that it will not come, and why."""
     key = f"meet/{world.meetings + 1}"
-    if world.store is None or not _has(world.store, f"{key}/done") or world.store.get(f"{key}/done") == b"ok":
+    if world.store is None or not world.store.has(f"{key}/done") or world.store.get(f"{key}/done") == b"ok":
         return None
-    for rank in range(world.size):
-        if _has(world.store, f"{key}/{rank}"):
-            entry = json.loads(world.store.get(f"{key}/{rank}"))
-            if "error" in entry:
-                return entry["rank"], entry["error"]
+    return _said(world, key)
+
+
+def _said(world: World, key: str) -> tuple[int, str] | None:
+    """The rank that told a meeting that it will not come, and why."""
+    store = world.store
+    for rank in range(world.size) if store is not None else ():
+        assert store is not None
+        if store.has(f"{key}/{rank}"):
+            entry = store.read(f"{key}/{rank}")
+            if isinstance(entry, dict) and "error" in entry:
+                return int(entry["rank"]), str(entry["error"])
     return None
 
 
@@ -330,7 +387,7 @@ def late(world: World, what: str) -> tuple[int, str] | None:
         return blamed
     store.set(f"stuck/{world.meetings}/{world.rank}", what)
     time.sleep(_STUCK_S)  # the others' time is over at the same moment, give or take
-    missing = [rank for rank in range(world.size) if not _has(store, f"stuck/{world.meetings}/{rank}")]
+    missing = [rank for rank in range(world.size) if not store.has(f"stuck/{world.meetings}/{rank}")]
     if not missing:
         return None
     return missing[0], f"rank {listed(missing)} did not arrive within {world.timeout_s:g} s"
@@ -345,11 +402,11 @@ def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str]
     for rank in range(world.size) if ranks is None else ranks:
         if rank == world.rank:
             continue
-        if _has(store, f"parted/{rank}"):
-            note = json.loads(store.get(f"parted/{rank}"))
-            if note is not None:
+        if store.has(f"parted/{rank}"):
+            note = store.read(f"parted/{rank}", "rank", "error")
+            if note["error"] is not None:
                 return note["rank"], note["error"]
-            left = left or (rank, "left the job while others still work")
+            left = left or (rank, _LEFT)
         elif _is_dead(store, rank):
             return rank, "its process is gone (killed, out of memory, or crashed)"
     return left
@@ -359,12 +416,51 @@ def part(world: World, error: BaseException | None = None) -> None:
     """Write down that this rank leaves, and why if it failed."""
     if world.store is None:
         return
-    note = None
-    if error is not None:
-        rank, text = _blame(world, error)
-        note = {"rank": rank, "error": text}
-    with contextlib.suppress(RuntimeError):
-        world.store.set(f"parted/{world.rank}", json.dumps(note))
+    rank, text = (world.rank, None) if error is None else _blame(world, error)
+    with contextlib.suppress(StoreLost):
+        world.store.write(f"parted/{world.rank}", {"rank": rank, "error": text})
+        if error is not None:
+            world.store.set(f"gone/{world.rank}", "1")  # and asks nothing any more
+        _leave_note(world, rank, text or _LEFT, left=True)
+
+
+def report_failure(world: World, error: BaseException) -> None:
+    """Tell the others of an error of this rank, which they would otherwise wait for in a collective.
+
+    For errors that torch does not know of: whoever waits in a collective that this rank does not come to ends with a
+    `PeerError` that has the text. Nothing happens to ranks that do not wait, to those that had an error of their own,
+    and if this rank goes on and begins another collective. Waits for nobody.
+    """
+    root = world.root
+    if root.store is not None and root.size > 1 and not root.closed:
+        root.failures += 1
+        with contextlib.suppress(StoreLost):
+            _leave_note(root, *_blame(root, error), left=False)
+
+
+def check_failed(world: World) -> None:
+    """Raise if this rank would wait for another one in vain in a collective.
+
+    Raises:
+        PeerError: The other one left, or has told of an error.
+    """  # noqa: DOC501  (an error made by a function)
+    if world.root.failure is not None:
+        raise peer_error("", *world.root.failure)
+
+
+def _leave_note(world: World, blamed: int, text: str, *, left: bool) -> None:
+    if world.store is None or world.group is None:
+        return
+    note = {
+        "from": world.rank,
+        "rank": blamed,
+        "error": text,
+        "left": left,
+        "failures": world.failures,
+        "collectives": world.collectives(),
+        "ports": listening_ports(),
+    }
+    world.store.write(f"note/{world.store.add('note/count', 1)}", note)
 
 
 def wait_for_parting(world: World, limit_s: float) -> None:
@@ -377,14 +473,14 @@ def wait_for_parting(world: World, limit_s: float) -> None:
         return
     end = time.monotonic() + limit_s
     waiting = [rank for rank in range(world.size) if rank != world.rank]
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(StoreLost):
         while waiting and time.monotonic() < end:
-            _arrives(store, f"parted/{waiting[0]}", _SLICE_S)
-            waiting = [r for r in waiting if not _has(store, f"parted/{r}") and not _is_dead(store, r)]
+            arrives(store, f"parted/{waiting[0]}", _SLICE_S)
+            waiting = [r for r in waiting if not store.has(f"parted/{r}") and not _is_dead(store, r)]
         # The store lives in one of these processes: it may go only when all have read it.
         store.set(f"gone/{world.rank}", "1")
         for rank in range(world.size):
-            while not _has(store, f"gone/{rank}") and not _is_dead(store, rank) and time.monotonic() < end:
+            while not store.has(f"gone/{rank}") and not _is_dead(store, rank) and time.monotonic() < end:
                 time.sleep(0.01)
 
 
@@ -421,37 +517,32 @@ def _blame(world: World, error: BaseException) -> tuple[int, str]:
 
 
 def _raise_failed_meeting(world: World, what: str, key: str) -> None:
-    assert world.store is not None
-    for rank in range(world.size):
-        if _has(world.store, f"{key}/{rank}"):
-            entry = json.loads(world.store.get(f"{key}/{rank}"))
-            if "error" in entry:
-                raise _peer_error(what, entry["rank"], entry["error"])
+    said = _said(world, key)
+    if said is not None:
+        raise peer_error(what, *said)
     raise PeerError(f"{what}: a rank failed and could not say why")
 
 
-def _peer_error(what: str, rank: int, text: str) -> PeerError:
-    return PeerError(f"{what}: rank {rank} failed: {text}", rank=rank, text=text)
+def peer_error(what: str, rank: int, text: str) -> PeerError:
+    """The error of `what` for a rank that is to blame; -1 for another process."""
+    problem = f"rank {rank} failed: {text}" if rank >= 0 else text
+    return PeerError(f"{what}: {problem}" if what else problem, rank=rank, text=text)
 
 
 @contextlib.contextmanager
 def _store_errors(world: World, what: str) -> Iterator[None]:
     try:
         yield
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise PeerError(f"{what}: rank 0 failed: {_LOST} ({error})", rank=0, text=_LOST) from error
+    except StoreLost as error:
+        raise PeerError(f"{what}: {error}", rank=error.rank, text=error.text) from error
 
 
-def _has(store: dist.Store, key: str) -> bool:
-    return bool(store.check([key]))
-
-
-def _is_dead(store: dist.Store, rank: int) -> bool:
+def _is_dead(store: Board, rank: int) -> bool:
     """Whether the process of `rank` ran on this host and does not any more."""
     key = f"peer/{rank}"
-    if not _has(store, key):
+    if not store.has(key):
         return False
-    peer = json.loads(store.get(key))
+    peer = store.read(key, "host", "pid", "born")
     return bool(peer["host"] == _host() and _born(peer["pid"]) != peer["born"])
 
 

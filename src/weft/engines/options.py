@@ -23,6 +23,7 @@ class ReduceOptions(NamedTuple):
             lets them differ.
         dtype: Gradients are rounded to it for the way; None sends them as they are.
         methods: Methods besides forward through which gradients may flow.
+        strategy: Name of the transform, for errors.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -31,6 +32,7 @@ class ReduceOptions(NamedTuple):
     buffers: Literal["broadcast", "local"] = "broadcast"
     dtype: torch.dtype | None = None
     methods: tuple[str, ...] = ()
+    strategy: str = "replicate"
 
 
 class ScaleOptions(NamedTuple):
@@ -83,6 +85,7 @@ class ShardOptions(NamedTuple):
         methods: Methods besides forward that use the parameters.
         offload: Keep the shards in CPU memory between uses.
         make_real: Called with a part before it is cut, if the module is on meta.
+        strategy: Name of the transform, for errors.
     """
 
     units: tuple[tuple[nn.Module, ...], ...] = ()
@@ -94,6 +97,7 @@ class ShardOptions(NamedTuple):
     methods: tuple[str, ...] = ()
     offload: bool = False
     make_real: Callable[[nn.Module], None] | None = None
+    strategy: str = "fully_shard"
 
 
 class RecomputeOptions(NamedTuple):

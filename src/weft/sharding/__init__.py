@@ -11,11 +11,11 @@ cutting.py   all of it in its order, and the engine
 
 from weft.sharding.checks import check_module, check_optimizers, layouts, optimizers_in
 from weft.sharding.cutting import exchange_parameters, shard_module, sharding_axes
-from weft.sharding.request import Request, Weights
+from weft.sharding.request import Request, WeightSource
 
 __all__ = [
     "Request",
-    "Weights",
+    "WeightSource",
     "check_module",
     "check_optimizers",
     "exchange_parameters",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import check_methods
+from weft.contract import check_methods, check_not_wrapped, check_whole
 from weft.errors import AlreadyApplied, OrderError, listed, message
 from weft.sharding.meta import is_meta
 from weft.sharding.request import Request
@@ -30,7 +30,8 @@ def check_module(what: str, module: nn.Module, ctx: DistContext) -> None:
     """Check that this is a module none of whose parameters is sharded or replicated.
 
     Raises:
-        AlreadyApplied: One is.
+        AlreadyApplied: One is, or torch reduces the gradients.
+        ContractError: One is a DTensor, cut over another axis.
         TypeError: Not a module.
         ValueError: A parameter has no shape yet.
     """
@@ -43,11 +44,13 @@ def check_module(what: str, module: nn.Module, ctx: DistContext) -> None:
                 fix=f"model, ctx = weft.{what}(model, ctx)",
             )
         )
-    taken = [name for name, p in module.named_parameters() if ctx.engine.is_reduced(p) or ctx.engine.is_sharded(p)]
+    check_not_wrapped(what, module)
+    check_whole(what, module, ctx)
+    taken = [name for name, p in module.named_parameters() if ctx.engine.is_reduced(p)]
     if taken:
         raise AlreadyApplied(
             message(
-                f"{what}: parameters of {type(module).__name__} are sharded or replicated already",
+                f"{what}: parameters of {type(module).__name__} are replicated already",
                 found=listed(taken),
                 expected="each parameter in one sharded or replicated module: the outermost",
                 fix=f"call weft.{what} once, on the whole model",
@@ -69,6 +72,7 @@ def check_options(what: str, module: nn.Module, ctx: DistContext, request: Reque
     """Check the options that concern the module or the device.
 
     Raises:
+        TypeError: `weights` is of another kind.
         ValueError: One is unknown, or cannot be used here.
     """
     for name, value, allowed in (
@@ -93,13 +97,27 @@ def check_options(what: str, module: nn.Module, ctx: DistContext, request: Reque
                 fix=f"weft.{what}(..., offload=False)",
             )
         )
+    if not (request.weights is None or request.weights == "later" or callable(request.weights)) and not isinstance(
+        request.weights, Mapping
+    ):
+        raise TypeError(
+            message(
+                f"{what}: weights = {request.weights!r} cannot be used",
+                found=type(request.weights).__name__,
+                expected='tensors by name, a function that reads them, or "later"; files are read by load_weights, of '
+                "which each rank reads its own part",
+                fix=f'model, ctx = weft.{what}(model, ctx, weights="later"); weft.load_weights(model, path, ctx)',
+            )
+        )
     if request.weights is not None and not is_meta(module):
         raise ValueError(
             message(
                 f"{what}: weights are for a module on meta",
                 found=f"{type(module).__name__} with real parameters",
                 expected="with torch.device('meta'): model = ...",
-                fix="model.load_state_dict(weights)",
+                fix="weft.load_weights(model, path, ctx)"
+                if request.weights == "later"
+                else "model.load_state_dict(weights)",
             )
         )
     check_methods(what, module, request.methods)
@@ -123,9 +141,23 @@ def reshard_of(what: str, ctx: DistContext, axes: tuple[str, ...], reshard: bool
 
 
 def check_parameters(
-    what: str, module: nn.Module, groups: tuple[tuple[nn.Module, ...], ...], ignored: Sequence[str]
+    what: str,
+    module: nn.Module,
+    ctx: DistContext,
+    groups: tuple[tuple[nn.Module, ...], ...],
+    ignored: Sequence[str],
 ) -> None:
     """Raise if a parameter would not be the same once it is cut, or cannot be reduced with its unit."""
+    sparse = ctx.engine.sparse_gradients(module)
+    if sparse:
+        raise ValueError(
+            message(
+                f"{what}: sparse gradients of {type(module).__name__} cannot be sharded",
+                found=f"{listed(sparse)}, of embeddings with sparse=True",
+                expected="dense gradients: torch's FSDP2 knows no others",
+                fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
+            )
+        )
     named = {name: p for name, p in module.named_parameters() if name not in set(ignored)}
     hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
+from weft.context.ledger import Ledger
 from weft.context.world import exchange
-from weft.contract import ReducesIn, agree_on_parameters, offered
+from weft.contract import ReducesIn, agree_on_parameters, check_data_axes, offered
 from weft.engines.options import ShardOptions
 from weft.errors import ContextError, listed, message
 from weft.placing import place_module
 from weft.sharding.checks import check_module, check_optimizers, check_options, check_parameters, layouts, reshard_of
-from weft.sharding.meta import Source, is_meta
+from weft.sharding.meta import Source, is_meta, place_real
 from weft.sharding.request import Request
 from weft.sharding.units import ignored_in, units_of
 
@@ -50,7 +51,7 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
     groups = units_of(what, module, request.units)
     ignored = ignored_in(what, module, request.ignored)
     if line.world_size > 1:
-        check_parameters(what, module, groups, ignored)
+        check_parameters(what, module, ctx, groups, ignored)
     check_optimizers(what, module, ctx, request.rebind)
     names = {id(part): name for name, part in module.named_modules()}
     facts: dict[str, object] = {
@@ -64,16 +65,21 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
         "methods": list(request.methods),
         "offload": request.offload,
     }
+    later = request.weights == "later"
     on_meta = is_meta(module)
+    facts["later"] = [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta] if later else False
     if line.world_size > 1:
         world = ctx.require_collective(what)
         agree_on_parameters(what, module, ctx, facts)
         # The first rank may bring a real module, and the others one on meta.
         on_meta = any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
-    source = Source(what, module, ctx, line, request.weights) if on_meta else None
+    source = Source(what, module, ctx, line, request.weights) if on_meta and not later else None
     old = dict(module.named_parameters())
     if source is None:
-        place_module(what, module, ctx)
+        if later:
+            place_real(module, ctx)
+        else:
+            place_module(what, module, ctx)
         if line.group is not None:
             ctx.engine.broadcast_state(module, line.group)
     sharded: Any = None
@@ -91,11 +97,13 @@ def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str
             methods=tuple(request.methods),
             offload=request.offload,
             make_real=None if source is None else source.make_real,
+            strategy=what,
         )
-        sharded = ctx.engine.shard(module, ctx.mesh[axes], line.group, options)
+        sharded = ctx.engine.shard(module, ctx.mesh[axes], line.group, options, Ledger(line.world, what))
     else:
         if source is not None:
             source.make_real(module)
+            source.forget()
             place_module(what, module, ctx)
         sharded = ctx.engine.lay_out(module, axes, "all")
     exchange_parameters(module, ctx, old, request.rebind)
@@ -125,7 +133,7 @@ def sharding_axes(what: str, ctx: DistContext, axis: str | Sequence[str] | None)
     """The mesh axes to shard over: one, or (replica, shard).
 
     Raises:
-        ContextError: There is no such axis, or there are more than two.
+        ContextError: There is no such axis, there are more than two, or a data axis is left out.
     """
     if axis is None:
         names = tuple(ctx.data_axes)
@@ -144,4 +152,5 @@ def sharding_axes(what: str, ctx: DistContext, axis: str | Sequence[str] | None)
                 fix=f'weft.{what}(..., axis="{ctx.axes[-1][0]}")',
             )
         )
+    check_data_axes(what, ctx, names)
     return names

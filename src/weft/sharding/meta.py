@@ -1,9 +1,13 @@
-"""Real tensors for modules on meta."""
+"""Real tensors for modules on meta.
+
+What was made real for a unit is let go when the unit is cut: no rank ever holds more than one unit whole.
+"""
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,14 +16,22 @@ from torch import nn
 from weft.context import DistContext
 from weft.context.world import disagree
 from weft.errors import listed, message
-from weft.sharding.request import Weights
+from weft.sharding.request import Weights, WeightSource
 
-__all__ = ["Source", "draw_values", "draws", "is_meta", "own_tensors"]
+__all__ = ["Source", "draw_values", "draws", "is_meta", "own_tensors", "place_real"]
 
 
 def is_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer has no values yet."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def place_real(module: nn.Module, ctx: DistContext) -> None:
+    """Bring what is not on meta to the device of the context."""
+    device = ctx.engine.host_of(ctx.device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta and tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 class Source:
@@ -35,12 +47,13 @@ class Source:
         module: nn.Module,
         ctx: DistContext,
         line: DistContext,
-        weights: Weights | Callable[[], Weights] | None,
+        weights: WeightSource,
     ) -> None:
         self._ctx = ctx
         self._line = line
         self._names = {id(part): name for name, part in module.named_modules()}
-        self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The old one is kept, so that its id is not given away; the real one is its module's.
+        self._real: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
         self._done: set[int] = set()
         self._given: dict[int, torch.Tensor] = {}
         try:
@@ -51,9 +64,9 @@ class Source:
             raise
         ctx.agree(f"{what}: weights")
 
-    def _read(self, what: str, module: nn.Module, source: Weights | Callable[[], Weights] | None) -> None:
+    def _read(self, what: str, module: nn.Module, source: WeightSource) -> None:
         """Find the weight of each tensor, under any of its names."""
-        weights: Weights = {} if source is None else source() if callable(source) else source
+        weights: Weights = {} if source is None or isinstance(source, str) else source() if callable(source) else source
         kept = {n: t for n, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         wrong = [
             f"{name} of shape {tuple(weight.shape)}, not {tuple(kept[name].shape)}"
@@ -85,7 +98,8 @@ class Source:
                     ),
                     expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
                     "reset_parameters() in its module",
-                    fix=f"weft.{what}(..., weights=lambda: safetensors.torch.load_file(path))",
+                    fix=f'weft.{what}(..., weights="later"), then weft.load_weights(model, path, ctx); buffers that '
+                    "are not saved: build them on a real device, and put the parameters alone on meta",
                 )
             )
 
@@ -95,30 +109,32 @@ class Source:
             if id(part) in self._done:
                 continue
             self._done.add(id(part))
-            fresh = [t for _, t in own_tensors(part) if t.is_meta and id(t) not in self._real]
-            for kind in _kinds(part):
-                for name, tensor in kind.items():
-                    if tensor is not None:
-                        kind[name] = self._real_one(tensor)
-            if any(id(tensor) not in self._given for tensor in fresh) and draws(part):
+            slots = [(kind, name, old) for kind in _kinds(part) for name, old in kind.items() if old is not None]
+            fresh = [old for _, _, old in slots if old.is_meta and id(old) not in self._real]
+            for kind, name, old in slots:
+                kind[name] = self._real_one(old)
+            if any(id(old) not in self._given for old in fresh) and draws(part):
                 draw_values(part, self._names[id(part)], self._ctx)
-            for _, tensor in own_tensors(part):
-                if id(tensor) in self._given:
+            for kind, name, old in slots:
+                if id(old) in self._given:
                     with torch.no_grad():
-                        tensor.copy_(self._given[id(tensor)])
+                        kind[name].copy_(self._given[id(old)])
                 if self._line.group is not None:
-                    torch.distributed.broadcast(tensor.detach(), group=self._line.group, group_src=0)
+                    torch.distributed.broadcast(kind[name].detach(), group=self._line.group, group_src=0)
+
+    def forget(self) -> None:
+        """Let go of what was made; engines that exchange tensors refuse those with weak references."""
+        self._real.clear()
 
     def _real_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._real[id(tensor)][1]() if id(tensor) in self._real else None
+        if made is not None:
+            return made
         device = self._ctx.engine.host_of(self._ctx.device)
-        if id(tensor) not in self._real:
-            values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-            real = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-            self._real[id(tensor)] = (tensor, real)  # the old one too, so that its id is not given away
-            self._real[id(real)] = (real, real)
-            if id(tensor) in self._given:
-                self._given[id(real)] = self._given[id(tensor)]
-        return self._real[id(tensor)][1]
+        values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+        real = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        self._real[id(tensor)] = (tensor, weakref.ref(real))
+        return real
 
 
 def draw_values(part: nn.Module, name: str, ctx: DistContext) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from weft.selecting import Selection
 
-__all__ = ["Request", "Weights"]
+__all__ = ["Request", "WeightSource", "Weights"]
 
 Weights = Mapping[str, torch.Tensor]
+WeightSource = Weights | Callable[[], Weights] | Literal["later"] | None
 
 
 class Request(NamedTuple):
@@ -22,7 +23,7 @@ class Request(NamedTuple):
         reshard_after_forward: Whether to free it between forward and backward.
         rebind: Optimizers over the module's parameters.
         ignored: Parts that stay whole.
-        weights: State for a module on meta.
+        weights: State for a module on meta; "later": it stays there, for `load_weights`.
         unused: What a parameter without gradient means.
         buffers: Whether buffers are kept equal.
         methods: Methods besides forward.
@@ -33,7 +34,7 @@ class Request(NamedTuple):
     reshard_after_forward: bool | int = True
     rebind: Sequence[torch.optim.Optimizer] = ()
     ignored: Selection | None = None
-    weights: Weights | Callable[[], Weights] | None = None
+    weights: WeightSource = None
     unused: Literal["error", "zero"] = "error"
     buffers: Literal["broadcast", "local"] = "broadcast"
     methods: Sequence[str] = ()

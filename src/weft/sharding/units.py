@@ -16,7 +16,13 @@ _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of i
 
 
 def units_of(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tuple[nn.Module, ...], ...]:
-    """The units, inner ones first; modules that share parameters are one unit."""
+    """The units, inner ones first; modules that share parameters are one unit.
+
+    The projection of torch's attention is none, because it is never called: the attention reads its weights.
+
+    Raises:
+        ValueError: A choice chooses nothing, or a part without forward.
+    """
     if chosen is None:
         parts = _blocks(module)
     else:
@@ -32,7 +38,8 @@ def units_of(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tu
                     fix=f'weft.{what}(..., units="{uncalled[0]}.*")',
                 )
             )
-    parts = [part for part in parts if any(True for _ in part.parameters())]
+    read = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
+    parts = [part for part in parts if id(part) not in read and any(True for _ in part.parameters())]
     order = {id(part): place for place, part in enumerate(module.modules())}
     while True:
         owner = owner_units(module, parts)
@@ -129,9 +136,9 @@ def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]
 
 
 def ignored_in(what: str, module: nn.Module, chosen: Selection | None) -> tuple[str, ...]:
-    """Names of the parameters that stay whole: those asked for, and single numbers, which cannot be cut.
+    """Names of the parameters that stay whole: those asked for, and what FSDP2 cannot cut.
 
-    Before torch 2.13 also integers.
+    That are single numbers, parameters without elements, and before torch 2.13 also integers.
     """
     integers = torch.__version__ >= "2.13"  # can be cut
     parts = () if chosen is None else select(f"{what}: ignored", module, chosen).values()
@@ -139,7 +146,7 @@ def ignored_in(what: str, module: nn.Module, chosen: Selection | None) -> tuple[
     return tuple(
         name
         for name, p in module.named_parameters()
-        if id(p) in whole or not p.dim() or (_is_integer(p) and not integers)
+        if id(p) in whole or not p.dim() or not p.numel() or (_is_integer(p) and not integers)
     )
 
 

@@ -113,6 +113,7 @@ def largest_difference(one: object, two: object) -> float:
                 )
             )
         if a.numel():
-            difference = (a.detach().double() - b.detach().double()).abs().max()
+            wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+            difference = (a.detach().to(wide) - b.detach().to(wide)).abs().max()
             largest = torch.maximum(largest, difference.cpu())  # carries NaN on, unlike `max`
     return float(largest)

@@ -40,6 +40,7 @@ from weft.context import DistContext, local
 from weft.contract import GradSync, KeepsParameters, offered
 from weft.engines.torch import shards
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
+from weft.placing import to_device
 from weft.testing.equivalence import largest_difference
 from weft.testing.ranks import run_ranks
 from weft.transforms.clip_grads import clip_grads
@@ -99,6 +100,7 @@ class Row:
         dtype: Of the model and data.
         break_input: Applies the transform with an argument it must refuse.
         mesh: Of several ranks; as for `weft.start`.
+        device: Where the ranks and the reference compute, such as "cuda"; ranks may share it.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Row:
     dtype: torch.dtype = torch.float64
     break_input: Apply | None = None
     mesh: Mapping[str, int] | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +181,11 @@ class Model(nn.Module):
         return logits
 
 
-def reference(job: Job, steps: int = 1) -> list[torch.Tensor]:
+def reference(job: Job, steps: int = 1, device: str = "cpu") -> list[torch.Tensor]:
     """Parameters after training with plain torch, one process, no transform: the one truth."""
-    module = job.model()
+    module = job.model().to(device)
     optimizer = job.optimizer(module)
-    x, y = job.dataset().tensors
+    x, y = (tensor.to(device) for tensor in job.dataset().tensors)
     for _ in range(job.epochs):
         batches = list(zip(x.split(job.global_batch), y.split(job.global_batch), strict=True))
         for start in range(0, len(batches), steps):
@@ -191,7 +194,7 @@ def reference(job: Job, steps: int = 1) -> list[torch.Tensor]:
             for features, classes in window:
                 _loss(module, features, classes, total).backward()
             _finish_step(module, optimizer, job)
-    return [p.detach() for p in module.parameters()]
+    return [p.detach().cpu() for p in module.parameters()]
 
 
 def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]:
@@ -207,15 +210,16 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
                 total = window.denominator(lambda batch: len(batch[1]))
                 batches: Iterable[Any] = window
             else:
-                total = float(reduce(torch.tensor(float(len(window[1]))), ctx)) / ranks
+                total = float(reduce(torch.tensor(float(len(window[1])), device=ctx.device), ctx)) / ranks
                 batches = [window]
-            for features, classes in batches:
+            for batch in batches:
+                features, classes = to_device(batch, ctx)
                 _loss(parts.module, features, classes, total).backward()
             _finish_step(parts.module, parts.optimizer, job, ctx)
     with contextlib.ExitStack() as stack:
         for offer in offered(parts.module, KeepsParameters):
             stack.enter_context(offer.gathered(write=False))
-        return [_whole(p).clone() for p in parts.module.parameters()]
+        return [_whole(p).to("cpu", copy=True) for p in parts.module.parameters()]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,7 +250,7 @@ def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, 
 
 
 def _build(ctx: DistContext, job: Job, rows: Sequence[Row]) -> tuple[Parts, DistContext]:
-    parts = Parts(job.model(), _loader(ctx, job, rows))
+    parts = Parts(job.model().to(ctx.device), _loader(ctx, job, rows))
     for number, row in enumerate(rows):
         if row.on_both and parts.optimizer is None:
             parts.optimizer = job.optimizer(parts.module)
@@ -282,7 +286,8 @@ def one_rank_changes_nothing(row: Row, job: Job | None = None) -> None:
     """Law 1: on one rank, training gives the parameters of plain torch, bit for bit."""
     job = replace(job or Job(), dtype=row.dtype)
     rows = _with_needs(row)
-    difference = largest_difference(reference(job, _steps_of(rows)), train(local(), rows, job))
+    expected = reference(job, _steps_of(rows), row.device)
+    difference = largest_difference(expected, train(local(device=row.device), rows, job))
     assert difference <= row.one_rank_tolerance, f"{row.name}: on one rank parameters differ by {difference}"
 
 
@@ -293,7 +298,7 @@ def names_stay(row: Row, ranks: int = 2) -> None:
 
 def _check_names(ctx: DistContext, row: Row) -> None:
     job = Job(dtype=row.dtype)
-    before, plain_loader = job.model(), _loader(ctx, job, _with_needs(row))
+    before, plain_loader = job.model().to(ctx.device), _loader(ctx, job, _with_needs(row))
     parts, ctx = _build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
     _apply_on_optimizer(parts, ctx, row, job)
     module = parts.module
@@ -309,7 +314,7 @@ def _check_names(ctx: DistContext, row: Row) -> None:
     if elsewhere or any(shards.is_sharded(p) for p in module.parameters()):
         return  # the parts of other ranks cannot be copied
     copied = copy.deepcopy(module)
-    x = job.dataset().tensors[0][:2]
+    x = job.dataset().tensors[0][:2].to(ctx.device)
     with torch.no_grad():
         assert torch.allclose(copied(x), before.to(x.dtype)(x), atol=0.05) or ctx.rank, f"{row.name}: the copy differs"
     pickle.loads(pickle.dumps(module))
@@ -331,8 +336,8 @@ def _apply_to_optimizer(parts: Parts, ctx: DistContext, rows: Sequence[Row]) -> 
 
 
 def _world(row: Row, ranks: int) -> dict[str, Any]:
-    """The mesh a row wants, where there are several ranks."""
-    return {"mesh": row.mesh} if row.mesh is not None and ranks > 1 else {}
+    """The device of a row, and the mesh that it wants where there are several ranks."""
+    return {"device": row.device, **({"mesh": row.mesh} if row.mesh is not None and ranks > 1 else {})}
 
 
 def twice_raises(row: Row, ranks: int = 2) -> None:
@@ -363,7 +368,7 @@ def ranks_equal_reference(row: Row, ranks: int = 2, job: Job | None = None) -> N
     """Law 4: training on several ranks gives the parameters of the naive loop in one process."""
     job = replace(job or Job(), dtype=row.dtype)
     rows = _complete(_with_needs(row))
-    expected = reference(job, _steps_of(rows))
+    expected = reference(job, _steps_of(rows), row.device)
     for rank, found in enumerate(run_ranks(train, ranks, rows, job, **_world(row, ranks))):
         difference = largest_difference(expected, found)
         assert difference <= row.tolerance, f"{row.name}: rank {rank} of {ranks} differs by {difference}"
@@ -393,7 +398,7 @@ def pairs_agree(one: Row, two: Row, ranks: int = 2, job: Job | None = None) -> s
             assert one.name.partition("[")[0] in text and two.name.partition("[")[0] in text, text
             assert "expected:" in text, text
         return "refused"
-    expected = reference(job, _steps_of(rows))
+    expected = reference(job, _steps_of(rows), one.device)
     for rank, parameters in enumerate(found):
         difference = largest_difference(expected, parameters)
         limit = max(one.tolerance, two.tolerance, 1e-6 if job.dtype is torch.float32 else 0)
@@ -437,7 +442,7 @@ def _train_once(parts: Parts, job: Job, ctx: DistContext) -> None:
     with torch.random.fork_rng(devices=[]):  # torch's own DataLoader draws a seed for its workers
         window = next(iter(parts.loader))
         batch = next(iter(window)) if hasattr(window, "denominator") else window
-    features, classes = batch
+    features, classes = to_device(batch, ctx)
     _loss(parts.module, features, classes, 1.0).backward()
     _finish_step(parts.module, parts.optimizer, job, ctx)
 

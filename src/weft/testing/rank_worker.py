@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -16,16 +18,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from weft.context import DistContext, adopt
+from weft.context import DistContext, adopt, local
 from weft.testing.fake import fake
 
-__all__ = ["serve_jobs"]
+__all__ = ["OUTERMOST", "STACK_SIGNAL", "serve_jobs"]
+
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # upon which a rank writes down where it is
+OUTERMOST = f'File "{__file__}", line '  # in what it writes: the caller of the job
 
 _FILTERS = tuple(warnings.filters)
 
@@ -34,6 +40,9 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
     """Run jobs that come through `fd` until it is closed."""
     pipe = Connection(fd)
     size = request["fork"]
+    # C code writes to it, whatever the rank is doing.
+    stack = Path(request["folder"], str(os.getpid())).open("w", encoding="utf-8")  # noqa: SIM115  (kept open)
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     limit = timedelta(seconds=request["timeout_s"])
     store = dist.TCPStore("127.0.0.1", request["port"], is_master=False, timeout=limit)
     if size > 1:
@@ -104,9 +113,9 @@ def _stay(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _context(options: dict[str, Any], size: int) -> DistContext:
     if size > 1:
-        return adopt(device="cpu", **options)
-    debug = options.pop("debug")
-    return replace(fake(**options), debug=debug)
+        return adopt(**options)
+    debug, device = options.pop("debug"), options.pop("device")
+    return replace(fake(**options), debug=debug, device=local(device=device).device)
 
 
 def _reset() -> None:

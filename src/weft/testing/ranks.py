@@ -8,9 +8,11 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +23,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.errors import PeerError, WeftError, message
+from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
 R = TypeVar("R")
 _GROUP_TIMEOUT_S = 60.0
+_CUT = "\n  ...\n"  # faulthandler writes the innermost 100 calls
+_STACK_LIMIT_S = 2.0  # for a rank to say where it is
 _GRACE_S = 10.0  # after the first failure, how long the other ranks may take to notice
 
 
@@ -33,9 +38,10 @@ class RanksFailed(WeftError):
     """A function failed on some ranks.
 
     Attributes:
-        errors: Exception per failed rank, as far as it could be sent.
-        traces: Traceback text per failed rank.
-        first: The rank to look at first: one whose error is not the echo of another's.
+        errors: Exception per failed rank; `TimeoutError` if it did not answer in time, `RuntimeError` if it ended
+            without an answer, or raised what could not be sent.
+        traces: Traceback text per failed rank; of one that did not answer, where it was.
+        first: The rank to look at first, which is one of `errors`: its error is not the echo of another's.
     """
 
     def __init__(self, text: str, errors: Mapping[int, BaseException], traces: Mapping[int, str], first: int) -> None:
@@ -57,6 +63,7 @@ def run_ranks(
     data_axes: Sequence[str] | None = None,
     seed: int = 0,
     debug: bool = False,
+    device: str = "cpu",
     **kwargs: Any,
 ) -> list[R]:
     """Call `fn(ctx, *args, **kwargs)` on `n` ranks and return their results in rank order.
@@ -77,6 +84,8 @@ def run_ranks(
         data_axes: As for `weft.start`.
         seed: As for `weft.start`.
         debug: As for `weft.start`.
+        device: As for `weft.start`. Ranks may share an accelerator: their collectives are those of gloo, through
+            the memory of the host, and some are missing there.
         kwargs: For `fn`.
 
     Returns:
@@ -92,7 +101,16 @@ def run_ranks(
         [20, 21]
     """
     return _default_pool().run(
-        fn, n, *args, timeout_s=timeout_s, mesh=mesh, data_axes=data_axes, seed=seed, debug=debug, **kwargs
+        fn,
+        n,
+        *args,
+        timeout_s=timeout_s,
+        mesh=mesh,
+        data_axes=data_axes,
+        seed=seed,
+        debug=debug,
+        device=device,
+        **kwargs,
     )
 
 
@@ -118,6 +136,7 @@ class RankPool:
         data_axes: Sequence[str] | None = None,
         seed: int = 0,
         debug: bool = False,
+        device: str = "cpu",
         **kwargs: Any,
     ) -> list[R]:
         """See `run_ranks`."""
@@ -130,19 +149,21 @@ class RankPool:
             "folder": str(Path.cwd()),
             "path": list(sys.path),
             "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
-            "options": {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug},
+            "options": {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug, "device": device},
         }
         world = self._world(n)
         ended: dict[int, int] = {}
+        stacks: dict[int, str] = {}
         try:
             answers = world.call(job, timeout_s)
+            stacks = world.stacks([rank for rank in range(n) if rank not in answers])
             if len(answers) == n and all(answer["ok"] and answer["reusable"] for answer in answers.values()):
                 self._worlds[n] = world
         finally:  # also when the caller is interrupted
             if n not in self._worlds:
                 ended = world.kill()
         if len(answers) < n or not all(answer["ok"] for answer in answers.values()):
-            raise _failure(n, answers, ended, timeout_s)
+            raise _failure(n, answers, ended, stacks, timeout_s)
         _show(answers)
         return [answers[rank]["result"] for rank in range(n)]
 
@@ -172,7 +193,10 @@ class _Server:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
+        self.folder = tempfile.mkdtemp(prefix="weft-ranks-")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # A process that has asked the CUDA driver how many devices there are cannot fork ranks that use them.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "weft.testing.rank_server", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -184,7 +208,7 @@ class _Server:
         # The store lives here, not in a rank: ranks of tests are killed.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._names = itertools.count()
-        self._finalizer = weakref.finalize(self, _end_server, self._process, self._control)
+        self._finalizer = weakref.finalize(self, _end_server, self._process, self._control, self.folder)
         if self._lines.readline() != "ready\n":
             raise WeftError("run_ranks: the process that ranks are forked from did not start; see its output above")
 
@@ -195,7 +219,9 @@ class _Server:
         """Start `n` ranks; returns their process ids and pipes."""
         pairs = [socket.socketpair() for _ in range(n)]
         name = f"world/{os.getpid()}/{next(self._names)}"
-        request = {"fork": n, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S}
+        request = {
+            "fork": n, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S, "folder": self.folder,
+        }  # fmt: skip
         socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
@@ -212,7 +238,8 @@ class _Server:
         self._finalizer()
 
 
-def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+def _end_server(process: subprocess.Popen[bytes], control: socket.socket, folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # the server is gone already
         control.shutdown(socket.SHUT_RDWR)  # it reads the end of its socket, and kills the ranks
     control.close()
@@ -267,6 +294,20 @@ class _RankWorld:
                     end = min(end, time.monotonic() + _GRACE_S)
         return answers
 
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """In which lines some ranks are that have not answered; without those that do not say it, as if stopped."""
+        paths = {rank: Path(self._server.folder, str(self._pids[rank])) for rank in ranks}
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], STACK_SIGNAL)
+        found: dict[int, str] = {}
+        end = time.monotonic() + _STACK_LIMIT_S
+        while len(found) < len(paths) and time.monotonic() < end:
+            time.sleep(0.02)
+            texts = {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
+            found = {rank: _own_part(text) for rank, text in texts.items() if OUTERMOST in text or _CUT in text}
+        return found
+
     def kill(self) -> dict[int, int]:
         """End all ranks; returns exit codes by rank of those that had ended by themselves."""
         gone = [pid for pid, pipe in zip(self._pids, self._pipes, strict=True) if _is_closed(pipe)]
@@ -279,6 +320,13 @@ class _RankWorld:
                 except ProcessLookupError:
                     continue
         return {rank: ended[pid] for rank, pid in enumerate(self._pids) if pid in ended}
+
+
+def _own_part(text: str) -> str:
+    """What `faulthandler` wrote, without what called the job."""
+    lines = text.splitlines()[1:]
+    outermost = next((number for number, line in enumerate(lines) if OUTERMOST in line), None)
+    return "\n".join(lines[:outermost])
 
 
 def _is_closed(pipe: Connection) -> bool:
@@ -320,26 +368,40 @@ def _show(answers: Mapping[int, Mapping[str, Any]]) -> None:
             print(f"[rank {rank}] {line}")  # noqa: T201  (that is what the ranks printed)
 
 
+def _waits(stack: str) -> bool:
+    """Whether a rank is in this package or in torch.distributed, where it waits for other ranks."""
+    innermost = stack.partition("\n")[0]
+    return any(f'File "{place}' in innermost for place in (Path(__file__).parents[1], Path(dist.__file__).parent))
+
+
 def _failure(
-    n: int, answers: Mapping[int, Mapping[str, Any]], ended: Mapping[int, int], timeout_s: float
+    n: int,
+    answers: Mapping[int, Mapping[str, Any]],
+    ended: Mapping[int, int],
+    stacks: Mapping[int, str],
+    timeout_s: float,
 ) -> RanksFailed:
     errors: dict[int, BaseException] = {}
     traces: dict[int, str] = {}
     for rank in range(n):
         answer = answers.get(rank)
         if answer is None:
-            traces[rank] = "still running when it was killed"
+            traces[rank] = "still running when it was killed" + (
+                f", here (innermost call first):\n{stacks[rank]}" if rank in stacks else ", and did not say where"
+            )
+            errors[rank] = TimeoutError(traces[rank])
         elif answer.get("died"):
             code = ended.get(rank)
             traces[rank] = "ended without an answer" + (f", exit code {code}" if code is not None else "")
+            errors[rank] = RuntimeError(traces[rank])
         elif not answer["ok"]:
             traces[rank] = answer["trace"]
-            if answer["error"] is not None:
-                errors[rank] = answer["error"]
+            errors[rank] = RuntimeError(answer["trace"]) if answer["error"] is None else answer["error"]
         if answer is not None and answer.get("output"):
             traces[rank] = traces.get(rank, "fine") + "\nIt printed:\n" + answer["output"]
     guilty = [r for r in traces if r in answers and not answers[r]["ok"] and not isinstance(errors.get(r), PeerError)]
-    first = min(guilty or traces)
+    silent = [r for r in range(n) if r not in answers]
+    first = min(guilty or [r for r in silent if not _waits(stacks.get(r, ""))] or silent or errors)
     hang = all(rank not in answers or answers[rank]["ok"] for rank in range(n))
     headline = f"no answer within {timeout_s:g} s" if hang else f"rank {first} failed first"
     parts = [f"run_ranks: {headline}"]

@@ -68,8 +68,8 @@ def clip_grads(
     Raises:
         FloatingPointError: On all ranks, with `nonfinite="raise"`.
         TypeError: `modules` holds something else, or an option is no number.
-        ValueError: An option is out of range, an iterator is empty, or a DTensor gradient is not
-            reduced over its ranks.
+        ValueError: An option is out of range, an iterator is empty, a DTensor gradient is not
+            reduced over its ranks, or `max_value` is to limit complex gradients.
         ContextError: With `nonfinite` on several ranks: the context is closed.
         PeerError: With "raise": another rank failed.
 
@@ -89,6 +89,8 @@ def clip_grads(
         if isinstance(part, nn.Module):
             ctx.engine.drop_gathered(part)  # a forward pass after backward leaves copies without gradients
     parameters = _parameters(parts)
+    if max_value is not None:
+        _check_real(parts)
     gradients = ctx.engine.gradients(parameters, ctx.device)
     if nonfinite is None:
         norm: torch.Tensor = gradients.norm(norm_type)
@@ -204,6 +206,19 @@ def _raise_not_finite(parts: list[_Part], norm: torch.Tensor, ctx: DistContext) 
             fix='weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip"), or a smaller learning rate',
         )
     )
+
+
+def _check_real(parts: list[_Part]) -> None:
+    wrong = [name for name, p in _named(parts) if p.is_complex()]
+    if wrong:
+        raise ValueError(
+            message(
+                "clip_grads: max_value cannot limit complex gradients, which have no order",
+                found=listed(wrong),
+                expected="real parameters with max_value; max_norm is for complex ones, too",
+                fix="weft.clip_grads(model, ctx, max_norm=1.0)",
+            )
+        )
 
 
 def _check_context(ctx: object) -> None:

@@ -117,11 +117,14 @@ def _check_options(backend: object, mode: str | None, options: Mapping[str, Any]
 def _check_new(module: nn.Module, ctx: DistContext) -> None:
     done = ctx.engine.already_compiled(module)
     if done:
+        wrapped = hasattr(module, "_orig_mod")
         raise AlreadyApplied(
             message(
                 f"compiled: parts of {type(module).__name__} are compiled already",
                 found=listed(done),
                 expected="a module that is compiled here, and was not before",
-                fix="model, ctx = weft.compiled(model, ctx)  # once, and without torch.compile",
+                fix="model, ctx = weft.compiled(model._orig_mod, ctx)  # the module that torch.compile was given"
+                if wrapped
+                else "model, ctx = weft.compiled(model, ctx)  # in place of module.compile(), once",
             )
         )

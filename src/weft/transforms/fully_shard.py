@@ -5,7 +5,7 @@ Arguments, the choice of units and the agreement of the ranks are here; FSDP2 is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from weft.context import DistContext
 from weft.contract import transform
 from weft.selecting import Selection
-from weft.sharding import Request, Weights, optimizers_in, shard_module, sharding_axes
+from weft.sharding import Request, WeightSource, optimizers_in, shard_module, sharding_axes
 
 __all__ = ["fully_shard"]
 
@@ -36,7 +36,7 @@ def fully_shard(
     reshard_after_forward: bool | int = True,
     rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     ignored: Selection | None = None,
-    weights: Weights | Callable[[], Weights] | None = None,
+    weights: WeightSource = None,
     unused: Literal["error", "zero"] = "error",
     buffers: Literal["broadcast", "local"] = "broadcast",
     methods: Sequence[str] = (),
@@ -61,7 +61,8 @@ def fully_shard(
     one all-reduce of theirs; with `unused="zero"` one of a byte per parameter.
 
     Args:
-        module: On the CPU, on `ctx.device`, or on meta: then it is made real unit by unit.
+        module: On the CPU, on `ctx.device`, or on meta: then it is made real unit by unit, so that no
+            rank holds more than one unit whole.
         ctx: Where we run.
         units: What is gathered together: a class, a pattern of names ("blocks.*"), the smallest
             parts with so many parameters, a function of name and module, modules, or several of
@@ -78,7 +79,8 @@ def fully_shard(
         weights: For a module on meta: all of its state by name, or a function that reads it; only
             asked on the first rank, and sent from there. Without it, and for buffers that are not
             saved, each part's `reset_parameters()` is called, with random numbers of `ctx.seed`.
-            The first rank may also bring a real module, and the others theirs on meta.
+            The first rank may also bring a real module, and the others theirs on meta. "later": what
+            is on meta stays there, cut, until `weft.load_weights` reads it, each rank its own part.
         unused: What it means when a parameter gets no gradient. "error": raises at the end of
             backward, naming it. "zero": ranks that did not use it count as zero; a parameter no
             rank used keeps `grad` None.
@@ -94,7 +96,8 @@ def fully_shard(
         AlreadyApplied: `module` or a part of it is sharded or replicated already.
         OrderError: An optimizer holds its parameters and is not in `rebind`; or a transform that
             comes later was applied.
-        ContextError: There is no such axis, or the ranks bring different models or options.
+        ContextError: There is no such axis, a data axis is left out, or the ranks bring different models or options.
+        ContractError: Parameters are DTensors, cut over another axis.
         TypeError: `module` is not a module.
         ValueError: `units` or `ignored` match nothing; an option is out of range; the trained
             parameters of a unit have several dtypes, or hooks, which shards would not call; or

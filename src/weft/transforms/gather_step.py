@@ -1,4 +1,4 @@
-"""`gather_step`: let an optimizer that looks at whole tensors step on a sharded module."""
+"""`gather_step`: let an optimizer that cannot step on DTensors step on a sharded module."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 @transform(after={"with_precision"}, excludes={"fuse_step", "zero_partition"})
 def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
-    """Step on whole parameters, one after the other, where the module is sharded.
+    """Step on plain tensors where the module is sharded: on whole parameters if the optimizer needs them.
 
     For optimizers whose update of an element depends on others, such as Adafactor and Muon, after
     `fully_shard`: each parameter and its gradient are made whole on every rank, stepped as in one
     process, and cut again. State of the parameter's shape is kept in shards, other state whole.
-    Optimizers of single elements (SGD, Adam, AdamW, ...) work on shards as they are and need none
-    of this. Where nothing is sharded it only steps parameter by parameter.
+    Optimizers of single elements (SGD, Adam, AdamW, ...) step on the shards, as plain tensors and
+    without communication. Most of them can do so without this transform; those that use an operation
+    torch does not have for DTensors need it: Rprop, and SGD and Adagrad with `fused=True`.
+    Where nothing is sharded, an optimizer of the first kind steps parameter by parameter.
 
     Changes: hooks on `optimizer`.
-    Collectives: none here; in `step`, all-gathers of 2x the parameter bytes, and of the state's.
+    Collectives: none here. In `step`, none for optimizers of single elements, and all-gathers of 2x the
+    parameter bytes, and of the state's, for others.
 
     Args:
-        optimizer: One that updates each parameter by itself; without closures.
+        optimizer: One that updates each parameter by itself; without closures if it needs whole parameters.
         ctx: Where we run.
 
     Returns:
@@ -67,4 +70,6 @@ def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         )
     if ctx.world_size == 1:
         return optimizer, ctx
+    if ctx.engine.is_elementwise(optimizer):
+        return optimizer, ctx.offering(ctx.engine.partition_step(optimizer, None))
     return optimizer, ctx.offering(ctx.engine.whole_step(optimizer, None))

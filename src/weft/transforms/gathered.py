@@ -9,18 +9,27 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import KeepsParameters, offered
-from weft.errors import message
+from weft.contract import ComputesAlone, KeepsParameters, offered
+from weft.errors import ContractError, message
 
 __all__ = ["gathered"]
 
 
-def gathered(module: nn.Module, ctx: DistContext, *, write: bool = False) -> contextlib.AbstractContextManager[None]:
+def gathered(
+    module: nn.Module, ctx: DistContext, *, write: bool = False, forward: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Let a module have its parameters whole inside of the body, and as before after it.
 
     For looking at weights, or changing them by hand (an initialisation, an embedding that is
-    replaced), when `fully_shard` or `zero_partition` have cut them up. Every rank enters it, and needs
+    replaced), when `fully_shard` or `zero_partition` have sharded them. Every rank enters it, and needs
     the memory of the whole module meanwhile. Where parameters are whole anyway, reading costs nothing.
+
+    With `forward`, the module can also be called inside, without collectives: by one rank alone, or by each
+    rank as often as it likes (rollouts of different lengths, generation, an evaluation on the main rank).
+
+        with weft.gathered(model, ctx, forward=True), torch.no_grad():
+            while not done:
+                action = model(observation)
 
     Source: DeepSpeed's `zero.GatheredParameters`.
 
@@ -33,12 +42,15 @@ def gathered(module: nn.Module, ctx: DistContext, *, write: bool = False) -> con
         ctx: Where we run.
         write: Keep changes. Those of rank 0 count, so it is enough if that makes them. Without it,
             changes of parameters that are cut are lost.
+        forward: Let calls of `module` inside compute with the gathered parameters. Without gradients only:
+            a call under `torch.enable_grad()` raises `ContractError`.
 
     Returns:
         A context manager, for a `with` statement.
 
     Raises:
         TypeError: `module` is no module.
+        ContractError: With `forward`, an engine gathers the parameters in each call (DeepSpeed's stage 3).
         CollectiveRefused: The context speaks for some ranks only.
 
     Example:
@@ -58,11 +70,24 @@ def gathered(module: nn.Module, ctx: DistContext, *, write: bool = False) -> con
                 fix="with weft.gathered(model, ctx): ...",
             )
         )
-    return _gathered(module, ctx, ctx.require_collective("gathered").group if write else None, write=write)
+    elsewhere = [part for part in module.modules() if any(o.elsewhere for o in offered(part, KeepsParameters))]
+    if forward and elsewhere:
+        raise ContractError(
+            message(
+                f"gathered: a {type(elsewhere[0]).__name__} cannot be called by one rank alone",
+                found="parameters that another engine keeps between steps, and gathers in each call",
+                expected="fully_shard, or zero_partition of torch's engine",
+                fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
+            )
+        )
+    group = ctx.require_collective("gathered").group if write else None
+    return _gathered(module, ctx, group, write=write, forward=forward)
 
 
 @contextlib.contextmanager
-def _gathered(module: nn.Module, ctx: DistContext, group: dist.ProcessGroup | None, *, write: bool) -> Iterator[None]:
+def _gathered(
+    module: nn.Module, ctx: DistContext, group: dist.ProcessGroup | None, *, write: bool, forward: bool
+) -> Iterator[None]:
     keepers = [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
     kept = {id(p) for part, _ in keepers for p in part.parameters()}
     with contextlib.ExitStack() as stack:
@@ -70,4 +95,7 @@ def _gathered(module: nn.Module, ctx: DistContext, group: dist.ProcessGroup | No
             stack.enter_context(offer.gathered(write=write))
         others = [p for p in module.parameters() if id(p) not in kept]
         stack.enter_context(ctx.engine.gathered(module, others, group, write=write))
+        for part in module.modules() if forward else ():
+            for sharded in offered(part, ComputesAlone):
+                stack.enter_context(sharded.alone())
         yield

@@ -11,7 +11,17 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered, transform
+from weft.context.ledger import Ledger
+from weft.contract import (
+    ReducesIn,
+    agree_on_parameters,
+    check_data_axes,
+    check_methods,
+    check_not_wrapped,
+    check_whole,
+    offered,
+    transform,
+)
 from weft.engines.options import ReduceOptions
 from weft.errors import AlreadyApplied, listed, message
 from weft.placing import place_module
@@ -73,9 +83,10 @@ def replicate(
         `module` itself, and `ctx` with this transform in `applied`.
 
     Raises:
-        AlreadyApplied: `module`, a part of it, or a module around it is replicated already.
+        AlreadyApplied: `module`, a part of it, or a module around it is replicated already, by this or by torch.
         OrderError: `fully_shard` or `zero_partition` was applied, or a transform that comes later.
-        ContextError: There is no such axis, or the ranks bring different models or options.
+        ContextError: There is no such axis, a data axis is left out, or the ranks bring different models or options.
+        ContractError: Parameters are DTensors, cut over another axis.
         ValueError: An option is out of range, or the module lies on another device.
         PeerError: Another rank failed.
 
@@ -86,20 +97,24 @@ def replicate(
         ('Linear', ['replicate'])
     """
     options = _options(module, bucket_bytes, flat, unused, buffers, methods)
-    line = ctx.on(ctx.data_axes if axis is None else axis)
+    names = ctx.data_axes if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    check_data_axes("replicate", ctx, names)
+    line = ctx.on(names)
     _check_module(module, ctx)
     if line.world_size == 1:
         place_module("replicate", module, ctx)
         laid = ctx.engine.lay_out(module, [name for name, _ in line.axes], "no")
         return module, ctx if laid is None else ctx.offering(laid)
     world = ctx.require_collective("replicate")
+    ctx.engine.check_hooks("replicate", module)
     facts = {"bucket_bytes": bucket_bytes, "flat": flat, "unused": unused, "buffers": buffers, "methods": list(methods)}
     agree_on_parameters("replicate", module, ctx, facts)
     place_module("replicate", module, ctx)
     assert world is not None
     assert line.group is not None
     ctx.engine.broadcast_state(module, line.group)
-    return module, ctx.offering(ctx.engine.reduce_gradients(module, line.group, options))
+    peers = Ledger(line.world, "replicate")
+    return module, ctx.offering(ctx.engine.reduce_gradients(module, line.group, options, peers))
 
 
 def _options(
@@ -151,6 +166,8 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
                 fix="model, ctx = weft.replicate(model, ctx)",
             )
         )
+    check_not_wrapped("replicate", module)
+    check_whole("replicate", module, ctx)
     shared = [name for name, parameter in module.named_parameters() if ctx.engine.is_reduced(parameter)]
     if shared:
         raise AlreadyApplied(

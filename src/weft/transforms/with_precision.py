@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ __all__ = ["LossScaling", "Precision", "creation_dtype", "loss_scale", "skipped"
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+PolicyName = Literal["fp32", "fp64", "bf16", "fp16", "bf16-true", "fp16-true"]
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -132,7 +133,7 @@ class Precision:
 
 
 _FP32 = Precision(param=torch.float32, compute=torch.float32, buffer=torch.float32)
-_NAMED = {
+_NAMED: dict[PolicyName, Precision] = {
     "fp32": _FP32,
     "fp64": Precision(param=torch.float64, compute=torch.float64, buffer=torch.float64),
     "bf16": replace(_FP32, compute=torch.bfloat16, output=torch.float32),
@@ -144,7 +145,7 @@ _NAMED = {
 
 @overload
 def with_precision(
-    obj: M, ctx: DistContext, policy: str | Precision, *, methods: Sequence[str] = ()
+    obj: M, ctx: DistContext, policy: PolicyName | Precision, *, methods: Sequence[str] = ()
 ) -> tuple[M, DistContext]: ...
 @overload
 def with_precision(obj: O, ctx: DistContext) -> tuple[O, DistContext]: ...
@@ -153,7 +154,7 @@ def with_precision(obj: O, ctx: DistContext) -> tuple[O, DistContext]: ...
     collective=True,
 )
 def with_precision(
-    obj: Any, ctx: DistContext, policy: str | Precision | None = None, *, methods: Sequence[str] = ()
+    obj: Any, ctx: DistContext, policy: PolicyName | Precision | None = None, *, methods: Sequence[str] = ()
 ) -> tuple[Any, DistContext]:
     """Compute a module in a chosen precision, or let an optimizer skip bad fp16 steps.
 
@@ -241,9 +242,12 @@ def _on_module(
     _check_castable(module, precision)
     _check_scalable(module, precision)
     _check_one_scale(module, precision, ctx)
-    check_place("with_precision", module, ctx)
+    on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    if not on_meta:  # else whoever makes it real puts it in place
+        check_place("with_precision", module, ctx)
     ctx.agree("with_precision", {"policy": repr(precision), "methods": list(methods)})
-    place_module("with_precision", module, ctx)
+    if not on_meta:
+        place_module("with_precision", module, ctx)
     _cast_parameters(module, precision)
     options = _cast_options(module, precision, methods)
     idle = options == CastOptions(methods=methods)
@@ -252,7 +256,7 @@ def _on_module(
     return module, ctx.offering(_Offer(precision, precise), *kept)
 
 
-def _policy(policy: str | Precision | None) -> Precision:
+def _policy(policy: PolicyName | Precision | None) -> Precision:
     if isinstance(policy, Precision):
         return policy
     if isinstance(policy, str) and policy in _NAMED:
@@ -524,7 +528,7 @@ def loss_scale(module: nn.Module) -> float:
 
 
 @contextlib.contextmanager
-def creation_dtype(policy: str | Precision) -> Iterator[None]:
+def creation_dtype(policy: PolicyName | Precision) -> Iterator[None]:
     """Create parameters in the dtype in which the policy stores them.
 
     Changes: torch's default dtype inside of the body; restored afterwards, also on an error.

@@ -58,7 +58,7 @@ def export(
         CheckpointError: There is no whole checkpoint, `out` holds something else, or nothing is left to
             export.
         ValueError: An option cannot be used, or numbers do not fit into `dtype`.
-        OSError: Writing failed; `out` is as it was.
+        OSError: Reading or writing failed; `out` is as it was.
 
     Example:
         >>> import tempfile, weft

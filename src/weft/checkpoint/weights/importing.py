@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.files import write_tensors
+from weft.checkpoint.history import history_of
 from weft.checkpoint.pieces import block_of
 from weft.checkpoint.values import encode
 from weft.checkpoint.weights.deepspeed_folders import Folder, read_folder
@@ -46,7 +49,8 @@ def import_deepspeed(
 
     Raises:
         MissingExtra: DeepSpeed is not installed.
-        CheckpointError: There is no such checkpoint, it cannot be merged, or `directory` has this step.
+        CheckpointError: There is no such checkpoint, it cannot be merged, or `directory` has this step, a newer
+            one, or checkpoints of another run.
 
     Example:
         >>> import weft
@@ -73,6 +77,8 @@ def import_deepspeed(
     found = read_folder(folder, tag, optimizer=optimizer)
     brought, tensors = _outline(found)
     ctx = local()
+    source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
+    history_of(ctx, Path(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
     with start_draft("import_deepspeed", Path(directory), found.step, ctx) as draft:
         write = partial(write_tensors, tensors=tensors)
         complete("import_deepspeed", draft, found.step, brought, write, ctx, keep=None)
@@ -111,6 +117,6 @@ def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
         name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded=False)
         for name, tensor in tensors.items()
     }
-    blocks = {name: block_of(tensor)[0] for name, tensor in tensors.items() if tensor.numel()}
+    blocks = {name: block_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
     written = {name: tensor for name, tensor in tensors.items() if name in blocks}
     return Outline(tensors=facts, same_as=same_as, values=values, blocks=blocks, of_rank={"rng": None}), written

@@ -73,6 +73,7 @@ def load_weights(
     Raises:
         CheckpointError: The files cannot be used or trusted, or do not fit the module. A pickle is
             refused.
+        OSError: A file cannot be read; the module is as it was.
         ContextError: The ranks bring different modules or files.
         OrderError: An optimizer holds parameters on meta.
         TypeError: Not a module.

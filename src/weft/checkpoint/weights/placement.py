@@ -133,9 +133,18 @@ class Placement:
                 f"{self._what}: {self._source.path} does not fit the module",
                 found="; ".join(found),
                 expected="the names, shapes and kinds of numbers of the module",
-                fix=f"weft.{self._what}(module, path, ctx, {self._hint()})",
+                fix=self._tie() or f"weft.{self._what}(module, path, ctx, {self._hint()})",
             )
         )
+
+    def _tie(self) -> str:
+        """The call that ties what is saved once, if the module can do so and something on meta is missing."""
+        named = dict(self._module.state_dict(keep_vars=True))
+        ties = [name for name, part in self._module.named_modules() if callable(getattr(part, "tie_weights", None))]
+        if not ties or not any(name in named and named[name].is_meta for name in self.missing):
+            return ""
+        owner = f"model.{ties[0]}" if ties[0] else "model"
+        return f"{owner}.tie_weights()  # before the transforms: tied weights are saved once"
 
     def _hint(self) -> str:
         """The option that would help: names that differ at their beginning only, or some that are not there."""
@@ -223,7 +232,7 @@ class Placement:
         self._source.files.close()
 
     def _read_one(self, move: Move) -> None:
-        block = block_of(move.tensor)[0]
+        block = block_of(move.tensor)
         if move.tensor.is_meta:
             out = local_part(self._memory.of(move.tensor))
         else:

@@ -26,9 +26,11 @@ from torch import nn
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, Lent
 from weft.engines.deepspeed.state import State
-from weft.engines.torch.backward import BackwardSession
+from weft.engines.peers import Peers
+from weft.engines.torch.backward import BackwardSession, inside_backward
 from weft.engines.torch.calls import Hook, Removable, around_methods
 from weft.engines.torch.cut_gradient import CutGradient
+from weft.engines.torch.stepping import Steps, settings_of
 from weft.engines.torch.whole_step import check_no_closure
 from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed, message
 from weft.nested import tensors
@@ -47,6 +49,7 @@ class Order(NamedTuple):
         local_rank: Of this process on its node.
         make_real: Makes one part of a module on meta real; None if the module is real.
         moved: Called when parameters were exchanged for real ones.
+        peers: The same on the other ranks.
     """
 
     stage: int
@@ -56,13 +59,14 @@ class Order(NamedTuple):
     local_rank: int
     make_real: Callable[[nn.Module], None] | None
     moved: Callable[[], None]
+    peers: Peers
 
 
 class Partition:
     """What is hung on a module and its optimizer, as later transforms see it.
 
     Attributes:
-        enabled: Whether the next backward pass communicates; see `set`.
+        enabled: Whether the next backward pass communicates.
         mean_over: Number of ranks the gradients are averaged over.
         stage: 1, 2 or 3.
         elsewhere: Whether the module has no values of its parameters between steps.
@@ -83,6 +87,9 @@ class Partition:
         options: Sequence[tuple[int, Mapping[str, Any]]],
     ) -> None:
         self.enabled = True
+        self._due = False  # the window owes a reduction
+        self._pending = False  # gradients of this rank wait in `.grad`
+        self._peers = order.peers
         self.stage = order.stage
         self.elsewhere = order.stage == 3
         self.engine = engine
@@ -104,6 +111,7 @@ class Partition:
         self._versions: dict[nn.Parameter, int] = {}
         self._stepped = False
         self._session = BackwardSession(self._begin, self._end, rounds=1)
+        self._steps = Steps("zero_partition", self, group, order.peers)
         self._removable = Removable()
         self._keeps_buffers = order.buffers and any(True for _ in module.buffers())
         self._hang_on(module, optimizer, order.methods)
@@ -117,6 +125,8 @@ class Partition:
             hook = _arrival(self._session.flag, weakref.ref(self))
             add(parameter.register_post_accumulate_grad_hook(hook).remove)
         add(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._steps.attach(optimizer)
+        add(self._steps.release)
         add(optimizer.register_step_post_hook(self._after_step).remove)
         add(optimizer.register_state_dict_pre_hook(self._show_state).remove)
         add(optimizer.register_state_dict_post_hook(self._hide_state).remove)
@@ -126,12 +136,35 @@ class Partition:
 
     # -- what other rooms may ask ----------------------------------------------------------------
 
-    def set(self, enabled: bool) -> None:
-        """Decide whether backward passes from now on communicate; if not, gradients stay whole in `p.grad`."""
-        self.enabled = enabled
+    def begin_window(self) -> None:
+        """Backward passes keep their gradients whole in `p.grad` from now on."""
+        self.enabled, self._due = False, True
+
+    def last_backward(self) -> None:
+        """The next backward pass reduces the gradients of the window."""
+        self.enabled = True
+
+    def end_window(self, *, left: bool = False) -> None:
+        """Reduce what the window still owes; what one that was left early holds stays in `p.grad`.
+
+        Collectives: if no backward pass of the window has communicated, a meeting, and the messages of a backward
+        pass if a rank has gradients.
+        """
+        self.enabled = True
+        due, self._due = self._due, False
+        if due and not left and self._group is not None:
+            self._reduce_now("the end of a window whose last micro-batch was skipped")
+
+    def _reduce_now(self, what: str) -> None:
+        if any(self._peers.meet(what, self._pending and any(p.grad is not None for p in self._names))):
+            for parameter in self._names:
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            inside_backward(self._session.enter)
 
     def release(self) -> None:
         """Let the process group go."""
+        self._steps.release()
         self._group = None
         self._state.release()
         self._view.release()
@@ -263,10 +296,12 @@ class Partition:
         if self._received:
             for one in passes:
                 one.used = True
+        self._pending = not self.enabled
         if not self.enabled:
             if self.stage == 3:
                 self._buffers.end()
             return
+        self._due = False
         for parameter in self._names:
             gradient = parameter.grad
             waits = gradient is not None and (not isinstance(gradient, CutGradient) or gradient.pending is not None)
@@ -318,6 +353,19 @@ class Partition:
         self._buffers.reset()
 
     # -- the step --------------------------------------------------------------------------------
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """DeepSpeed was asked before anything was changed."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduce what a window that was left early holds."""
+        if self._pending and self.enabled and any(p.grad is not None for p in self._names):
+            self._reduce_now("a step after a window that was left early")
+
+    def settings(self) -> Mapping[str, object]:
+        """What of the module has to be equal on all ranks and may change."""
+        module = self._module()
+        return {} if module is None else settings_of(module)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_no_closure("zero_partition", (*args[1:], *kwargs.values()))

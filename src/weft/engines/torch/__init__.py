@@ -6,6 +6,7 @@ calls.py       something before and after a module's calls
 reducer.py     gradients averaged during backward ...
 buckets.py     ... in buckets, with torch's DDP reducer
 flat.py        ... in one flat buffer
+past_forward.py  the error for gradients that came through another method
 exchange.py    sums of small buffers between pairs of ranks
 flat_step.py   the optimizer's step on that buffer
 precision.py   casts and autocast around a module

@@ -10,10 +10,11 @@ with which DDP's reducer or FSDP2 finish their communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-__all__ = ["BackwardSession"]
+__all__ = ["BackwardSession", "inside_backward"]
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -65,3 +66,25 @@ class BackwardSession:
             self.flag[0] = 0
             return True
         return False
+
+
+def inside_backward(run: Callable[[], None]) -> None:
+    """Call a function inside of an otherwise empty backward pass, which ends with the callbacks queued in it."""
+    with torch.enable_grad():
+        made: torch.Tensor = _Inside.apply(torch.zeros((), requires_grad=True), run)  # type: ignore[no-untyped-call]
+    made.backward()
+
+
+class _Inside(torch.autograd.Function):
+    """Calls a function when backward comes through."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del gradient
+        ctx.run()
+        return None, None

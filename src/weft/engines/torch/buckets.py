@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.engines.torch.exchange import as_real
 
-__all__ = ["Buckets"]
+__all__ = ["Buckets", "sparse_gradients"]
 
 
 class Buckets:
@@ -33,7 +33,8 @@ class Buckets:
         dtype: torch.dtype | None,
     ) -> None:
         self._needs_rebuild = True
-        sparse = _sparse_gradients(module, parameters)
+        by_name = sparse_gradients(module)
+        sparse = [name in by_name for name in names]
         limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
         buckets, sizes = dist._compute_bucket_assignment_by_size(list(parameters), limits, sparse)
         self._reducer = dist.Reducer(
@@ -68,13 +69,14 @@ class Buckets:
         """Nothing to undo: the parameters were not touched."""
 
 
-def _sparse_gradients(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[bool]:
+def sparse_gradients(module: nn.Module) -> list[str]:
+    """Names of the trained parameters of `module` whose gradients are sparse tensors."""
     sparse = {
         id(child.weight)
         for child in module.modules()
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
     }
-    return [id(p) in sparse for p in parameters]
+    return [name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad]
 
 
 def _in_dtype(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:

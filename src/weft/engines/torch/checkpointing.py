@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -184,6 +183,8 @@ def moves_statistics_twice(module: nn.Module) -> bool:
 
 
 def _is_checkpointed(part: nn.Module) -> bool:
+    from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415  (costs 3 ms)
+
     return (
         any(isinstance(around, Checkpoint) for around in arounds(part, "forward"))
         # torch.distributed._composable.checkpoint, checkpoint_wrapper, and the switch of transformers

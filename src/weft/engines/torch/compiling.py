@@ -21,7 +21,7 @@ from torch import nn
 
 from weft.engines.options import CompileOptions
 from weft.engines.torch.calls import Removable, around_methods, arounds
-from weft.engines.torch.checkpointing import moves_statistics_twice
+from weft.engines.torch.checkpointing import already_recomputed, moves_statistics_twice, no_cached_casts
 from weft.errors import listed, message
 
 __all__ = ["Compiled", "already_compiled", "check_backend"]
@@ -40,7 +40,8 @@ class Compiled:
             settings["backend"] = _backend(part, options.backend)
             code = codes.setdefault(type(part), _new_code(type(part)))
             compiled = torch.compile(_with_code(part.forward, code), **settings)
-            around_methods(part, ["forward"], _Compiled(compiled), self._removable)
+            once = not already_recomputed(part)
+            around_methods(part, ["forward"], _Compiled(compiled if once else _steady(compiled)), self._removable)
 
     def undo(self) -> None:
         """Let the modules run uncompiled."""
@@ -61,6 +62,16 @@ class _Compiled:
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._compiled(*args, **kwargs)
+
+
+def _steady(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """For a part that is computed twice: a weight that autocast has cast for an earlier call is cast again."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with no_cached_casts():
+            return compiled(*args, **kwargs)
+
+    return forward
 
 
 def _calling(call: Callable[..., Any]) -> types.FunctionType:

@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.peers import Peers
 from weft.engines.torch.averages import WeightAverages, drop_gathered
 from weft.engines.torch.batch_norm import Synchronized, synchronize_batch_norms
+from weft.engines.torch.buckets import sparse_gradients
 from weft.engines.torch.checkpointing import Recomputed, already_recomputed, saved_ops
 from weft.engines.torch.compiling import Compiled, already_compiled, check_backend
 from weft.engines.torch.devices import choose_device, default_backend, select_device
@@ -23,9 +25,10 @@ from weft.engines.torch.gradient_norm import Gradients, with_nonfinite_gradient
 from weft.engines.torch.loss_scale import LossScale
 from weft.engines.torch.precision import PreciseModule
 from weft.engines.torch.prefetch import move, prefetch
-from weft.engines.torch.reducer import GradientReducer, is_reduced
-from weft.engines.torch.shards import is_sharded
+from weft.engines.torch.reducer import GradientReducer, check_hooks, is_reduced
+from weft.engines.torch.shards import axes_of, is_fsdp, is_sharded
 from weft.engines.torch.skipping import SkippingStep
+from weft.engines.torch.stepping import optimizers_of
 
 __all__ = ["Axes", "Held", "Sharded", "TorchEngine", "Undoable"]
 
@@ -51,8 +54,14 @@ class Sharded(Undoable, Protocol):
 
     mean_over: int
 
-    def set(self, enabled: bool) -> None:
-        """Decide whether backward passes communicate."""
+    def begin_window(self) -> None:
+        """A window of micro-batches begins."""
+
+    def last_backward(self) -> None:
+        """The next backward pass is the last one of the window."""
+
+    def end_window(self, *, left: bool = False) -> None:
+        """The window is over, or was left early."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +108,15 @@ class TorchEngine:
         """Yield batches on `device`, copied ahead of use."""
         return prefetch(batches, device)
 
-    def reduce_gradients(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions) -> GradientReducer:
+    def reduce_gradients(
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
+    ) -> GradientReducer:
         """Average the gradients of `module` over `group` in every backward pass."""
-        return GradientReducer(module, group, options)
+        return GradientReducer(module, group, options, peers)
 
     def broadcast_state(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """Give parameters and buffers the values of the group's first rank."""
-        state = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+        """Give parameters and buffers the values of the group's first rank, where they have any."""
+        state = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
         if state:
             dist._broadcast_coalesced(group, state, 250 * 2**20, 0)
 
@@ -122,7 +133,7 @@ class TorchEngine:
 
     def precise(self, module: nn.Module, device: torch.device, options: CastOptions) -> PreciseModule:
         """Cast and scale at the borders of `module`."""
-        return PreciseModule(module, device.type, options)
+        return PreciseModule(module, device, options)
 
     def skip_steps(
         self, optimizer: torch.optim.Optimizer, scales: Sequence[LossScale], group: dist.ProcessGroup | None
@@ -138,20 +149,28 @@ class TorchEngine:
         """Raise if the optimizer looks at whole tensors, so that it cannot step on a flat buffer."""
         check_elementwise(optimizer)
 
-    def shard(self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions) -> Sharded:
+    def shard(
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+    ) -> Sharded:
         """Cut a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
         from weft.engines.torch.sharding import ShardedModule  # noqa: PLC0415  (half a second of imports in torch)
 
-        return ShardedModule(module, mesh, group, options)
+        return ShardedModule(module, mesh, group, options, peers)
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is cut over ranks."""
         return is_sharded(tensor)
 
+    def axes_of(self, tensor: torch.Tensor) -> str:
+        """The names of the mesh axes over which a tensor that is cut lies."""
+        return axes_of(tensor)
+
+    def is_fsdp(self, module: nn.Module) -> bool:
+        """Whether torch's FSDP2 was applied to a part of a module, or to one around it, by whomever."""
+        return is_fsdp(module)
+
     def optimizers_of(self, parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
         """The living optimizers that hold one of these parameters."""
-        from weft.engines.torch.rebinding import optimizers_of  # noqa: PLC0415  (as in `shard`)
-
         return optimizers_of(parameters)
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer], new: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -160,14 +179,8 @@ class TorchEngine:
 
         rebind(optimizers, new)
 
-    def cut_state(self, optimizer: torch.optim.Optimizer) -> Undoable:
-        """Let an optimizer over shards be given whole state."""
-        from weft.engines.torch.rebinding import CutState  # noqa: PLC0415  (as in `shard`)
-
-        return CutState(optimizer)
-
-    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Undoable:
-        """Step on this rank's rows of each parameter only, and gather the others'."""
+    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+        """Step on this rank's shards, and on its rows of whole parameters, of which the others' are gathered."""
         from weft.engines.torch.partitioned_step import PartitionedStep  # noqa: PLC0415  (as in `shard`)
 
         return PartitionedStep(optimizer, mesh)
@@ -182,9 +195,17 @@ class TorchEngine:
 
         return WholeStep(optimizer, mesh)
 
+    def sparse_gradients(self, module: nn.Module) -> list[str]:
+        """Names of the trained parameters whose gradients are sparse tensors."""
+        return sparse_gradients(module)
+
     def is_reduced(self, parameter: nn.Parameter) -> bool:
         """Whether `reduce_gradients` watches this parameter already."""
         return is_reduced(parameter)
+
+    def check_hooks(self, what: str, module: nn.Module) -> None:
+        """Raise if a hook of the user's would see gradients before they are averaged."""
+        check_hooks(what, type(module).__name__, module.named_parameters())
 
     def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:
         """Keep averages of what this rank holds of the weights of `module`."""

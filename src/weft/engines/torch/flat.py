@@ -25,6 +25,7 @@ class FlatPiece:
         gradients: Their gradients' storage, [number of elements].
         parameters: Views of `values`, in order.
         views: Views of `gradients`, in order.
+        without: Indices of the parameters that had no gradient before what is reduced next.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], indices: Sequence[int]) -> None:
@@ -44,7 +45,11 @@ class FlatPiece:
             self.views.append(self.gradients[part].view(parameter.shape).data)
             start = part.stop
         self._pairs = list(zip(self.parameters, self.views, strict=True))
-        self._address = self.values.data_ptr()
+        self._all = frozenset(self.indices)
+        self.without: frozenset[int] = frozenset()
+        # One without elements has no address.
+        self._first = next((p for p in self.parameters if p.numel()), first)
+        self._address = self._first.data_ptr()
 
     def attach(self) -> None:
         """Let every parameter's gradient be its view, before backward adds to it."""
@@ -56,12 +61,15 @@ class FlatPiece:
                 self.gradients.zero_()
                 for parameter, view in self._pairs:
                     parameter.grad = view
+                self.without = self._all
                 return
         for parameter, view in self._pairs:
             if parameter.grad is not view:
                 break
         else:
             return
+        pairs = zip(self.indices, self.parameters, strict=True)
+        self.without |= {index for index, parameter in pairs if parameter.grad is None}
         for parameter, view in self._pairs:
             if parameter.grad is None:
                 view.zero_()
@@ -71,7 +79,7 @@ class FlatPiece:
 
     def is_intact(self) -> bool:
         """Whether the parameters still lie in the buffer; `Module.to` moves them out of it."""
-        return self.parameters[0].data_ptr() == self._address
+        return self._first.data_ptr() == self._address
 
     def detach(self) -> None:
         """Give every parameter and gradient a storage of its own again."""
@@ -114,6 +122,14 @@ class FlatBuffer:
         travelling = [as_real(piece.gradients) for piece in self.pieces]
         self._sums = [SmallSum(self._group, buffer.to(self._dtype or buffer.dtype)) for buffer in travelling]
 
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep these parameters from now on; others get storages of their own again."""
+        for piece in self.pieces:
+            piece.detach()
+        self.pieces = []
+        self._indices = {id(p): index for index, p in enumerate(parameters)}
+        self.lay_out(parameters)
+
     def prepare(self) -> None:
         """Let the backward pass to come write into the buffer."""
         for piece in self.pieces:
@@ -144,15 +160,17 @@ class FlatBuffer:
                 gradients.copy_(small)
         if self._find_unused:
             self._forget_unused(got)
+            for piece in self.pieces:
+                piece.without = frozenset()
 
     def _forget_unused(self, got: bytearray) -> None:
-        """A parameter that no rank used has no gradient, as in one process."""
+        """A parameter that no rank used has no gradient if it had none before, as in one process."""
         used = torch.tensor(list(got), dtype=torch.int32, device=self.pieces[0].values.device)
         self._group.allreduce([used]).wait()
         counts = used.tolist()
         for piece in self.pieces:
             for index, parameter in zip(piece.indices, piece.parameters, strict=True):
-                if not counts[index]:
+                if not counts[index] and index in piece.without:
                     parameter.grad = None
 
     def undo(self) -> None:

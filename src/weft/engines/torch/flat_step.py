@@ -160,7 +160,7 @@ class FlatStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, buffer: FlatBuffer) -> None:
         self._groups = [list(entry["params"]) for entry in optimizer.param_groups]
-        self._frozen = [p for group in self._groups for p in group if not p.requires_grad]
+        self._runs: list[_Run] = []
         buffer.lay_out([p for group in self._groups for p in group if p.requires_grad])
         self._buffer = weakref.ref(buffer)  # it holds the process group
         self._plain: list[list[torch.Tensor]] | None = None  # while a step runs: the user's groups
@@ -185,7 +185,11 @@ class FlatStep:
     def _adopt_layout(self, optimizer: torch.optim.Optimizer, pieces: list[FlatPiece]) -> None:
         """Find the parameters in the buffer; another optimizer of the same module may lay it out anew."""
         self._pieces = pieces
-        runs = [_runs_of([p for p in group if p.requires_grad], pieces) for group in self._groups]
+        placed = {id(p) for piece in pieces for p in piece.parameters}
+        self._frozen = [[p for p in group if id(p) not in placed] for group in self._groups]
+        for run in self._runs:  # those of the layout before
+            run.split_state(optimizer)
+        runs = [_runs_of([p for p in group if id(p) in placed], pieces, optimizer) for group in self._groups]
         self._runs = [run for same in runs for run in same]
         self._flat = [[run.values for run in same] for same in runs]
         self._join(optimizer)
@@ -200,7 +204,7 @@ class FlatStep:
         _check_no_closure((*args[1:], *kwargs.values()))
         self._check_groups(optimizer)
         buffer = self._buffer()
-        if buffer is not None and buffer.pieces is not self._pieces:
+        if buffer is not None and buffer.pieces is not self._pieces:  # frozen or unfrozen, or of another optimizer
             self._adopt_layout(optimizer, buffer.pieces)
         gradients = [run.gradients if _has_gradients(run) else None for run in self._runs]
         for run, gradient in zip(self._runs, gradients, strict=True):
@@ -208,8 +212,9 @@ class FlatStep:
             if run.state:
                 optimizer.state[run.values] = run.state
         self._plain = [entry["params"] for entry in optimizer.param_groups]
-        for entry, flat in zip(optimizer.param_groups, self._flat, strict=True):
-            entry["params"] = flat
+        for entry, flat, frozen in zip(optimizer.param_groups, self._flat, self._frozen, strict=True):
+            # A gradient from before a parameter was frozen counts, as in a plain step.
+            entry["params"] = flat + [p for p in frozen if p.grad is not None]
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._put_back(optimizer)
@@ -230,7 +235,7 @@ class FlatStep:
             torch.autograd.graph.increment_version(run.parameters)
 
     def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if the optimizer holds other parameters than it did, or trains one that was frozen."""
+        """Raise if the optimizer holds other parameters than it did."""
         now = [entry["params"] for entry in optimizer.param_groups]
         old = self._groups
         if list(map(len, now)) != list(map(len, old)) or not all(
@@ -243,16 +248,6 @@ class FlatStep:
                     f"before {len(old)} of {listed(map(len, old))}, or other ones",
                     expected="the groups that fuse_step was applied to",
                     fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
-                )
-            )
-        thawed = [p for p in self._frozen if p.grad is not None]
-        if thawed:
-            raise ContractError(
-                message(
-                    f"fuse_step: {len(thawed)} parameters that were frozen have a gradient",
-                    found=listed(f"a parameter of shape {tuple(p.shape)}" for p in thawed),
-                    expected="the parameters that were trained when replicate and fuse_step were applied",
-                    fix="set requires_grad before weft.replicate(model, ctx, flat=True)",
                 )
             )
 
@@ -306,15 +301,29 @@ def _has_gradients(run: _Run) -> bool:
     return True
 
 
-def _runs_of(group: Sequence[torch.Tensor], pieces: Sequence[FlatPiece]) -> list[_Run]:
-    """Cut a group into the longest stretches that lie side by side in one piece."""
+def _runs_of(
+    group: Sequence[torch.Tensor], pieces: Sequence[FlatPiece], optimizer: torch.optim.Optimizer
+) -> list[_Run]:
+    """Cut a group into the longest stretches that lie side by side in one piece and were stepped equally often."""
     places = {id(p): (number, index) for number, piece in enumerate(pieces) for index, p in enumerate(piece.parameters)}
     wanted = sorted(places[id(p)] for p in group)
+    shared = [_shared_state(optimizer, pieces[number].parameters[index]) for number, index in wanted]
     runs: list[_Run] = []
     start = 0
     for end in range(1, len(wanted) + 1):
-        if end == len(wanted) or wanted[end] != (wanted[end - 1][0], wanted[end - 1][1] + 1):
+        goes_on = end < len(wanted) and wanted[end] == (wanted[end - 1][0], wanted[end - 1][1] + 1)
+        if not goes_on or shared[end] != shared[end - 1]:
             number, first = wanted[start]
             runs.append(_Run(pieces[number], first, wanted[end - 1][1] + 1))
             start = end
     return runs
+
+
+def _shared_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, object]:
+    """What the state of a parameter has in common with that of its neighbours; a parameter unfrozen late has other."""
+    state = optimizer.state.get(parameter, {})
+    return {
+        key: float(value) if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+        if key in SHARED_STATE or not isinstance(value, torch.Tensor)
+    }

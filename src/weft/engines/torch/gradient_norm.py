@@ -72,7 +72,7 @@ class Gradients:
             gradient = p.grad
             if isinstance(gradient, CutGradient):
                 pieces.setdefault(self._ranks_of(gradient), []).append(gradient.piece())
-                self._dtype = torch.promote_types(self._dtype, gradient.dtype)
+                self._dtype = torch.promote_types(self._dtype, gradient.dtype.to_real())
                 continue
             layout = gradient if is_sharded(gradient) else p
             if not is_sharded(layout):
@@ -83,7 +83,7 @@ class Gradients:
             key = (id(layout.device_mesh), layout.placements, layout.dtype)
             if key not in layouts:
                 layouts[key] = pieces.setdefault(self._cut_of(layout), [])
-                self._dtype = torch.promote_types(self._dtype, layout.dtype)
+                self._dtype = torch.promote_types(self._dtype, layout.dtype.to_real())
             if gradient is not None:
                 # Without grad mode no detach is needed, which is ten times the work on a DTensor.
                 layouts[key].append(gradient.to_local() if is_sharded(gradient) else gradient)

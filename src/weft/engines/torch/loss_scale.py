@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from weft.engines.options import ScaleOptions
 from weft.engines.torch.backward import BackwardSession
-from weft.engines.torch.shards import local, resting_parameters
+from weft.engines.torch.shards import is_sharded, local, resting_parameters
 from weft.engines.torch.survey import running_backward, survey
 from weft.errors import ContractError, listed, message
 from weft.nested import map_tensors
@@ -46,18 +46,19 @@ class LossScale:
         found: Whether a gradient was not finite at the end of the last backward.
         came_in: Whether a non-finite gradient entered since the last step.
         went_out: Whether one left through the inputs since the last step.
+        num_optimizers: Those that hold parameters of the module and know of the scale.
     """
 
-    def __init__(self, module: nn.Module, options: ScaleOptions) -> None:
+    def __init__(self, module: nn.Module, options: ScaleOptions, device: torch.device) -> None:
         self.options = options
         self._module = weakref.ref(module)
         self._class_name = type(module).__name__
-        device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self.value = torch.full((), options.init, dtype=torch.float32, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._no = torch.zeros((), dtype=torch.float32, device=device)
         self.found = self.came_in = self.went_out = self._no
-        self.backwards = self.moved_at = 0
+        self.backwards = self.moved_at = self.num_optimizers = 0
+        self._ended: dict[int, tuple[torch.Tensor, int]] = {}
         self._leaves: list[torch.Tensor] = []
         self._scaled = False
         self._unstepped: list[tuple[torch.Tensor, int]] = []
@@ -116,7 +117,21 @@ class LossScale:
     def _end(self) -> None:
         self._unscale()
         self.backwards += 1
-        self._unstepped = [(p, p._version) for p in self.parameters() if p.grad is not None]
+        parameters = self.parameters()
+        self._unstepped = [(p, p._version) for p in parameters if p.grad is not None]
+        if self.num_optimizers > 1:
+            gradients = {id(p): _held(p.grad) for p in parameters if p.grad is not None}
+            self._ended = {one: (gradient, gradient._version) for one, gradient in gradients.items()}
+
+    def was_changed(self, parameters: Collection[torch.Tensor]) -> bool:
+        """Whether gradients of these parameters were changed since backward ended, or may have been."""
+        if self.num_optimizers < 2:
+            return True
+        there = [(self._ended.get(id(p)), _held(p.grad)) for p in parameters if p.grad is not None]
+        return any(
+            ended is not None and (ended[0].data_ptr() != now.data_ptr() or ended[1] != now._version)
+            for ended, now in there
+        )
 
     def _unscale(self) -> None:
         gradients = [p.grad for p in self._leaves if p.grad is not None]
@@ -147,6 +162,7 @@ class LossScale:
         """Forget what happened: the parameters with these ids were stepped, or their step skipped."""
         self.moved_at = self.backwards
         self._unstepped = [(p, version) for p, version in self._unstepped if id(p) not in stepped]
+        self._ended = {one: ended for one, ended in self._ended.items() if one not in stepped}
         self.forget_borders()
 
     def forget_borders(self) -> None:
@@ -261,6 +277,13 @@ def check_finite(gradients: list[torch.Tensor], no: torch.Tensor, factor: torch.
     for same in kinds.values():
         torch._amp_foreach_non_finite_check_and_unscale_(same, found, factor)
     return found
+
+
+@torch.no_grad()
+def _held(gradient: torch.Tensor) -> torch.Tensor:
+    """What of a gradient lies on this rank: the tensor itself, whose version tells of changes."""
+    part: torch.Tensor = cast("Any", gradient).to_local() if is_sharded(gradient) else gradient
+    return part
 
 
 def _dense(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,16 +1,20 @@
-"""Step on this rank's rows of each parameter only, then gather the others' (ZeRO stage 1).
+"""Step on what this rank holds of each parameter, as plain tensors.
+
+Of a whole parameter these are its rows; then the others' are gathered (ZeRO stage 1). Of a sharded
+parameter it is the shard, and nothing is sent: torch lacks some operations of its optimizers for
+DTensors, and takes longer for the others.
 
 Between steps everything looks as always: the optimizer's groups hold the module's parameters. Its
-state holds DTensors, cut along the first dimension, so that `state_dict` needs no communication and
-can be loaded at any number of ranks. For optimizers whose update of an element depends on that
-element alone; see `WholeStep` for the others.
+state holds DTensors, cut as sharded parameters are and else along the first dimension, so that
+`state_dict` needs no communication and can be loaded at any number of ranks. For optimizers whose
+update of an element depends on that element alone; see `WholeStep` for the others.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.engines.torch.exchange import PairGather
+from weft.engines.torch.exchange import PairGather, as_real
 from weft.engines.torch.rebinding import like
-from weft.engines.torch.whole_step import check_no_closure
+from weft.engines.torch.shards import local
 from weft.errors import ContractError, listed, message
 
 __all__ = ["PartitionedStep"]
@@ -30,33 +34,89 @@ _LARGE_BYTES = 2**17
 _KEPT_BYTES = 2**20  # messages of small parameters, kept from step to step
 
 
-class _Rows:
-    """The rows of one parameter that this rank updates."""
+class _Part:
+    """What this rank updates of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.values = nn.Parameter(values, parameter.requires_grad)  # the same memory
+        self.place = 0
+        self.state: dict[str, Any] = {}
+        self._shown: dict[str, tuple[Any, Any]] = {}
+
+    def follow(self) -> None:
+        """Take this rank's part as it is now: somebody may have given the parameter other memory."""
+        raise NotImplementedError
+
+    def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the state as others see it."""
+        raise NotImplementedError
+
+    def hidden(self, value: Any) -> Any:
+        """State as the step sees it: this rank's part."""
+        raise NotImplementedError
+
+    def shown(self) -> dict[str, Any]:
+        """The state as others see it; optimizers update it in place, so a DTensor is made once."""
+        for key, value in self.state.items():
+            if key not in self._shown or self._shown[key][0] is not value:
+                cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == self.values.shape
+                self._shown[key] = (value, self.as_dtensor(value) if cut else value)
+        return {key: self._shown[key][1] for key in self.state}
+
+
+class _Shard(_Part):
+    """The shard of one parameter that is a DTensor."""
+
+    def __init__(self, parameter: DTensor) -> None:
+        self._sharded = parameter
+        super().__init__(cast("nn.Parameter", parameter), local(parameter).detach())
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        values = local(self.parameter)
+        if self.place != values.data_ptr():
+            self.values.data = values
+            self.place = values.data_ptr()
+        gradient = self.parameter.grad
+        self.values.grad = None if gradient is None else local(gradient)
+
+    def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
+        whole = self._sharded
+        return DTensor.from_local(
+            value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def hidden(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self._sharded.shape:
+            return value
+        alike = isinstance(value, DTensor) and value.placements == self._sharded.placements
+        return local(value if alike else like(value, self.parameter))
+
+
+class _Rows(_Part):
+    """The rows of one whole parameter."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.parameter = parameter
         self._mesh = mesh
         size, rank = mesh.size(), mesh.get_local_rank()
         total = parameter.shape[0]
         self.per_rank = -(-total // size)  # as torch.chunk and FSDP2 cut
         start = min(rank * self.per_rank, total)
         self._start, self._count = start, min(start + self.per_rank, total) - start
-        self.values = nn.Parameter(self.mine(parameter.data), parameter.requires_grad)  # the same memory
-        self.state: dict[str, Any] = {}
+        super().__init__(parameter, self.mine(parameter.data))
         self.nbytes = parameter.numel() * parameter.element_size()
         # Whether all ranks hold as many rows, enough of them to be sent without packing.
         self.is_large = total == self.per_rank * size and parameter.is_contiguous() and self.nbytes >= _LARGE_BYTES
         self.place = parameter.data_ptr()
         self._gradient: tuple[int, torch.Tensor] | None = None
         self._exchange: tuple[int, PairGather] | None = None
-        self._shown: dict[str, tuple[Any, Any]] = {}
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor of the parameter's shape, in the same memory."""
         return tensor.narrow(0, self._start, self._count)
 
     def follow(self) -> None:
-        """Take this rank's rows as they are now: somebody may have given the parameter other memory."""
         if self.place != self.parameter.data_ptr():
             self.values.data = self.mine(self.parameter.data)
             self.place = self.parameter.data_ptr()
@@ -73,30 +133,20 @@ class _Rows:
     def exchange(self, group: dist.ProcessGroup) -> PairGather:
         """Fills the other ranks' rows in place, where `is_large`."""
         if self._exchange is None or self._exchange[0] != self.place:
-            self._exchange = (self.place, PairGather(group, self.parameter.data.view(-1)))
+            self._exchange = (self.place, PairGather(group, as_real(self.parameter.data.view(-1))))
         return self._exchange[1]
 
     def forget_group(self) -> None:
         """Let the process group go."""
         self._exchange = None
 
-    def shown(self) -> dict[str, Any]:
-        """The state as others see it; optimizers update it in place, so a DTensor is made once."""
-        for key, value in self.state.items():
-            if key not in self._shown or self._shown[key][0] is not value:
-                self._shown[key] = (value, self._as_dtensor(value))
-        return {key: self._shown[key][1] for key in self.state}
-
-    def _as_dtensor(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape == self.values.shape:
-            whole = self.parameter
-            return DTensor.from_local(
-                value, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-        return value
+    def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
+        whole = self.parameter
+        return DTensor.from_local(
+            value, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
     def hidden(self, value: Any) -> Any:
-        """State as the step sees it: this rank's rows."""
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self.parameter.shape:
             return value
         if isinstance(value, DTensor):
@@ -108,12 +158,16 @@ class _Rows:
 class PartitionedStep:
     """The hooks on one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> None:
+        """Hang it on.
+
+        Args:
+            optimizer: Over plain or sharded parameters.
+            mesh: The rows of plain parameters are shared out over it; None: each rank steps on all of them.
+        """
         self._mesh = mesh
-        self._group: dist.ProcessGroup | None = mesh.get_group()
-        self._rows = [
-            [_Rows(p, mesh) if p.dim() else None for p in entry["params"]] for entry in optimizer.param_groups
-        ]
+        self._group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
+        self._parts = [[_part(p, mesh) for p in entry["params"]] for entry in optimizer.param_groups]
         self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
         self._plain: list[list[torch.Tensor]] | None = None
         self._kept: tuple[list[int], _Message] | None = None
@@ -129,74 +183,89 @@ class PartitionedStep:
         """Let the process group go."""
         self._group = None
         self._kept = None
-        for rows in self._all():
-            rows.forget_group()
+        for part in self._all():
+            if isinstance(part, _Rows):
+                part.forget_group()
 
     def undo(self) -> None:
-        """Take the hooks off and make the state whole. Collectives: one all-gather per tensor of state."""
+        """Take the hooks off and make the state of plain parameters whole: one all-gather per tensor of it."""
         for handle in self._handles:
             handle.remove()
         optimizer = self._optimizer()
-        for rows in self._all():
-            state = {} if optimizer is None else optimizer.state.get(rows.parameter, {})
+        for part in self._all():
+            state = {} if optimizer is None or isinstance(part, _Shard) else optimizer.state.get(part.parameter, {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = like(value, rows.parameter)
-        self._rows = []
+                    state[key] = like(value, part.parameter)
+        self._parts = []
         self.release()
 
-    def _all(self) -> Iterator[_Rows]:
-        for group in self._rows:
-            yield from (rows for rows in group if rows is not None)
+    def _all(self) -> Iterator[_Part]:
+        for group in self._parts:
+            yield from (part for part in group if part is not None)
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut whole state into this rank's rows, and show it cut."""
-        for rows in self._all():
-            state = optimizer.state.get(rows.parameter)
+        """Cut whole state into this rank's parts, and show it cut."""
+        for part in self._all():
+            state = optimizer.state.get(part.parameter)
             if state:
-                rows.state = {key: rows.hidden(value) for key, value in state.items()}
-                optimizer.state[rows.parameter] = rows.shown()
+                part.state = {key: part.hidden(value) for key, value in state.items()}
+                optimizer.state[part.parameter] = part.shown()
             else:
-                rows.state = {}
+                part.state = {}
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check_no_closure("zero_partition", (*args[1:], *kwargs.values()))
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._plain is not None:
             self._put_back(optimizer)  # the last step raised
+        positional = len(args) > 1  # args[0] is the optimizer itself
+        closure = args[1] if positional else kwargs.get("closure")
+        if not callable(closure):
+            self._exchange(optimizer)
+            return None
+
+        def exchanged() -> Any:
+            loss = closure()  # sees the parameters whole
+            self._exchange(optimizer)
+            return loss
+
+        return ((args[0], exchanged, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": exchanged})
+
+    def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer hold this rank's parts."""
         self._check_groups(optimizer)
-        for rows in self._all():
-            rows.follow()
-            optimizer.state.pop(rows.parameter, None)
-            if rows.state:
-                optimizer.state[rows.values] = rows.state
+        for part in self._all():
+            part.follow()
+            optimizer.state.pop(part.parameter, None)
+            if part.state:
+                optimizer.state[part.values] = part.state
         self._plain = [entry["params"] for entry in optimizer.param_groups]
-        for entry, group in zip(optimizer.param_groups, self._rows, strict=True):
+        for entry, group in zip(optimizer.param_groups, self._parts, strict=True):
             entry["params"] = [
-                p if rows is None else rows.values for p, rows in zip(entry["params"], group, strict=True)
+                p if part is None else part.values for p, part in zip(entry["params"], group, strict=True)
             ]
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stepped = self._put_back(optimizer)
-        self._gather(stepped)
+        self._gather([part for part in stepped if isinstance(part, _Rows)])
         # The parameters changed without torch noticing: their version is what tells others.
-        torch.autograd.graph.increment_version([rows.parameter for rows in stepped])
+        torch.autograd.graph.increment_version([part.parameter for part in stepped])
 
-    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[_Rows]:
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[_Part]:
         """Let the optimizer hold whole parameters again; returns what was stepped."""
         assert self._plain is not None
         for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
             entry["params"] = plain
         self._plain = None
         stepped = []
-        for rows in self._all():
-            state = optimizer.state.pop(rows.values, None)
+        for part in self._all():
+            state = optimizer.state.pop(part.values, None)
             if state:
-                rows.state = state
-            if rows.state:
-                optimizer.state[rows.parameter] = rows.shown()
-            if rows.values.grad is not None:
-                stepped.append(rows)
-                rows.values.grad = None
+                part.state = state
+            if part.state:
+                optimizer.state[part.parameter] = part.shown()
+            if part.values.grad is not None:
+                stepped.append(part)
+                part.values.grad = None
         return stepped
 
     def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
@@ -214,7 +283,10 @@ class PartitionedStep:
             )
 
     def _gather(self, stepped: list[_Rows]) -> None:
+        if not stepped:
+            return
         assert self._group is not None
+        assert self._mesh is not None
         PairGather.run([rows.exchange(self._group) for rows in stepped if rows.is_large])
         small = [rows for rows in stepped if not rows.is_large]
         places = [rows.place for rows in small]
@@ -228,6 +300,12 @@ class PartitionedStep:
             sent.gather()
             if len(buckets) == 1 and sum(rows.nbytes for rows in bucket) <= _KEPT_BYTES:
                 self._kept = (places, sent)
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh | None) -> _Part | None:
+    if isinstance(parameter, DTensor):
+        return _Shard(parameter)
+    return None if mesh is None or not parameter.dim() else _Rows(parameter, mesh)
 
 
 def _cut(small: list[_Rows]) -> list[list[_Rows]]:
@@ -254,11 +332,11 @@ class _Message:
             for rows, whole in zip(bucket, wholes, strict=True)
         ]
         everyone = wholes[0].new_zeros(size * sum(widths))
-        self._exchange = PairGather(group, everyone)
+        self._exchange = PairGather(group, as_real(everyone))
         self._mine = [rows.values.data for rows in bucket]
         self._sent_parts = [
             part[: mine.numel()].view(mine.shape)
-            for mine, part in zip(self._mine, self._exchange.mine.split(widths), strict=True)
+            for mine, part in zip(self._mine, everyone.view(size, -1)[rank].split(widths), strict=True)
         ]
         self._theirs: list[torch.Tensor] = []
         self._received: list[torch.Tensor] = []
@@ -273,4 +351,5 @@ class _Message:
         """Send this rank's rows, and write the others' into the parameters."""
         torch._foreach_copy_(self._sent_parts, self._mine)
         PairGather.run([self._exchange])
-        torch._foreach_copy_(self._theirs, self._received)
+        if self._theirs:  # none, where this rank holds all rows that there are
+            torch._foreach_copy_(self._theirs, self._received)

@@ -35,14 +35,14 @@ class PreciseModule:
         scale: The fp16 scale; None in other precisions.
     """
 
-    def __init__(self, module: nn.Module, device_type: str, options: CastOptions) -> None:
-        self._device_type = device_type
+    def __init__(self, module: nn.Module, device: torch.device, options: CastOptions) -> None:
+        self._device_type = device.type
         self._options = options
         self._module = weakref.ref(module)
         self._entered: list[Any] = []
         self._calls = _Calls()
         self._removable = Removable()
-        self.scale = LossScale(module, options.scale) if options.scale is not None else None
+        self.scale = LossScale(module, options.scale, device) if options.scale is not None else None
         # A compiler has to stop here: it makes graphs of their own of a module's hooks, and what such
         # a graph switches on (autocast) is off again when it ends.
         self.before = torch.compiler.disable(self.before)  # type: ignore[method-assign]
@@ -99,9 +99,18 @@ class PreciseModule:
     def _enter(self, dtype: torch.dtype | None, *, enabled: bool = True) -> None:
         mode = None
         if dtype is not None:
-            cache = torch.is_autocast_cache_enabled()
+            cache = torch.is_autocast_cache_enabled() and not self._is_sharded()
             mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
         self._entered.append(mode)
+
+    def _is_sharded(self) -> bool:
+        """Whether the parameters are gathered for a moment only.
+
+        Autocast keeps what it has cast until the outermost module has computed: of all units, which are freed
+        one after the other for good reason.
+        """
+        loaded: Any = sys.modules.get("torch.distributed.fsdp")
+        return loaded is not None and isinstance(self._module(), loaded.FSDPModule)
 
     def _forget_interrupted(self) -> None:
         while self._calls.depth and not self._is_running():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from weft.nested import map_leaves, map_tensors, tensors
+from weft.nested import leaves, map_leaves, map_tensors, moves_itself
 
 __all__ = ["move", "prefetch"]
 
@@ -26,21 +26,16 @@ def move(value: Any, device: torch.device, *, non_blocking: bool = False, skip: 
     Returns:
         `value` itself if everything is there already, else a rebuilt one.
     """
-    if not isinstance(value, torch.Tensor) and _moves_itself(value):
-        return value.to(device)
 
     def put(path: tuple[str, ...], leaf: Any) -> Any:
         if skip and any(key in skip for key in path):
             return leaf
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if _moves_itself(leaf) else leaf
+        return leaf.to(device) if moves_itself(leaf) else leaf
 
-    return map_leaves(put, value)
-
-
-def _moves_itself(value: object) -> bool:
-    return callable(getattr(value, "to", None)) and not isinstance(value, type)
+    # With keys to skip, a mapping is walked although it could move itself.
+    return map_leaves(put, value, whole=lambda item: moves_itself(item) and not (skip and isinstance(item, Mapping)))
 
 
 def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -58,19 +53,19 @@ def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
             yield move(batch, device)
         return
     stream = torch.Stream(device=device)
-    ahead: Any = None
-    filled = False
+    ahead: tuple[Any, torch.Event] | None = None
     source = iter(batches)
     while (batch := next(source, _END)) is not _END:
         pinned = map_tensors(_pinned, batch) if device.type == "cuda" else batch
         with stream:
             moved = move(pinned, device, non_blocking=True)
-        if filled:
-            yield _claim(ahead, stream, device)
-        ahead, filled = moved, True
-        stream.synchronize()  # a step later: the copy is over, and its source is free
-    if filled:
-        yield _claim(ahead, stream, device)
+            copied = stream.record_event()
+        if ahead is not None:
+            yield _claim(*ahead, device)
+        ahead = moved, copied
+        copied.synchronize()  # a step later: the copy is over, and its source is free
+    if ahead is not None:
+        yield _claim(*ahead, device)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,11 +73,13 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
 
 
-def _claim(batch: Any, stream: torch.Stream, device: torch.device) -> Any:
-    """Make the current stream wait for the copy, and keep its memory until that stream is done."""
+def _claim(batch: Any, copied: torch.Event, device: torch.device) -> Any:
+    """Make the current stream wait for the copy, not for the next one, and keep its memory until that is done."""
     current = torch.accelerator.current_stream(device)
-    current.wait_stream(stream)
-    for tensor in tensors(batch):
-        if tensor.device == device:
-            tensor.record_stream(current)
+    current.wait_event(copied)
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.device != device:
+            continue
+        if callable(getattr(leaf, "record_stream", None)):  # graphs of other libraries have it, too
+            leaf.record_stream(current)
     return batch

@@ -1,32 +1,20 @@
 """Optimizers that were made before the parameters of a module were exchanged.
 
 An optimizer holds the parameter objects it was given. If a module's parameters are exchanged for
-others, it goes on updating the old ones, and the model silently does not train. Here such
-optimizers are found, and moved to the new parameters with groups and state.
+others, it goes on updating the old ones, and the model silently does not train. Here it is moved to
+the new parameters with groups and state.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["CutState", "like", "optimizers_of", "rebind"]
-
-
-def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Find the living optimizers that hold one of these parameters."""
-    wanted = {id(p) for p in parameters}
-    return [
-        obj
-        for obj in gc.get_objects()
-        if issubclass(type(obj), torch.optim.Optimizer)
-        and any(id(p) in wanted for entry in getattr(obj, "param_groups", ()) for p in entry["params"])
-    ]
+__all__ = ["like", "rebind"]
 
 
 def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Parameter]) -> None:
@@ -47,24 +35,6 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
                 key: like(value, new[old]) if isinstance(value, torch.Tensor) and value.dim() else value
                 for key, value in state.items()
             }
-
-
-class CutState:
-    """The hook that cuts whole state, when an optimizer over shards is given it, as its parameters are cut."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handle = optimizer.register_load_state_dict_post_hook(_cut_state)
-
-    def undo(self) -> None:
-        """Take the hook off."""
-        self._handle.remove()
-
-
-def _cut_state(optimizer: torch.optim.Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
-                state[key] = like(value, parameter)
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

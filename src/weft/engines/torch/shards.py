@@ -14,13 +14,33 @@ from torch import nn
 
 from weft.engines.torch.cut_gradient import CutGradient
 
-__all__ = ["forget_groups", "groups_of", "is_sharded", "local", "reset_units", "resting_parameters"]
+__all__ = [
+    "axes_of",
+    "forget_groups",
+    "groups_of",
+    "is_fsdp",
+    "is_sharded",
+    "local",
+    "reset_units",
+    "resting_parameters",
+]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor: cut over ranks, or known to be equal on them."""
     loaded: Any = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def axes_of(tensor: torch.Tensor) -> str:
+    """The names of the mesh axes of a DTensor, as text."""
+    cut: Any = tensor
+    return " and ".join(cut.device_mesh.mesh_dim_names or ("axes without names",))
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 was applied to a part of a module, or to a module around it."""
+    return any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,16 @@
 A pre-hook that sets the gradients to None makes `step()` do nothing, on the user's plain
 optimizer; no wrapper stands in for it. With `step(closure)` the same happens after the closure.
 
-[Note: one news, once] Several optimizers may hold parameters of one module. Each of them skips if
-the last backward pass overflowed anywhere in the module, and the first one that steps after it
-adjusts the scale.
+[Note: one news, once] Several optimizers may hold parameters of one module. One skips if its own
+gradients are not finite; or if gradients of another one were not when backward ended, and its own were
+changed since: clipping all of them together makes zeros of those that are finite. The first one that
+steps after an overflow adjusts the scale.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +55,19 @@ class SkippingStep:
         self._scales = [weakref.ref(scale) for scale in scales]
         self._seen = weakref.WeakKeyDictionary({scale: scale.backwards for scale in scales})
         self._handle = optimizer.register_step_pre_hook(self._before_step)
+        held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+        self._own = [ref for ref, one in zip(self._scales, scales, strict=True) if _holds(one, held)]
+        self._count(1)
 
     def undo(self) -> None:
         """Take the hook off."""
         self._handle.remove()
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        for scale in (ref() for ref in self._own):
+            if scale is not None:
+                scale.num_optimizers += change
 
     def release(self) -> None:
         """Let the process group go."""
@@ -87,10 +97,13 @@ class SkippingStep:
         for scale in scales:
             scale.mend()
         parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
-        flags, bad_now = self._flags(scales, [p.grad for p in parameters if p.grad is not None])
         held = {id(p) for p in parameters}
-        own = [any(id(p) in held for p in scale.parameters()) for scale in scales]
-        overflow = any(f.found for f, mine in zip(flags, own, strict=True) if mine)
+        own = [_holds(scale, held) for scale in scales]
+        changed = any(scale.was_changed(parameters) for scale, mine in zip(scales, own, strict=True) if mine)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flags, bad_now, changed = self._flags(scales, gradients, changed=changed)
+        found = any(f.found for f, mine in zip(flags, own, strict=True) if mine)
+        overflow = found and (changed or bad_now)
         skip = overflow or bad_now
         if skip:
             self.skipped = True
@@ -104,11 +117,13 @@ class SkippingStep:
             else:
                 scale.forget_borders()
 
-    def _flags(self, scales: list[LossScale], gradients: list[torch.Tensor]) -> tuple[list[_Flags], bool]:
-        """What the ranks found, the maximum over them; and whether a gradient is bad by now."""
+    def _flags(
+        self, scales: list[LossScale], gradients: list[torch.Tensor], *, changed: bool
+    ) -> tuple[list[_Flags], bool, bool]:
+        """What the ranks found, the maximum over them; whether a gradient is bad by now, and whether one changed."""
         no = torch.zeros((), dtype=torch.float32, device=scales[0].value.device)
         bad_now = check_finite(gradients, no, no + 1)
-        rows = [torch.stack([bad_now, no, no, no])]
+        rows = [torch.stack([bad_now, no + float(changed), no, no])]
         for scale in scales:
             found = scale.found if scale.backwards != self._seen[scale] else no
             fresh = no + float(scale.backwards != scale.moved_at)
@@ -118,7 +133,12 @@ class SkippingStep:
         if self._group is not None:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
         first, *others = table.bool().tolist()
-        return [_Flags(*row) for row in others], first[0]
+        return [_Flags(*row) for row in others], first[0], first[1]
+
+
+def _holds(scale: LossScale, held: Collection[int]) -> bool:
+    """Whether an optimizer over parameters with these ids holds some of the module of a scale."""
+    return any(id(p) in held for p in scale.parameters())
 
 
 def _adjust(scales: list[LossScale], own: list[bool], flags: list[_Flags], *, skip: bool, by_hand: bool) -> None:

@@ -24,10 +24,14 @@ class Running(NamedTuple):
         roots: Nodes it was called on.
         returned: Tensors whose gradients it returns (`torch.autograd.grad`) instead of adding them
             to `.grad`.
+        retains_graph: Another backward pass may go through the same graph.
+        creates_graph: Its own gradients may be differentiated.
     """
 
     roots: list[Any]
     returned: list[torch.Tensor]
+    retains_graph: bool
+    creates_graph: bool
 
 
 class Survey(NamedTuple):
@@ -96,6 +100,7 @@ def _read(call: dict[str, Any]) -> Running:
     """Read the arguments: (outputs, gradients, retain_graph, create_graph, inputs, ...)."""
     roots = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in call.get("t_outputs", ())]
     adds_up = call.get("kwargs", {}).get("accumulate_grad", True)
-    inputs = () if adds_up else call.get("args", ())[3:4]
-    returned = [t for given in inputs for t in given if isinstance(t, torch.Tensor)]
-    return Running([root for root in roots if root is not None], returned)
+    arguments = call.get("args", ())
+    returned = [t for given in (() if adds_up else arguments[3:4]) for t in given if isinstance(t, torch.Tensor)]
+    retains, creates = (bool(arguments[1]), bool(arguments[2])) if len(arguments) > 2 else (False, False)
+    return Running([root for root in roots if root is not None], returned, retains, creates)

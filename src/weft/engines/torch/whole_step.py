@@ -19,12 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from weft.engines.torch.partitioned_step import PartitionedStep
 from weft.engines.torch.rebinding import like
 from weft.errors import ContractError, OrderError, message
 
-__all__ = ["WholeStep", "check_no_closure", "check_steps_on_whole"]
+__all__ = ["WholeStep", "check_no_closure", "check_steps_on_shards"]
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
+_FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kernels for plain tensors only
 
 
 class WholeStep:
@@ -137,25 +139,41 @@ def check_no_closure(what: str, arguments: Iterable[object]) -> None:
         )
 
 
-def check_steps_on_whole(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise if one is known to look at whole tensors and would step on shards: its numbers would be others.
+def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer is known not to step on DTensors, or to come to other numbers on them.
+
+    Args:
+        what: Name of the strategy, for the error text.
+        optimizer: Over sharded parameters.
 
     Raises:
         OrderError: `gather_step` is missing.
     """
-    for optimizer in optimizers:
-        hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
-        if isinstance(optimizer, _LOOK_AT_WHOLE) and not any(isinstance(one, WholeStep) for one in hooks):
-            raise OrderError(
-                message(
-                    f"fully_shard: {type(optimizer).__name__} looks at whole tensors, and would step on shards",
-                    found=f"{type(optimizer).__name__} over sharded parameters, without gather_step",
-                    expected="fully_shard, then the optimizer, then gather_step; or replicate",
-                    fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding"
-                    if isinstance(optimizer, torch.optim.LBFGS)
-                    else "optimizer, ctx = weft.gather_step(optimizer, ctx)",
-                )
-            )
+    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    if any(isinstance(one, (WholeStep, PartitionedStep)) for one in hooks):
+        return
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, _LOOK_AT_WHOLE):
+        problem = f"{kind} looks at whole tensors, and would step on shards"
+    elif isinstance(optimizer, _FUSED_ON_PLAIN) and any(entry.get("fused") for entry in optimizer.param_groups):
+        problem = f"{kind} with fused=True cannot step on shards: torch has its kernel for plain tensors only"
+    elif isinstance(optimizer, torch.optim.Rprop):
+        problem = f"{kind} cannot step on shards: torch has its operations for plain tensors only"
+    else:
+        return
+    couples_all = isinstance(optimizer, torch.optim.LBFGS)
+    raise OrderError(
+        message(
+            f"{what}: {problem}",
+            found=f"{kind} over sharded parameters" + ("" if couples_all else ", without gather_step"),
+            expected="replicate, which leaves parameters whole"
+            if couples_all
+            else f"{what}, then the optimizer, then gather_step; or replicate",
+            fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding"
+            if couples_all
+            else "optimizer, ctx = weft.gather_step(optimizer, ctx)",
+        )
+    )
 
 
 def _whole(value: Any) -> Any:

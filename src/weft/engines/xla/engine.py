@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.options import CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.peers import Peers
 from weft.engines.torch.engine import Axes, Held, Sharded, TorchEngine, Undoable
 from weft.engines.xla.layout import Laid, batch_plan, lay
 from weft.engines.xla.library import Library, check_processes, library, use_spmd
@@ -21,7 +22,7 @@ from weft.engines.xla.moving import fetch, place, prefetch
 from weft.engines.xla.recomputing import RecomputedOnXla
 from weft.engines.xla.stepping import StepEnd
 from weft.errors import ContextError, message
-from weft.nested import map_leaves
+from weft.nested import map_leaves, moves_itself
 
 __all__ = ["XlaEngine"]
 
@@ -128,8 +129,7 @@ class XlaEngine(TorchEngine):
                 return leaf
             if isinstance(leaf, torch.Tensor):
                 return self._send(leaf, device)
-            moves = callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
-            return leaf.to(device) if moves else leaf
+            return leaf.to(device) if moves_itself(leaf) else leaf
 
         return map_leaves(put, value)
 
@@ -167,11 +167,15 @@ class XlaEngine(TorchEngine):
             with torch.no_grad():
                 tensor.copy_(values)
 
-    def reduce_gradients(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions) -> Any:
+    def reduce_gradients(
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
+    ) -> Any:
         """A copy of `module` on every device of all hosts."""
         return self._of_hosts(module, [name for name, _ in self.axes], "no", group)
 
-    def shard(self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions) -> Sharded:
+    def shard(
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+    ) -> Sharded:
         """Cut a module over the devices of all hosts."""
         return self._of_hosts(module, list(mesh.mesh_dim_names or ()), "all", group)
 
@@ -182,15 +186,11 @@ class XlaEngine(TorchEngine):
         laid.mean_over = dist.get_world_size(group)
         return laid
 
-    def cut_state(self, optimizer: torch.optim.Optimizer) -> Undoable:
-        """State is laid out in the first step, see [Note: marks get lost]."""
-        return _Nothing()
-
     def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
         """Every optimizer sees whole parameters."""
         return _Nothing()
 
-    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Undoable:
+    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
         """State is laid out in the first step, see [Note: marks get lost]."""
         return _Nothing()
 

@@ -52,8 +52,16 @@ class Laid:
             vars(tensor)[_KEPT] = _Kept(parts if cut == "all" else whole, parts if cut in ("all", "state") else None)
         lay(lib, mesh, [module])
 
-    def set(self, enabled: bool) -> None:
-        """Gradients are sums over the batch of all devices in every backward; there is nothing to switch."""
+    # Gradients are sums over the batch of all devices in every backward; there is nothing to switch.
+
+    def begin_window(self) -> None:
+        """Nothing to do."""
+
+    def last_backward(self) -> None:
+        """Nothing to do."""
+
+    def end_window(self, *, left: bool = False) -> None:
+        """Nothing to do."""
 
     def undo(self) -> None:
         """Let every device hold everything again."""

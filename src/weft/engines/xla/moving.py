@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.engines.torch.rebinding import optimizers_of
 from weft.engines.torch.shards import is_sharded
+from weft.engines.torch.stepping import optimizers_of
 from weft.engines.xla.library import Library
 from weft.errors import ContractError, listed, message
 

@@ -9,11 +9,14 @@ loaders.py  loaders that yield windows and know their position
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from torch import nn
+from torch.utils.data import DataLoader
 
+from weft.checking import find_loaders, incomplete
 from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
 from weft.errors import message
@@ -23,9 +26,19 @@ from weft.transforms.accumulate_grads.windows import Cutting, Remainder, Steps, 
 __all__ = ["Window", "Windows", "accumulate_grads"]
 
 B = TypeVar("B")
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module])
 
 
+@overload
+def accumulate_grads(
+    modules: M,
+    loader: DataLoader[B],
+    ctx: DistContext,
+    *,
+    steps: Steps,
+    remainder: Remainder = "step",
+    reduce: Literal["last", "every"] = "last",
+) -> tuple[M, Windows[B], DistContext]: ...
 @overload
 def accumulate_grads(
     modules: M,
@@ -36,26 +49,6 @@ def accumulate_grads(
     remainder: Remainder = "step",
     reduce: Literal["last", "every"] = "last",
 ) -> tuple[M, Windows[B], DistContext]: ...
-@overload
-def accumulate_grads(
-    modules: Sequence[M],
-    loader: Iterable[B],
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
-) -> tuple[Sequence[M], Windows[B], DistContext]: ...
-@overload
-def accumulate_grads(
-    modules: Mapping[str, M],
-    loader: Iterable[B],
-    ctx: DistContext,
-    *,
-    steps: Steps,
-    remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
-) -> tuple[Mapping[str, M], Windows[B], DistContext]: ...
 @transform(after={"replicate", "fully_shard", "zero_partition", "shard_data"}, collective=True)
 def accumulate_grads(
     modules: Any,
@@ -68,20 +61,23 @@ def accumulate_grads(
 ) -> tuple[Any, Any, DistContext]:
     """Let the loader yield windows of micro-batches: one optimizer step per window.
 
-    A window knows its true length, also the short one at the end of an epoch, so `/ len(window)`
-    and `window.denominator(...)` are right without guessing, and gradients travel only in the last
-    backward of a window. `break`, exceptions and other loaders inside a window change nothing.
+    A window knows its micro-batches, also of the short window at the end of an epoch: mean losses times
+    `window.share` have exactly the gradient of the mean over all samples of all ranks, and gradients travel
+    only in the last backward of a window. For means over tokens there is `window.denominator(...)`. `break`,
+    exceptions and other loaders inside a window change nothing.
 
         for window in loader:
-            tokens = window.denominator(lambda batch: batch[1].numel())
             for x, y in window:
-                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss = cross_entropy(model(x), y) * window.share
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
     Changes: nothing; a copy of the loader comes back. The modules are only marked.
     Collectives: none here (a meeting through the store) and none while iterating.
+
+    Warns:
+        UserWarning: A `DataLoader` was not shared, on several ranks that average gradients; see `check`.
 
     Args:
         modules: The module, or a list, tuple or dict of several, whose gradients are accumulated
@@ -139,6 +135,10 @@ def accumulate_grads(
             )
         )
     syncs = _grad_syncs(several)
+    # Without a strategy gradients are reduced by hand, if at all, and what the ranks read is not ours to judge.
+    findings = find_loaders([loader], ctx, sure=True) if syncs else []
+    if findings:  # the ranks may have datasets of their own
+        warnings.warn(str(incomplete("accumulate_grads", [findings])), stacklevel=3)
     means = {sync.mean_over for sync in syncs} or {1}
     if len(means) > 1:
         raise ValueError(

@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar, cast
 from torch.utils.data import DataLoader, IterableDataset
 
 from weft.contract import Stateful
-from weft.errors import message
-from weft.loaders import Extension, Seekable, extended_copy
+from weft.errors import ContractError, message
+from weft.loaders import Extension, Seekable, Size, extended_copy
+from weft.nested import rows_of
 from weft.transforms.accumulate_grads.windows import Cutting, Window, unfinished
 
 __all__ = ["Windows", "known_length", "windowed"]
@@ -39,7 +40,7 @@ class Windows(Generic[B]):
 
     def __iter__(self) -> Iterator[Window[B]]:
         batches = iter(self.batches)
-        return self.weft_cutting.cut(batches, known_length(self.batches))
+        return self.weft_cutting.cut(batches, known_length(self.batches), _rows)
 
     def __len__(self) -> int:
         return self.weft_cutting.count(len(self.batches))  # type: ignore[arg-type]
@@ -53,10 +54,10 @@ class _WindowLoader(Extension[Any]):
     def __iter__(self) -> Iterator[Window[Any]]:  # type: ignore[override]
         batches = iter(super().__iter__())  # before `len`: a new epoch may have another length
         length = known_length(self, super().__len__)
-        return self.weft_cutting.cut(batches, self._to_read(length))
+        return self._cut(batches, length)
 
-    def _to_read(self, length: int | None) -> int | None:
-        return length
+    def _cut(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
+        return self.weft_cutting.cut(batches, length, _rows)
 
     def __len__(self) -> int:
         return self.weft_cutting.count(super().__len__())
@@ -65,20 +66,31 @@ class _WindowLoader(Extension[Any]):
 class _SeekableWindowLoader(_WindowLoader):
     """Over a loader that can leave batches unread; see [Note: position in windows]."""
 
-    def _to_read(self, length: int | None) -> int | None:
+    def _cut(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
         cutting, loader = self.weft_cutting, _seekable(super())
-        if length is None or cutting.remainder != "carry":
-            return length
-        rest = cutting.fit(cutting.windows, length)[1]
-        loader.weft_hold_back(rest)
-        return length - rest
+        if length is not None and cutting.remainder == "carry":
+            rest = cutting.fit(cutting.windows, length)[1]
+            length -= rest if loader.weft_hold_back(rest) else 0
+        return cutting.cut(batches, length, lambda _: loader.weft_size(), loader.weft_planned())
+
+    @property
+    def share(self) -> float:
+        """Not of this loader: its windows have one."""
+        raise ContractError(
+            message(
+                "share: a loader of windows has none",
+                found="loader.share after accumulate_grads",
+                expected="the share of a micro-batch of its window",
+                fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",
+            )
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two windows, free of the number of ranks; in a window: where it begins."""
         cutting, loader = self.weft_cutting, _seekable(super())
         window = cutting.current
         if window is None or window.used_up:
-            # What is carried over from a loader without length lies in memory, and is read again.
+            # What is carried over from a loader that cannot hold it back lies in memory, and is read again.
             return loader.weft_position(len(cutting.carried)) | {"windows": cutting.windows}
         return loader.weft_position(window.taken) | {"windows": cutting.windows - 1}
 
@@ -122,6 +134,10 @@ class _StatefulWindows(Windows[B]):
         windows = _windows_in(state)
         cast("Stateful", self.batches).load_state_dict(state["loader"])
         self.weft_cutting.go_to(windows)
+
+
+def _rows(batch: object) -> Size:
+    return rows_of(batch), None
 
 
 def _seekable(loader: object) -> Seekable:

@@ -12,28 +12,30 @@ loader.py    the loader that comes back, and its position
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from weft.collectives.metrics import Rows
 from weft.context import DistContext
 from weft.context.world import exchange
 from weft.contract import transform
-from weft.transforms.shard_data.checks import check_divisible, check_loader, check_uneven
+from weft.transforms.shard_data.checks import check_divisible, check_loader, check_uneven, warn_of_no_steps
 from weft.transforms.shard_data.loader import DataPlan, Reading, ShardedLoader, is_stock, length_of, sharded_copy
 from weft.transforms.shard_data.meeting import Meeting, uneven_counts
 from weft.transforms.shard_data.plan import Plan, Uneven
 from weft.transforms.shard_data.samples import Epoch, Units
-from weft.transforms.shard_data.streams import SeekableStream, StreamSteps, has_state
+from weft.transforms.shard_data.streams import SeekableStream, StreamSteps, has_state, with_own_shards
 
 __all__ = ["DataPlan", "SeekableStream", "ShardedLoader", "shard_data"]
 
 T = TypeVar("T")
-Mode = Literal["batches", "split", "dispatch"]
+Mode = Literal["batches", "split", "dispatch", "shards"]
+Resized = Literal["error", "next_epoch"]
 
 
-@transform(before={"accumulate_grads"}, collective=True)
+@overload
 def shard_data(
     loader: DataLoader[T],
     ctx: DistContext,
@@ -42,9 +44,49 @@ def shard_data(
     uneven: Uneven | None = None,
     seed: int | None = None,
     already_sharded: bool = False,
+    resized: Resized = "error",
+    rows: Literal[False] = False,
+    keyed: bool = False,
+) -> tuple[ShardedLoader[T], DistContext]: ...
+@overload
+def shard_data(
+    loader: DataLoader[T],
+    ctx: DistContext,
+    *,
+    mode: Mode = "batches",
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    already_sharded: bool = False,
+    resized: Resized = "error",
+    rows: Literal[True],
+    keyed: bool = False,
+) -> tuple[ShardedLoader[tuple[T, Rows]], DistContext]: ...
+@overload
+def shard_data(
+    loader: DataLoader[T],
+    ctx: DistContext,
+    *,
+    mode: Mode = "batches",
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    already_sharded: bool = False,
+    resized: Resized = "error",
+    rows: bool,
+    keyed: bool = False,
+) -> tuple[ShardedLoader[Any], DistContext]: ...
+@transform(before={"accumulate_grads"}, collective=True)
+def shard_data(
+    loader: DataLoader[Any],
+    ctx: DistContext,
+    *,
+    mode: Mode = "batches",
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    already_sharded: bool = False,
+    resized: Resized = "error",
     rows: bool = False,
     keyed: bool = False,
-) -> tuple[DataLoader[T], DistContext]:
+) -> tuple[ShardedLoader[Any], DistContext]:
     """Let every rank read its own part of a dataset or stream, and bring batches to the device.
 
     The order of an epoch is a pure function of (seed, epoch): `shuffle=True`, any sampler and any
@@ -69,7 +111,9 @@ def shard_data(
         ctx: Where we run.
         mode: "batches": `batch_size` is per rank. "split": it is global, each batch is cut into
             one piece per rank and must be divisible. "dispatch": as "batches", but rank 0 alone
-            reads and sends the others theirs.
+            reads and sends the others theirs. "shards": each rank reads some of the shards of a stream that
+            has `num_shards` and `shard` (an `IterableDataset` of `datasets`), and nothing else; then the data
+            are `already_sharded`.
         uneven: When the last step has too few samples for full batches (and not `drop_last`):
             "balance" (default): they are shared out, ranks differ by at most one sample; raises if a
             rank would get none. "empty" or "join": the same, and a rank may get a batch whose tensors
@@ -81,20 +125,22 @@ def shard_data(
         already_sharded: The loader reads this rank's part already (a `DistributedSampler`, a stream
             split by node). If ranks have different numbers of batches: "error" (default) raises on all,
             "drop" ends with the shortest, "join" goes on to the longest with batches without rows.
+        resized: What `load_state_dict` does with a position in the middle of an epoch of a dataset that had another
+            length: "error", or "next_epoch": the epoch after it begins, in the order of the new length.
         rows: Yield pairs of the batch and its `Rows`: sample ids and which of them are valid.
         keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
             that random augmentation in the dataset is the same at any number of ranks and workers.
 
     Returns:
-        The new loader, with `epoch`, `set_epoch`, `state_dict`, `load_state_dict`; and `ctx` with this
-        transform in `applied`. Each full iteration moves on by one epoch.
+        The new loader, with `share`, `epoch`, `set_epoch`, `state_dict`, `load_state_dict`; and `ctx` with
+        this transform in `applied`. Each full iteration moves on by one epoch.
 
     Raises:
         AlreadyApplied: It was sharded before.
         OrderError: After `accumulate_grads`.
         TypeError: It is no `DataLoader`.
-        ValueError: Data that was split already, without `already_sharded`; an indivisible batch;
-            samples that cannot be shared out as `uneven` asks.
+        ValueError: Data that was split already, without `already_sharded`; an indivisible batch; fewer shards
+            than ranks; samples that cannot be shared out as `uneven` asks.
         ContextError: The ranks bring different datasets or settings.
         PeerError: Another rank failed.
 
@@ -105,19 +151,22 @@ def shard_data(
         >>> [batch.tolist() for batch in mine]
         [[2, 3], [6, 7]]
     """
-    check_loader(loader, mode, uneven, already_sharded=already_sharded)
+    check_loader(loader, mode, uneven, resized, already_sharded=already_sharded)
+    if mode == "shards":
+        loader, already_sharded = with_own_shards(loader, ctx), True
     iterable = isinstance(loader.dataset, IterableDataset)
     single = loader.batch_sampler is None and not (iterable and loader.batch_size is not None)
     whole = not single and not iterable and not is_stock(loader)
     size, rank = (1, 0) if already_sharded else (ctx.data_size, ctx.data_rank)
     units = None if iterable else _units_of(loader, whole=whole, single=single)
     total = length_of(loader.dataset) if iterable else length_of(units)
-    chosen = _seed_of(loader.dataset if iterable else units, ctx) if seed is None else seed
+    chosen = _seed_of(loader.dataset if iterable else units, loader, ctx) if seed is None else seed
     reads_here = mode != "dispatch" or ctx.rank == 0
     per_rank = 1 if whole or single else _per_rank(loader, mode, size)
     facts: dict[str, object] = {
         "mode": mode,
         "uneven": uneven,
+        "resized": resized,
         "rows": rows,
         "keyed": keyed,
         "already sharded": already_sharded,
@@ -159,9 +208,12 @@ def shard_data(
         scattered=mode == "dispatch",
         total=total,
         whole=whole,
+        resized=resized,
     )
-    copied = sharded_copy(loader, reading, ctx)
-    return copied, ctx.offering(_plan_of(loader, reading, mode, uneven, iterable=iterable))
+    copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
+    if offer.steps == 0:
+        warn_of_no_steps(total if meeting is None or not meeting.counts else max(meeting.counts), offer)
+    return copied, ctx.offering(offer)
 
 
 def _units_of(loader: DataLoader[Any], *, whole: bool, single: bool) -> Any:
@@ -185,8 +237,10 @@ def _per_rank(loader: DataLoader[Any], mode: str, size: int) -> int:
     return int(batch_size) // size
 
 
-def _seed_of(source: Any, ctx: DistContext) -> int:
+def _seed_of(source: Any, loader: DataLoader[Any], ctx: DistContext) -> int:
     generator: object = getattr(source, "generator", None)
+    if loader.generator is None and type(source).__module__.startswith("torchdata."):
+        return ctx.seed  # torchdata's sampler has made itself one, another on each rank
     return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else ctx.seed
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from weft.context import DistContext
 from weft.errors import message
-from weft.transforms.shard_data.loader import is_stock
+from weft.loaders import split_already
+from weft.transforms.shard_data.loader import DataPlan, is_stock
+from weft.transforms.shard_data.streams import shards_of
 
-__all__ = ["check_divisible", "check_loader", "check_uneven"]
+__all__ = ["check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
 
-_MODES = ("batches", "split", "dispatch")
+_MODES = ("batches", "split", "dispatch", "shards")
+_RESIZED = ("error", "next_epoch")
 _UNEVEN = ("balance", "empty", "pad", "drop", "error", "join")
-# Who splits data says so in one of these pairs: DistributedSampler and its likes; Accelerate's; Hugging Face's.
-_SPLIT_BY = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 
 
-def check_loader(loader: Any, mode: str, uneven: str | None, *, already_sharded: bool) -> None:
+def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, already_sharded: bool) -> None:
     """Raise if this is not a loader that can be shared out here.
 
     Raises:
@@ -34,9 +35,15 @@ def check_loader(loader: Any, mode: str, uneven: str | None, *, already_sharded:
             "loader = DataLoader(dataset, batch_size=32)",
         )
     elif mode not in _MODES:
-        problem = (f"mode={mode!r}", "'batches', 'split' or 'dispatch'", 'weft.shard_data(loader, ctx, mode="batches")')
+        problem = (
+            f"mode={mode!r}",
+            "'batches', 'split', 'dispatch' or 'shards'",
+            'weft.shard_data(loader, ctx, mode="batches")',
+        )
     elif uneven is not None and uneven not in _UNEVEN:
         problem = (f"uneven={uneven!r}", ", ".join(map(repr, _UNEVEN)), 'uneven="balance"')
+    elif resized not in _RESIZED:
+        problem = (f"resized={resized!r}", " or ".join(map(repr, _RESIZED)), 'resized="next_epoch"')
     else:
         problem = _mode_problem(loader, mode) or _split_problem(loader, mode, uneven, already_sharded=already_sharded)
     if problem is not None:
@@ -48,6 +55,9 @@ def check_loader(loader: Any, mode: str, uneven: str | None, *, already_sharded:
 
 def _mode_problem(loader: DataLoader[Any], mode: str) -> tuple[str, str, str] | None:
     fix = 'weft.shard_data(loader, ctx, mode="batches")'
+    if mode == "shards" and shards_of(loader.dataset) is None:
+        found = f'mode="shards" with {type(loader.dataset).__name__}, which has no shards'
+        return found, "an iterable dataset with `num_shards` and `shard(num_shards=, index=)`", fix
     if mode != "split":
         return None
     if loader.batch_sampler is None and loader.batch_size is None:
@@ -61,7 +71,7 @@ def _mode_problem(loader: DataLoader[Any], mode: str) -> tuple[str, str, str] | 
 def _split_problem(
     loader: DataLoader[Any], mode: str, uneven: str | None, *, already_sharded: bool
 ) -> tuple[str, str, str] | None:
-    who = _split_already(loader)
+    who = split_already(loader)
     if who is not None and not already_sharded:
         return (
             f"{who}: the data would be split twice",
@@ -74,25 +84,12 @@ def _split_problem(
             "a source of the whole data for it",
             "weft.shard_data(loader, ctx, already_sharded=True)",
         )
-    if already_sharded and uneven == "pad":
+    if (already_sharded or mode == "shards") and uneven == "pad":
         return (
-            'already_sharded=True with uneven="pad"',
+            ("already_sharded=True" if already_sharded else 'mode="shards"') + ' with uneven="pad"',
             "'error', 'drop' or 'join': the samples of other ranks are not known here",
             'weft.shard_data(loader, ctx, already_sharded=True, uneven="join")',
         )
-    return None
-
-
-def _split_already(loader: DataLoader[Any]) -> str | None:
-    """Who splits the data among ranks, if somebody does."""
-    batch_sampler: Any = loader.batch_sampler
-    for source in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None), loader.dataset):
-        config = getattr(source, "_distributed", None)  # datasets: split_dataset_by_node
-        if config is not None and source is loader.dataset:
-            return f"{type(source).__name__}, which split_dataset_by_node has split"
-        names = vars(source) if hasattr(source, "__dict__") else {}
-        if isinstance(source, DistributedSampler) or any(a in names and b in names for a, b in _SPLIT_BY):
-            return type(source).__name__
     return None
 
 
@@ -128,3 +125,19 @@ def check_uneven(uneven: str | None, total: int | None, ctx: DistContext, *, alr
                 fix='weft.shard_data(loader, ctx, uneven="empty")',
             )
         )
+
+
+def warn_of_no_steps(units: int | None, plan: DataPlan) -> None:
+    """Warn that an epoch of data has no step, so that a loop over it does nothing."""
+    if not units:
+        return  # there are no data
+    warnings.warn(
+        message(
+            "shard_data: an epoch has no step, a loop over the loader does nothing",
+            found=f"{units} {'batches' if plan.source in ('batches', 'split already') else 'samples'} for {plan.ranks} "
+            f"ranks x {plan.per_rank}, of which too small steps are left out",
+            expected="enough for one step on every rank",
+            fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
+        ),
+        stacklevel=4,
+    )

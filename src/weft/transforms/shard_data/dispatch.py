@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from weft.collectives.objects import scatter
+from weft.collectives.objects import scatter_made
 from weft.context import DistContext
 from weft.transforms.shard_data.samples import Given
 
@@ -36,7 +36,7 @@ def scattered(
         return [parts[place] for place in places]
 
     while True:
-        part = scatter(following, ctx, "shard_data")
+        part = scatter_made(following, ctx, "shard_data")
         if part is None:
             return
         done += 1

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from weft.collectives.metrics import Rows
+from weft.collectives.metrics import Rows, samples_of_all
 from weft.context import DistContext
-from weft.errors import message
-from weft.loaders import Extension, extended_copy, torch_iterator
+from weft.errors import ContractError, message
+from weft.loaders import Extension, Size, extended_copy, torch_iterator
+from weft.nested import rows_of, without_rows
 from weft.seeding import mix
 from weft.transforms.shard_data.dispatch import scattered
-from weft.transforms.shard_data.meeting import Meeting, without_rows
+from weft.transforms.shard_data.meeting import Meeting
 from weft.transforms.shard_data.order import tell_epoch
 from weft.transforms.shard_data.plan import UNKNOWN, Plan, Stretch
 from weft.transforms.shard_data.samples import Epoch, Given, Samples, StepIndices, Units, WorkerStart, name_samples
@@ -72,6 +74,9 @@ class Cursor:
         total: Batches of it altogether; None as long as that is not known.
         fresh: The next iteration reads `todo`, and not the next epoch.
         before: Epoch, `todo` and batches of the iteration that ended last.
+        last: What is known of the batch that was given last.
+        rows: How many rows it has, if only its reading could tell.
+        loaded: The position was loaded, and nothing was read since.
     """
 
     epoch: int
@@ -81,6 +86,9 @@ class Cursor:
     total: int | None = None
     fresh: bool = True
     before: tuple[int, tuple[Stretch, ...], int] | None = None
+    last: Given | None = None
+    rows: int | None = 0
+    loaded: bool = False
 
 
 @dataclass
@@ -103,6 +111,7 @@ class Reading:
         whole: Units are batches of a batch sampler.
         states: States of a stream by number of batches, in the running iteration.
         keyed: Whether every sample is read with random states of its own.
+        resized: What a position in a dataset of another length does.
     """
 
     plan: Plan
@@ -119,6 +128,7 @@ class Reading:
     scattered: bool = False
     total: int | None = None
     whole: bool = False
+    resized: Literal["error", "next_epoch"] = "error"
     states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def epoch(self, number: int) -> Stretch:
@@ -139,9 +149,66 @@ class Reading:
         own = self.plan.steps_in([each for each in stretches if each.start < each.stop])
         return own if self.meeting is None else self.meeting.steps(own, stretches[-1].start // self.plan.per_step)
 
+    @property
+    def length_known(self) -> bool:
+        """Whether all ranks know how many units an epoch has."""
+        return not self.endless and self.split_for is None and not (self.scattered and self.total is None)
+
+    def length(self, seed: int, epoch: int) -> int:
+        """Units of an epoch, if it is known."""
+        if self.total is not None:
+            return self.total
+        assert self.units is not None
+        return self.units.total(seed, epoch)
+
+    def used(self, left: Stretch) -> dict[str, int]:
+        """How much of an epoch is used, of which this is left."""
+        if not self.whole or self.units is None or self.scattered:
+            return {"batches" if self.whole else "samples": left.start}
+        used = self.units.order(self.seed, left.epoch)[: left.start] if left.start else ()
+        return {"samples": sum(map(len, used)), "batches": left.start}
+
+    @property
+    def alone(self) -> bool:
+        """Whether what other ranks read is not known here."""
+        return self.split_for is not None and self.split_for > 1
+
+    def planned(self, todo: tuple[Stretch, ...]) -> Callable[[int], Size] | None:
+        """The size of each batch of an iteration before it is read; None where only reading tells, on all ranks."""
+        if self.single or (self.scattered and (self.whole or self.total is None)) or self.endless:
+            return None
+        plan, orders, alone = self.plan, _Orders(self), self.alone
+
+        def size(step: int) -> Size:
+            part = plan.step_at(todo, step)
+            if part is None:  # others have more
+                return 0, None if alone else 0
+            units, everyone = part.stop - part.start, plan.used(part.stop - part.start)
+            own = plan.per_rank if everyone == plan.per_step else plan.share(units)[1]
+            if self.whole:
+                order = orders[part.epoch]
+                own = sum(sum(map(len, piece)) for piece, _ in plan.pieces(order, part.start, part.stop))
+                everyone = sum(len(order[unit % len(order)]) for unit in range(part.start, part.start + everyone))
+            return own, None if alone else everyone
+
+        return size
+
+
+class _Orders(dict[int, Sequence[Any]]):
+    """The order of each epoch that an iteration reads a part of, made when it is asked for."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__()
+        self._reading = reading
+
+    def __missing__(self, epoch: int) -> Sequence[Any]:
+        assert self._reading.units is not None
+        self[epoch] = order = self._reading.units.order(self._reading.seed, epoch)
+        return order
+
 
 class ShardedLoader(Extension[T]):
-    """What `shard_data` adds to a loader: `state_dict`, `load_state_dict`, `set_epoch`, `epoch`."""
+    """What `shard_data` returns: a copy of the user's loader, an instance of its class, with what this class has."""
 
     weft_reading: Reading
     weft_cursor: Cursor
@@ -165,9 +232,44 @@ class ShardedLoader(Extension[T]):
         """Number of the running epoch, or of the next one."""
         return self.weft_cursor.epoch
 
+    @property
+    def share(self) -> float:
+        """What to multiply the mean loss of the running batch by, so that its gradient is exact over all ranks.
+
+        The samples of this batch times the number of ranks, over the samples of the step on all ranks: 1 if all
+        ranks have equally many, 0 for a batch without rows. Gradients are averaged over the ranks, so the mean
+        over the samples of a batch times its share has the gradient of the mean over the samples of all ranks.
+        In windows use `window.share`; for means over tokens `weft.denominator`.
+
+            for x, y in loader:
+                (cross_entropy(model(x), y) * loader.share).backward()
+
+        Collectives: none where weft splits the data, for all sizes are known then. For data that was split
+        already, and with `batch_size=None`, one all-reduce of one number over the data axes per step: ask on
+        all ranks alike.
+
+        Raises:
+            ContractError: No batch is being processed.
+            PeerError: A peer failed.
+        """
+        cursor, ctx = self.weft_cursor, self.weft_ctx
+        if cursor.last is None:
+            raise ContractError(
+                message(
+                    "share: it is that of the batch that is being processed",
+                    found="no iteration over the loader is running",
+                    expected="loader.share inside of the loop over the loader",
+                    fix="for x, y in loader:\n    loss = cross_entropy(model(x), y) * loader.share",
+                )
+            )
+        own, everyone = self.weft_size()
+        if everyone is None:
+            everyone = samples_of_all([own], ctx)
+        return own * ctx.data_size / everyone if own else 0.0
+
     # -- one iteration ---------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         self._begin()  # not only at the first batch: from here on `len` is that of this iteration
         return self._iteration()
 
@@ -176,7 +278,7 @@ class ShardedLoader(Extension[T]):
         used_up = cursor.todo[-1].start > 0 and not reading.endless and len(self) == 0
         if used_up or not cursor.fresh:  # the last iteration was left early
             self.set_epoch(cursor.epoch + 1)
-        cursor.steps, cursor.held, cursor.fresh = 0, 0, False
+        cursor.steps, cursor.held, cursor.fresh, cursor.loaded = 0, 0, False, False
         cursor.total = None if reading.endless else reading.steps_in(cursor.todo)
         if reading.readers:
             tell_epoch(self.dataset, cursor.epoch)
@@ -195,13 +297,15 @@ class ShardedLoader(Extension[T]):
             steps += 1
             given: Given = found[-1]
             cursor.epoch, cursor.todo, cursor.steps, cursor.held = epoch, todo, steps, held
-            cursor.total = steps if given.last and len(todo) == 1 else total
+            cursor.total, cursor.last = steps if given.last and len(todo) == 1 else total, given
+            if reading.single:
+                cursor.rows = 0 if given.empty else rows_of(found[0])
             if given.state is not None:
                 reading.states.append((steps, given.state))
             yield found[:2] if reading.rows else found[0]
         cursor.before = (epoch, todo, steps)
         cursor.epoch, cursor.todo = epoch + 1, (*later, reading.epoch(epoch + 1))
-        cursor.steps, cursor.held, cursor.total, cursor.fresh = 0, 0, None, True
+        cursor.steps, cursor.held, cursor.total, cursor.fresh, cursor.last = 0, 0, None, True, None
 
     def _on_device(self, read: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         notes: deque[Given] = deque()
@@ -224,7 +328,11 @@ class ShardedLoader(Extension[T]):
         elif reading.meeting is not None:
             read = reading.meeting.batches(read, stretches[-1], ctx)
         for batch, given in read:
-            cut = without_rows(batch, len(given.ids)) if given.empty else batch
+            cut = (
+                batch
+                if not given.empty
+                else without_rows(batch, rows_of(batch) or 1 if reading.single else len(given.ids))
+            )
             yield (cut, _rows(given), given) if reading.rows else (cut, given)
 
     def _own(self, stretches: tuple[Stretch, ...]) -> Iterator[tuple[Any, Given]]:
@@ -296,20 +404,27 @@ class ShardedLoader(Extension[T]):
     # -- the position ----------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, from its beginning."""
+        """Let the next iteration be this epoch, from its beginning.
+
+        Right after `load_state_dict`, the epoch of the position is gone on with: a loop over epochs that calls
+        `set_epoch` for each of them resumes in the middle of one.
+        """
+        if self.weft_cursor.loaded and epoch == self.weft_cursor.epoch:
+            return
         self.weft_reading.states.clear()
         self._go_to(epoch, (self.weft_reading.epoch(epoch),))
 
     def _go_to(self, epoch: int, todo: tuple[Stretch, ...]) -> None:
         cursor = self.weft_cursor
         cursor.epoch, cursor.todo, cursor.steps, cursor.held, cursor.fresh = epoch, todo, 0, 0, True
-        cursor.total, cursor.before = None, None
+        cursor.total, cursor.before, cursor.last, cursor.loaded = None, None, None, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position: seed, epoch, and samples used by all ranks together. Free of world size.
 
-        After the last batch of an epoch it is the beginning of the next. If batches were carried over
-        from earlier epochs and are not used yet, it has their samples too, as `[epoch, start, stop]`. A
+        After the last batch of an epoch it is the beginning of the next. In the middle of one, the length of
+        the dataset belongs to it. A batch sampler adds the number of batches used. If batches were carried
+        over from earlier epochs and are not used yet, it has their samples too, as `[epoch, start, stop]`. A
         stream with a state of its own adds it as "source"; data that was split already adds "ranks".
         """
         return self.weft_position(0)
@@ -325,7 +440,9 @@ class ShardedLoader(Extension[T]):
         left = reading.plan.split(todo, steps)[1] if reading.meeting is None else _rest(todo, steps, reading.plan)
         if steps and total is not None and steps == total - cursor.held:
             epoch, left = epoch + 1, (*(() if reading.endless else left), reading.epoch(epoch + 1))
-        position = {"seed": reading.seed, "epoch": epoch, "samples": left[-1].start}
+        position = {"seed": reading.seed, "epoch": epoch, **reading.used(left[-1])}
+        if (left[-1].start or left[1:]) and reading.length_known:
+            position["length"] = left[-1].stop
         if reading.split_for is not None:
             position["ranks"] = reading.split_for
         kept = [state for at, state in reading.states if at == steps]
@@ -333,18 +450,38 @@ class ShardedLoader(Extension[T]):
             position["source"] = copy.deepcopy(kept[-1])
         return position | ({"carried": [list(stretch) for stretch in left[:-1]]} if left[1:] else {})
 
-    def weft_hold_back(self, count: int) -> None:
+    def weft_hold_back(self, count: int) -> bool:
         """Leave the last batches of the iteration that was just begun for the next one; see `Seekable`."""
+        if self.weft_reading.meeting is not None:  # which of them are this rank's is not for it alone to say
+            return False
         self.weft_cursor.held = count
+        return True
+
+    def weft_planned(self) -> Callable[[int], Size] | None:
+        """The size of each batch of the iteration that was just begun; see `Seekable`."""
+        return self.weft_reading.planned(self.weft_cursor.todo)
+
+    def weft_size(self) -> Size:
+        """The size of the batch that was given last; see `Seekable`."""
+        reading, cursor = self.weft_reading, self.weft_cursor
+        planned, given = reading.planned(cursor.todo), cursor.last
+        assert given is not None
+        if planned is not None:
+            return planned(cursor.steps - 1)
+        own = cursor.rows if reading.single else 0 if given.empty else len(given.ids)
+        return own, None if reading.single or reading.alone else given.everyone
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position saved at any world size; the next iteration goes on there.
 
         Raises:
-            ValueError: The state is not one of this loader's dataset, or of data that somebody else split
-                among another number of ranks.
+            ValueError: The state is not one of this loader's dataset, or of one of another length, or of data
+                that somebody else split among another number of ranks.
         """
         reading = self.weft_reading
+        if _other_length(state, reading):
+            warnings.warn(f"load_state_dict: {_lengths(state, reading)}: going on with the next epoch", stacklevel=2)
+            state = {"seed": state["seed"], "epoch": state["epoch"] + 1, "samples": 0}
         todo = _stretches(state, reading)
         if todo is None:
             known = "" if reading.total is None else f" <= {reading.total}"
@@ -365,6 +502,7 @@ class ShardedLoader(Extension[T]):
             reading.states.append((0, copy.deepcopy(state["source"])))
             self.__dict__["_iterator"] = None  # workers that stay cannot be told
         self._go_to(state["epoch"], todo)
+        self.weft_cursor.loaded = True
 
 
 class _Unwrapped:
@@ -423,17 +561,19 @@ def _has_own_state(cls: type[Any]) -> bool:
 
 def _stretches(state: Mapping[str, Any], reading: Reading) -> tuple[Stretch, ...] | None:
     """What is left to be read from a position on; None if it is none in so many units."""
-    named = {"seed", "epoch", "samples"}
-    if not named <= set(state) <= named | {"carried", "windows", "source", "ranks"}:
+    # Of a batch sampler "samples" were batches before there was "batches".
+    start = "batches" if reading.whole and "batches" in state else "samples"
+    named = {"seed", "epoch", start}
+    if not named <= set(state) <= named | {"samples", "length", "carried", "windows", "source", "ranks"}:
         return None
-    numbers = (state["seed"], state["epoch"], state["samples"])
+    numbers = (state["seed"], state["epoch"], state[start])
     if not all(type(number) is int for number in numbers) or state["epoch"] < 0:
         return None
     seed, reading.seed = reading.seed, state["seed"]
     try:
         full = reading.epoch(state["epoch"])
         carried = [Stretch(*stretch) for stretch in state.get("carried", ())]
-        todo = (*carried, full._replace(start=state["samples"]))
+        todo = (*carried, full._replace(start=state[start]))
     except TypeError:
         return None
     finally:
@@ -444,6 +584,33 @@ def _stretches(state: Mapping[str, Any], reading: Reading) -> tuple[Stretch, ...
         0 <= each.start <= max(each.stop, beyond) and each.stop <= full.stop for each in todo
     )
     return todo if inside else None
+
+
+def _other_length(state: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether the order that a position is in is that of a dataset of another length.
+
+    Raises:
+        ValueError: It is, and nobody said what to do.
+    """
+    begun = state.get("samples") or state.get("batches") or state.get("carried")
+    known = reading.length_known and all(type(state.get(name)) is int for name in ("seed", "epoch", "length"))
+    if not begun or not known or state["length"] == reading.length(state["seed"], state["epoch"]):
+        return False
+    if reading.resized == "next_epoch":
+        return True
+    raise ValueError(
+        message(
+            "load_state_dict: the position is one in a dataset of another length, whose order was another one",
+            found=_lengths(state, reading),
+            expected="the same length, or the beginning of an epoch",
+            fix='weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
+        )
+    )
+
+
+def _lengths(state: Mapping[str, Any], reading: Reading) -> str:
+    what = "batches" if reading.whole else "samples"
+    return f"{state['length']} {what} when it was saved, {reading.length(state['seed'], state['epoch'])} {what} now"
 
 
 def _check_ranks(state: Mapping[str, Any], reading: Reading) -> None:
@@ -463,10 +630,10 @@ def _ranks(number: int | None) -> str:
     return "data that weft splits" if number is None else f"data split among {number} ranks"
 
 
-def sharded_copy(loader: DataLoader[T], reading: Reading, ctx: DistContext) -> DataLoader[T]:
+def sharded_copy(loader: DataLoader[T], reading: Reading, ctx: DistContext) -> ShardedLoader[T]:
     """A copy of `loader` that reads as `reading` says; the original is left alone."""
     cursor = Cursor(0, (reading.epoch(0),))
-    new: DataLoader[T] = extended_copy(loader, ShardedLoader, weft_reading=reading, weft_cursor=cursor, weft_ctx=ctx)
+    new: ShardedLoader[T] = extended_copy(loader, ShardedLoader, weft_reading=reading, weft_cursor=cursor, weft_ctx=ctx)
     return new
 
 

@@ -11,14 +11,13 @@ import torch
 
 from weft.collectives import broadcast, reduce
 from weft.context import DistContext
-from weft.context.watching import watch
 from weft.context.world import exchange
 from weft.errors import ContextError, PeerError, listed, message
-from weft.nested import map_tensors
+from weft.nested import without_rows
 from weft.transforms.shard_data.plan import Stretch
 from weft.transforms.shard_data.samples import Given
 
-__all__ = ["Meeting", "uneven_counts", "without_rows"]
+__all__ = ["Meeting", "uneven_counts"]
 
 Read = Iterator[tuple[Any, Given]]
 
@@ -57,8 +56,6 @@ class Meeting:
 
     def _checked(self, read: Read, stretch: Stretch, line: DistContext) -> Read:
         """Raise on all ranks if one ends before the others; nothing is sent before the end of the epoch."""
-        if line.world.store is not None and line.world_size > 1:
-            watch(line.world)
         number = stretch.start // self.per_step
         for pair in read:
             number += 1
@@ -112,23 +109,6 @@ def _shown(last: Any, source: int, line: DistContext) -> Any:
 
 def _nothing(stretch: Stretch, given: Given) -> Given:
     return Given(stretch.epoch, given.ids, 0, empty=True)
-
-
-def without_rows(batch: Any, rows: int) -> Any:
-    """The same batch with no row in it: tensors [0, ...], and lists of one entry per row empty."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:0] if batch.dim() else batch
-    if isinstance(batch, dict):
-        return type(batch)({key: without_rows(value, rows) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)):
-        per_row = len(batch) == rows and all(isinstance(one, (str, bytes, int, float, type(None))) for one in batch)
-        if per_row:
-            return type(batch)()
-        parts = [without_rows(value, rows) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if hasattr(batch, "__dataclass_fields__"):
-        return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, batch)
-    return batch
 
 
 def uneven_counts(counts: Sequence[int]) -> ContextError:

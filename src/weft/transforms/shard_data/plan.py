@@ -71,6 +71,22 @@ class Plan(NamedTuple):
         """Steps in which some stretches are used up, one after the other."""
         return sum(self.num_steps(stretch.stop - stretch.start) for stretch in stretches)
 
+    def used(self, units: int) -> int:
+        """Units that all ranks together are given in a step that has so many, repetitions included."""
+        if self.uneven == "pad":
+            return self.per_step
+        return units - units % self.size if self.uneven == "drop" else units
+
+    def step_at(self, stretches: Iterable[Stretch], step: int) -> Stretch | None:
+        """Units that are used in a step of some stretches; None after the last one."""
+        for stretch in stretches:
+            have = self.num_steps(max(stretch.stop - stretch.start, 0))
+            if step < have:
+                start = stretch.start + step * self.per_step
+                return Stretch(stretch.epoch, start, min(start + self.per_step, stretch.stop))
+            step -= have
+        return None
+
     def split(self, stretches: Sequence[Stretch], steps: int) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
         """Cut some stretches into what is used in so many steps, and what is left."""
         for index, stretch in enumerate(stretches):

@@ -32,6 +32,7 @@ class Given(NamedTuple):
         empty: One sample was read although this rank gets none: no row of it counts.
         last: Of a stream: nothing comes after it.
         state: Of a stream: its own state after the samples of this step.
+        everyone: Samples that all ranks are given in this step; None where the plan tells, or nobody knows.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class Given(NamedTuple):
     empty: bool = False
     last: bool = False
     state: Any = None
+    everyone: int | None = None
 
 
 class Epoch:
@@ -222,6 +224,7 @@ class StepIndices(Sampler[Any]):
                 continue
             pieces = [plan.pieces(order, stretch.start, stretch.stop) for plan in self.plans]
             for step in zip(*pieces, strict=True):
+                everyone = sum(self._samples(piece) for piece, _ in step) if len(step) == self.plans[0].size else None
                 for piece, valid in step:
                     # A rank without a sample reads one, of which no row is used: collating needs something.
                     units = piece if len(piece) else [order[stretch.start]]
@@ -230,8 +233,11 @@ class StepIndices(Sampler[Any]):
                         kept = sum(map(len, units[:valid]))
                     else:
                         ids, kept = list(units), valid
-                    given.append(Given(stretch.epoch, ids, kept, empty=not len(piece)))
+                    given.append(Given(stretch.epoch, ids, kept, empty=not len(piece), everyone=everyone))
                     yield units[0] if self.single else ids
+
+    def _samples(self, units: Sequence[Any]) -> int:
+        return sum(map(len, units)) if self.whole else len(units)
 
     def _plain(self, order: Sequence[Any], stretch: Stretch, given: deque[Given]) -> Iterator[Any]:
         """The most frequent case, in as few words as it can be said."""

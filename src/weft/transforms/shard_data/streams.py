@@ -14,14 +14,16 @@ import copy
 import itertools
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
+from weft.context import DistContext
 from weft.contract import Stateful
 from weft.errors import ContractError, message
 from weft.seeding import mix, seeded
@@ -29,7 +31,7 @@ from weft.transforms.shard_data.order import generators_of, tell_epoch
 from weft.transforms.shard_data.plan import Plan
 from weft.transforms.shard_data.samples import Epoch, Given, at_sample
 
-__all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state"]
+__all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state", "shards_of", "with_own_shards"]
 
 _READ_AHEAD_S = 1e-3  # changing random states costs some 15 us; cheap samples share them
 _END = object()
@@ -195,6 +197,34 @@ def has_state(dataset: Any) -> bool:
     return True
 
 
+def shards_of(dataset: Any) -> int | None:
+    """The number of parts a stream can be split into by itself; None if it cannot."""
+    number = getattr(dataset, "num_shards", None)
+    return number if type(number) is int and callable(getattr(dataset, "shard", None)) else None
+
+
+def with_own_shards(loader: DataLoader[Any], ctx: DistContext) -> DataLoader[Any]:
+    """A copy of a loader over a stream that reads the shards of this rank only.
+
+    Raises:
+        ValueError: There are fewer shards than ranks.
+    """
+    dataset: Any = loader.dataset
+    number = shards_of(dataset)
+    if number is None or number < ctx.data_size:
+        raise ValueError(
+            message(
+                "shard_data: the stream has fewer shards than there are ranks",
+                found=f"{number} shards, {ctx.data_size} ranks",
+                expected="at least one shard for each rank",
+                fix='weft.shard_data(loader, ctx, mode="batches")  # every rank reads all, or "dispatch": rank 0 does',
+            )
+        )
+    new = copy.copy(loader)
+    new.__dict__["dataset"] = dataset.shard(num_shards=ctx.data_size, index=ctx.data_rank)
+    return new
+
+
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Cut indices into runs of consecutive ones: first, and how many."""
     if isinstance(ids, range):
@@ -248,6 +278,16 @@ class _Reader:
         if owner.total is not None and total != owner.total:
             raise _untrue_length(total, owner.total)
         self.plan.check(rest, f"the stream, {total} samples long,")
+        if total == rest > 0 and not self.plan.rest_counts(rest):
+            warnings.warn(
+                message(
+                    "shard_data: the stream ended before there was a step, a loop over the loader does nothing",
+                    found=f"{total} samples for {self.plan.size} ranks x {self.plan.per_rank}",
+                    expected="enough for one step on every rank",
+                    fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
+                ),
+                stacklevel=2,
+            )
 
     def _samples(self) -> Iterator[Any]:
         dataset, owner = self.owner.dataset, self.owner
@@ -299,7 +339,8 @@ class _Reader:
                 ids = [*ids, *repeated]
             empty = not part
             parts.append(chunk[:1] if empty else part)
-            given.append(Given(self.number, [position] if empty else ids, count, empty, last, state))
+            everyone = plan.used(len(chunk))
+            given.append(Given(self.number, [position] if empty else ids, count, empty, last, state, everyone))
         return Step(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:

@@ -8,9 +8,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import DistContext
-from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered, transform
+from weft.context.ledger import Ledger
+from weft.contract import ReducesIn, Undoable, agree_on_parameters, check_methods, offered, transform
 from weft.engines.options import ReduceOptions
 from weft.errors import ContractError, listed, message
 from weft.placing import place_module
@@ -58,7 +60,8 @@ def zero_partition(
     parameters it gathered in forward until backward. The state is held as DTensors, so
     `optimizer.state_dict()` needs no call before it. An optimizer whose update of an element
     depends on others (Adafactor, Muon, one that is not torch's) steps on whole parameters, one
-    after the other, on every rank; its state of the parameters' shape is divided all the same.
+    after the other, on every rank, and so does one over sparse gradients in stage 1; its state of the
+    parameters' shape is divided all the same.
 
     With `engine="deepspeed"` the real DeepSpeed does it, under the same loop and with the same numbers
     in float32. It can keep the optimizer's state, and in stage 3 the parameters, in the memory of the
@@ -100,7 +103,8 @@ def zero_partition(
         AlreadyApplied: A part of `module` is sharded or replicated already.
         OrderError: Another optimizer holds its parameters, or a transform that comes later was applied.
         ContractError: The optimizer holds parameters of something else; or LBFGS, which couples all
-            parameters; or DeepSpeed cannot train this with this.
+            parameters; or, in stage 1, one that changes parameters in `eval()`; or DeepSpeed cannot train
+            this with this.
         ContextError: There is no such axis, or the ranks bring different models or options.
         ValueError: An option is out of range, or a configuration contradicts the pipeline; the text
             lists all keys that do.
@@ -134,9 +138,7 @@ def zero_partition(
         sharded = shard_module("zero_partition", module, ctx, axes, request)
         if sharded is None:
             return module, optimizer, ctx
-        if ctx.engine.is_elementwise(optimizer):
-            return module, optimizer, ctx.offering(sharded, ctx.engine.cut_state(optimizer))
-        return module, optimizer, ctx.offering(sharded, ctx.engine.whole_step(optimizer, None))
+        return module, optimizer, ctx.offering(sharded, _step(module, optimizer, ctx, None))
     if units is not None:
         raise ValueError(
             message(
@@ -159,8 +161,10 @@ def zero_partition(
         buffers=buffers,
         dtype=dtypes[-1] if dtypes else None,
         methods=tuple(methods),
+        strategy="zero_partition",
     )
     ctx.require_collective("zero_partition")
+    ctx.engine.check_hooks("zero_partition", module)
     facts: dict[str, object] = {
         "stage": stage,
         "axes": list(axes),
@@ -174,12 +178,15 @@ def zero_partition(
     assert line.group is not None
     assert ctx.mesh is not None
     ctx.engine.broadcast_state(module, line.group)
-    reducer = ctx.engine.reduce_gradients(module, line.group, options)
-    if ctx.engine.is_elementwise(optimizer):
-        step = ctx.engine.partition_step(optimizer, ctx.mesh[axes[-1]])
-    else:
-        step = ctx.engine.whole_step(optimizer, ctx.mesh[axes[-1]])
-    return module, optimizer, ctx.offering(reducer, step)
+    reducer = ctx.engine.reduce_gradients(module, line.group, options, Ledger(line.world, "zero_partition"))
+    return module, optimizer, ctx.offering(reducer, _step(module, optimizer, ctx, ctx.mesh[axes[-1]]))
+
+
+def _step(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext, mesh: DeviceMesh | None) -> Undoable:
+    """Let it step on this rank's part of each parameter if it can, else on all of one parameter after the other."""
+    if ctx.engine.is_elementwise(optimizer) and not ctx.engine.sparse_gradients(module):
+        return ctx.engine.partition_step(optimizer, mesh)
+    return ctx.engine.whole_step(optimizer, mesh)
 
 
 def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engine: str) -> None:
@@ -217,6 +224,16 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engi
                 found="LBFGS",
                 expected="an optimizer that updates each parameter by itself",
                 fix="model, ctx = weft.replicate(model, ctx)",
+            )
+        )
+    if stage == 1 and engine == "torch" and callable(getattr(optimizer, "eval", None)):
+        raise ContractError(
+            message(
+                f"zero_partition: {type(optimizer).__name__} changes parameters outside of step, by its whole state",
+                found="an optimizer with eval(), as those of schedulefree; in stage 1 its state is cut and its "
+                "parameters are whole",
+                expected="parameters and state cut alike, as in stages 2 and 3",
+                fix="weft.zero_partition(model, optimizer, ctx, stage=2)",
             )
         )
     if not isinstance(module, nn.Module):

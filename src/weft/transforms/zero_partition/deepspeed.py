@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
+from weft.context.ledger import Ledger
 from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered
 from weft.engines.torch.loss_scale import LossScale
 from weft.errors import ContextError, ContractError, OrderError, listed, message
@@ -125,6 +126,7 @@ def with_deepspeed(module: M, optimizer: O, ctx: DistContext, wish: Wish) -> tup
         local_rank=ctx.local_rank,
         make_real=None if source is None else source.make_real,
         moved=lambda: exchange_parameters(module, ctx, old, (optimizer,)),
+        peers=Ledger(line.world, "zero_partition"),
     )
     mesh = None if ctx.mesh is None else ctx.mesh[axes[-1]]
     return module, optimizer, ctx.offering(engine.partition(module, optimizer, line.group, mesh, order))

@@ -1,0 +1,167 @@
+"""What `weft config import` takes over of a configuration of Accelerate, and the lines for the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ContextError, MissingExtra, message
+
+__all__ = ["from_accelerate", "yaml_of"]
+
+# What is code in weft, and not configuration.
+_HINTS = {
+    "mixed_precision": "weft.with_precision(model, ctx, {!r})",
+    "gradient_accumulation_steps": "weft.accumulate_grads(model, loader, ctx, steps={})",
+    "gradient_clipping": "weft.clip_grads(model, ctx, norm={})",
+    "distributed_type": "weft.replicate, weft.fully_shard or weft.zero_partition ({})",
+}
+_MEANINGLESS = {"compute_environment", "debug", "main_training_function", "use_cpu", "same_network", "rdzv_backend"}
+_TAKEN = {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts"}
+
+
+def from_accelerate(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Take over what configuration of Accelerate means the same here.
+
+    Args:
+        values: The content of its YAML file.
+
+    Returns:
+        The two tables; and a line for everything that is not taken over, with what to write instead.
+
+    Example:
+        >>> from_accelerate({"num_processes": 8, "num_machines": 2, "machine_rank": 0, "mixed_precision": "bf16"})
+        ({'launch': {'nproc': 4, 'nnodes': 2, 'node_rank': 0}, 'start': {}}, \
+["mixed_precision = bf16: in the program, weft.with_precision(model, ctx, 'bf16')"])
+    """
+    launch: dict[str, Any] = {}
+    start: dict[str, Any] = {}
+    machines = values.get("num_machines") or 1
+    processes = values.get("num_processes")
+    if type(processes) is int and type(machines) is int and machines >= 1:
+        launch["nproc"] = max(processes // machines, 1)
+        launch["nnodes"] = machines
+    if machines != 1 and values.get("machine_rank") is not None:
+        launch["node_rank"] = values["machine_rank"]
+    if machines != 1 and values.get("main_process_ip"):
+        launch["rdzv"] = f"{values['main_process_ip']}:{values.get('main_process_port') or 29500}"
+    if values.get("max_restarts") is not None:
+        launch["max_restarts"] = values["max_restarts"]
+    if str(values.get("use_cpu")).lower() == "true":
+        start["device"] = "cpu"
+    left = []
+    for key, value in values.items():
+        if key in _TAKEN | _MEANINGLESS or value in (None, "NO", "no", {}, []):
+            continue
+        line = _line(key, value)
+        left.append(f"{key} = {value}: " + (f"in the program, {line}" if line else "it has no meaning here"))
+    return {"launch": launch, "start": start}, left
+
+
+def _line(key: str, value: Any) -> str | None:
+    """What to write in the program for a key, if it has a meaning there."""
+    if key in _TABLES and isinstance(value, Mapping):
+        return _TABLES[key](value)
+    hint = _HINTS.get(key)
+    return None if hint is None else hint.format(value)
+
+
+def _fsdp(values: Mapping[str, Any]) -> str:
+    """The calls for the configuration of FSDP, version 1 or 2."""
+    found = {str(key).removeprefix("fsdp_"): value for key, value in values.items()}
+    strategy = str(found.get("sharding_strategy", found.get("reshard_after_forward", "")))
+    if strategy in ("NO_SHARD", "4"):
+        return "weft.replicate(model, ctx)"
+    options: list[str] = []
+    policy = str(found.get("auto_wrap_policy") or "").upper()
+    classes = found.get("transformer_layer_cls_to_wrap") or ()
+    names = [name.strip() for name in (classes.split(",") if isinstance(classes, str) else classes)]
+    least = found.get("min_num_params")
+    if names and policy in ("", "TRANSFORMER_BASED_WRAP"):
+        options.append(f"units={json.dumps(names if len(names) > 1 else names[0])}")
+    elif least and policy in ("", "SIZE_BASED_WRAP"):
+        options.append(f"units={int(float(least))}")
+    if strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "2", "5") or strategy.lower() == "false":
+        options.append("reshard_after_forward=False")
+    if _is_true(found.get("offload_params")):
+        options.append("offload=True")
+    lines = [f"weft.fully_shard({', '.join(['model', 'ctx', *options])})"]
+    if strategy.startswith("HYBRID"):
+        lines.insert(0, 'weft.start(mesh={"replica": -1, "shard": GPUS_PER_NODE})')
+    if _is_true(found.get("activation_checkpointing")):
+        blocks = options[0].partition("=")[2] if options and options[0].startswith("units=") else "..."
+        lines.insert(-1, f"weft.recompute(model, ctx, blocks={blocks})")
+    return "; ".join(lines)
+
+
+def _deepspeed(values: Mapping[str, Any]) -> str:
+    """The calls for the configuration of DeepSpeed."""
+    if values.get("deepspeed_config_file"):
+        given = f'engine="deepspeed", config={str(values["deepspeed_config_file"])!r}'
+    else:
+        given = f"stage={values.get('zero_stage', '...')}"
+        places = {str(values.get(f"offload_{what}_device") or "none") for what in ("optimizer", "param")} - {"none"}
+        if places:
+            disk = values.get("offload_optimizer_nvme_path") or values.get("offload_param_nvme_path") or "..."
+            given += f', engine="deepspeed", offload={str(disk) if "nvme" in places else "cpu"!r}'
+    lines = [f"weft.zero_partition(model, optimizer, ctx, {given})"]
+    steps, norm = values.get("gradient_accumulation_steps"), values.get("gradient_clipping")
+    lines += [] if steps in (None, 1, "auto") else [_HINTS["gradient_accumulation_steps"].format(steps)]
+    lines += [] if norm in (None, "auto") else [_HINTS["gradient_clipping"].format(norm)]
+    return "; ".join(lines)
+
+
+def _dynamo(values: Mapping[str, Any]) -> str:
+    """The call for the configuration of torch.compile."""
+    found = {str(key).removeprefix("dynamo_"): value for key, value in values.items()}
+    options = [] if not found.get("backend") else [f"backend={str(found['backend']).lower()!r}"]
+    options += [f"mode={found['mode']!r}"] if found.get("mode") not in (None, "default") else []
+    options += [f"{name}=True" for name in ("fullgraph", "dynamic") if _is_true(found.get(f"use_{name}"))]
+    return f"weft.compiled({', '.join(['model', 'ctx', *options])})"
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in ("true", "1", "yes")
+
+
+_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "fsdp_config": _fsdp,
+    "deepspeed_config": _deepspeed,
+    "dynamo_config": _dynamo,
+}
+
+
+def yaml_of(path: Path) -> Mapping[str, Any]:
+    """The content of a file that `accelerate config` wrote.
+
+    Raises:
+        MissingExtra: PyYAML is not installed.
+        ContextError: It cannot be read, or is something else.
+    """
+    try:
+        import yaml  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        raise MissingExtra(
+            message(
+                "config: YAML files are read with PyYAML, which is not installed",
+                found=str(error),
+                expected="the package pyyaml",
+                fix="pip install 'weft[config]'",
+            )
+        ) from error
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise ContextError(
+            message(
+                f"config: {path} cannot be converted",
+                found=f"{type(found).__name__}: {found!s:.200}",
+                expected="a YAML file that `accelerate config` wrote",
+                fix="weft config import ~/.cache/huggingface/accelerate/default_config.yaml",
+            )
+        )
+    return found

@@ -1,0 +1,179 @@
+"""Collectives that give every rank rows of its own: `all_to_all`, `reduce_scatter`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft.collectives.entry import HEADER_WORDS, all_gather_words, enter, finish, peers_named, rebuilt, tensors_of
+from weft.collectives.swapping import Counts, Routes, add_up, swap
+from weft.collectives.tensors import ReduceOp, check_op, mean_dtype
+from weft.context import DistContext, World
+from weft.context.world import compare, exchange
+from weft.errors import listed, message
+from weft.nested import leaves
+
+__all__ = ["all_to_all", "reduce_scatter"]
+
+T = TypeVar("T")
+
+
+def all_to_all(value: T, ctx: DistContext, *, splits: Sequence[int] | None = None, grad: bool = False) -> T:
+    """Send rows of tensors to every rank, and join what the ranks sent to this one, in rank order.
+
+    What tokens need on their way to experts. How many rows come from which rank is found out by sending the
+    numbers first: `all_to_all(torch.tensor(splits), ctx)`.
+
+    Changes: nothing. Collectives: one small all-to-all of sizes, one all-to-all of the bytes; with `grad`, one more in
+    backward.
+
+    Args:
+        value: A nested value of tensors [rows, ...], the same structure, dtypes and inner shapes on all ranks.
+        ctx: Whose ranks.
+        splits: How many rows go to each rank, zero included. Default: as equal as possible, the first ranks
+            get one more.
+        grad: Whether gradients flow back to the ranks that the rows came from. All ranks then take part in the
+            backward pass through the result.
+
+    Returns:
+        The same structure; each tensor [rows for this rank, ...], on the device it came from.
+
+    Raises:
+        TypeError: A leaf is not a tensor, or requires grad without `grad=True`.
+        ValueError: A tensor has no rows, or not as many as `splits` says.
+        ContextError: Structures, dtypes or inner shapes differ between ranks.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> all_to_all(torch.tensor([1, 2]), weft.local())
+        tensor([1, 2])
+    """
+    found, tracked = tensors_of("all_to_all", value, grad=grad)
+    counts = _splits("all_to_all", found, splits, ctx)
+    world = enter("all_to_all", ctx, value, {})
+    if world.group is None:
+        return rebuilt(value, [tensor.clone() for tensor in found])
+    described = "; ".join(
+        f"{'.'.join(path) or 'value'}: {leaf.dtype}, rows of {list(leaf.shape[1:])}" for path, leaf in leaves(value)
+    )
+    with peers_named("all_to_all", world):
+        received = _exchange_counts(counts, described + tracked, world, ctx)
+    return rebuilt(value, swap(Routes("all_to_all", world, counts, received, ctx.device), found))
+
+
+def reduce_scatter(
+    value: T, ctx: DistContext, op: ReduceOp = "sum", *, splits: Sequence[int] | None = None, grad: bool = False
+) -> T:
+    """Combine tensors over the ranks; every rank gets some rows of the result.
+
+    `gather` of what it returns is what `reduce` returns.
+
+    Changes: nothing. Collectives: one small all-gather, one all-to-all of the bytes; with `grad`, one more in backward.
+
+    Args:
+        value: A nested value of tensors [rows, ...], the same shapes and dtypes on all ranks.
+        ctx: Whose ranks.
+        op: As for `reduce`.
+        splits: How many rows each rank gets, the same numbers on all ranks. Default: as equal as possible, the first
+            ranks get one more.
+        grad: As for `all_to_all`.
+
+    Returns:
+        The same structure; each tensor [rows of this rank, ...].
+
+    Raises:
+        TypeError: A leaf is not a tensor, or requires grad without `grad=True`.
+        ValueError: Unknown `op`; a tensor has no rows, or not as many as `splits` says.
+        ContextError: Structures, shapes, dtypes or `splits` differ between ranks.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> reduce_scatter(torch.tensor([1.0, 2.0]), weft.local(), "mean")
+        tensor([1., 2.])
+    """
+    check_op("reduce_scatter", op)
+    found, tracked = tensors_of("reduce_scatter", value, grad=grad)
+    counts = _splits("reduce_scatter", found, splits, ctx)
+    world = enter("reduce_scatter", ctx, value, {"op": op})
+    if world.group is None:
+        return rebuilt(value, [_combined(tensor[None], op) for tensor in found])
+    described = "; ".join(
+        f"{'.'.join(path) or 'value'}: {leaf.dtype} {list(leaf.shape)} cut into {each}"
+        for (path, leaf), each in zip(leaves(value), counts, strict=True)
+    )
+    with peers_named("reduce_scatter", world):
+        words = all_gather_words([zlib.crc32((described + tracked).encode())], world, ctx, 1)
+    if any(word != words[0] for word in words):
+        compare("reduce_scatter", [{"value": one} for one in exchange(world, "reduce_scatter", described + tracked)])
+    mine = [[each[ctx.rank]] * ctx.world_size for each in counts]
+    parts = add_up(Routes("reduce_scatter", world, counts, mine, ctx.device), found)
+    return rebuilt(value, [_combined(part, op) for part in parts])
+
+
+def _splits(what: str, found: Sequence[torch.Tensor], splits: Sequence[int] | None, ctx: DistContext) -> Counts:
+    """How many rows of each tensor go to each rank."""
+    given = None if splits is None else [int(count) for count in splits]
+    if given is not None and (len(given) != ctx.world_size or min(given) < 0):
+        raise ValueError(
+            message(
+                f"{what}: splits = {given} cannot be used",
+                found=f"{len(given)} numbers, the smallest {min(given, default=0)}",
+                expected=f"one number of rows >= 0 for each of the {ctx.world_size} ranks",
+                fix=f"weft.{what}(value, ctx)",
+            )
+        )
+    wrong = [t for t in found if not t.dim() or (given is not None and t.shape[0] != sum(given))]
+    if wrong:
+        raise ValueError(
+            message(
+                f"{what}: a tensor cannot be cut into rows for the ranks",
+                found=listed(str(tuple(tensor.shape)) for tensor in wrong),
+                expected="tensors [rows, ...]" + ("" if given is None else f" of {sum(given)} rows, as splits says"),
+                fix=f"weft.{what}(value{'[None]' if given is None else ''}, ctx)",
+            )
+        )
+    return [given or _even(tensor.shape[0], ctx.world_size) for tensor in found]
+
+
+def _even(rows: int, size: int) -> list[int]:
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _exchange_counts(counts: Counts, text: str, world: World, ctx: DistContext) -> Counts:
+    """How many rows of each tensor come from each rank; raises on every rank if the values do not fit together."""
+    sent = torch.zeros(ctx.world_size, 1 + len(counts), dtype=torch.int64)
+    sent[:, 0] = zlib.crc32(text.encode())
+    sent[:, 1:] = torch.tensor(counts, dtype=torch.int64).view(len(counts), ctx.world_size).t()
+    rows = torch.zeros(ctx.world_size, max(HEADER_WORDS, sent.shape[1]), dtype=torch.int64)
+    rows[:, : sent.shape[1]] = sent
+    # The first words alone tell whether all ranks bring as many tensors.
+    heads = [_all_to_all_words(rows[:, :HEADER_WORDS], world, ctx)]
+    if bool((heads[0][:, 0] != sent[0, 0]).any()):
+        compare("all_to_all", [{"value": one} for one in exchange(world, "all_to_all", text)])
+    if rows.shape[1] > HEADER_WORDS:
+        heads.append(_all_to_all_words(rows[:, HEADER_WORDS:], world, ctx))
+    received: Counts = torch.cat(heads, 1)[:, 1 : 1 + len(counts)].t().tolist()
+    return received
+
+
+def _all_to_all_words(rows: torch.Tensor, world: World, ctx: DistContext) -> torch.Tensor:
+    sent = rows.contiguous().to(ctx.device)
+    received = torch.empty_like(sent)
+    finish(dist.all_to_all_single(received, sent, group=world.group, async_op=True), world)
+    return received.cpu()
+
+
+def _combined(parts: torch.Tensor, op: str) -> torch.Tensor:
+    """What `reduce` makes of the tensors along the first dimension, which is that of ranks."""
+    if op == "mean":
+        exact = parts.is_floating_point() or parts.is_complex()
+        return parts.mean(0, dtype=parts.dtype if exact else mean_dtype(parts.dtype))
+    if op == "sum":
+        return parts.sum(0, dtype=torch.int64 if parts.dtype == torch.bool else parts.dtype)
+    return parts.amax(0) if op == "max" else parts.amin(0)

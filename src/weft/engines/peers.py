@@ -1,0 +1,51 @@
+"""`Peers`: what an engine asks of the other ranks outside of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+__all__ = ["Peers"]
+
+
+class Peers(Protocol):
+    """One strategy on one module, as it is on the other ranks. Everything goes through the store."""
+
+    def meet(self, what: str, mine: Any) -> list[Any]:
+        """Wait for all ranks and return the JSON value of each, in rank order.
+
+        Raises:
+            PeerError: A rank failed, died, or waits elsewhere.
+        """
+        ...
+
+    def agree(self, what: str, facts: Mapping[str, object]) -> None:
+        """Wait for all ranks and compare facts.
+
+        Raises:
+            ContextError: They differ; the text names both values.
+            PeerError: A rank failed, died, or waits elsewhere.
+        """
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others of an error of this rank that torch does not know of. Waits for nobody.
+
+        Whoever waits for this rank in a collective raises `PeerError` with its text within seconds.
+        """
+
+    def count(self, key: str, add: int) -> int:
+        """Add to a number that the ranks share, and return it. Waits for nobody."""
+        ...
+
+    def next_reduction(self) -> int:
+        """Count the reductions of gradients that all strategies over these ranks have made in this process."""
+        ...
+
+    def compare(self, what: str, facts: Mapping[str, object]) -> None:
+        """Note facts for the others, and compare those noted at the previous call. Waits for nobody.
+
+        Every rank calls it equally often. A difference is found one call later, or when the context is closed.
+
+        Raises:
+            ContextError: They differ; the text names both values.
+        """

@@ -1,0 +1,199 @@
+"""Make sure that all ranks gather and reduce the same units in the same order.
+
+[Note: order of gathers] Collectives of one group match by their order alone. Ranks that gather different units at the
+same moment, because a router sends their batches to other experts or because one of them makes another forward
+pass, would compute with a mixture of two units, without an error if these are of one shape. So what a unit sends is
+compared before it is sent, and yet nothing is sent for that as long as a program repeats itself: what was gathered and
+reduced since the last reduced backward pass is a path in a tree of the paths that the ranks have taken together.
+At each place of the tree one way is expected, the one taken last. A rank that takes it asks nobody. One that takes
+another way first waits for all ranks at the store: if they take it too, it is expected from then on; if one does not,
+that rank waits in a collective, which is noticed, and both are named. Where nothing is known yet, all ranks are new
+and compare what they are about to do in one small message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from weft.engines.peers import Peers
+from weft.errors import NotSynchronized, PeerError, listed, message
+
+__all__ = ["GatherOrder", "UnitGather", "UnitReduce"]
+
+_KINDS = ("gathers {} in forward", "gathers {} in forward without gradients", "gathers {} in backward", "reduces {}")
+_NUM_KINDS = len(_KINDS)
+_END = -1
+_MAX_PLACES = 100_000  # a program that never repeats itself shall not fill the memory
+
+
+class _Place:
+    """A place in the tree."""
+
+    __slots__ = ("expected", "ways")
+
+    def __init__(self) -> None:
+        self.expected: int | None = None
+        self.ways: dict[int, _Place] = {}
+
+
+class GatherOrder:
+    """The path of this rank, and the tree of known paths; see [Note: order of gathers].
+
+    Attributes:
+        names: Of the units, by number.
+    """
+
+    def __init__(self, what: str, names: Sequence[str], group: dist.ProcessGroup, peers: Peers, device: str) -> None:
+        self.names = list(names)
+        self._what = what
+        self._group: dist.ProcessGroup | None = group
+        self._peers = peers
+        self._device = device
+        self._root = self._place = _Place()
+        self._num_places = 0
+        self._torn = False
+        self._evaluates = False
+
+    def gather(self, unit: int) -> None:
+        """A unit is about to be gathered."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._take(unit * _NUM_KINDS + (2 if in_backward else int(self._evaluates)))
+
+    def reduce(self, unit: int) -> None:
+        """The gradients of a unit are about to be reduced."""
+        self._take(unit * _NUM_KINDS + 3)
+
+    def end(self) -> None:
+        """A backward pass that reduces has ended."""
+        self._take(_END)
+        self._place = self._root
+
+    def begin_forward(self) -> _Place | None:
+        """A call of the module begins. Returns where the path goes back to after it, if it is without gradients."""
+        self._evaluates = not torch.is_grad_enabled()  # FSDP2 gathers without gradients in any case
+        return self._place if self._evaluates else None
+
+    def end_forward(self, place: _Place | None) -> None:
+        """The call has ended; after an evaluation a program does what it would have done without it."""
+        if place is not None:
+            self._place = place
+
+    def tear(self) -> None:
+        """A pass broke off. Whether on all ranks is asked before the next gather, if there is one."""
+        self._torn = True
+
+    def release(self) -> None:
+        """Let the process group go."""
+        self._group = None
+
+    def _take(self, step: int) -> None:
+        if self._torn:
+            self._torn = False
+            self._peers.meet("the first gather after a pass that broke off", None)
+            self._place = self._root
+        place = self._place
+        if step != place.expected:
+            self._compare(step)
+            place.expected = step
+        following = place.ways.get(step)
+        if following is None:
+            following = place.ways[step] = self._new_place()
+        self._place = following
+
+    def _new_place(self) -> _Place:
+        self._num_places += 1
+        if self._num_places > _MAX_PLACES:  # at the same moment on all ranks
+            self._num_places = 0
+            self._root = _Place()
+        return _Place()
+
+    def _compare(self, step: int) -> None:
+        if self._group is None:
+            return
+        if self._place.expected is not None:
+            steps = self._meet(step)
+        else:
+            mine = torch.tensor([step], device=self._device)
+            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+            dist.all_gather(everyone, mine, group=self._group)
+            steps = [int(one) for one in everyone]
+        if any(one != step for one in steps):
+            self._raise_different(steps)
+
+    def _meet(self, step: int) -> list[int]:
+        try:
+            return self._peers.meet(self._words(step), step)
+        except PeerError as error:
+            self._peers.report(error)  # to those that wait in a gather of another unit
+            raise
+
+    def _words(self, step: int) -> str:
+        if step == _END:
+            return "ends a backward pass"
+        unit, kind = divmod(step, _NUM_KINDS)
+        return _KINDS[kind].format(repr(self.names[unit]) if self.names[unit] else "the outermost unit")
+
+    def _raise_different(self, steps: Sequence[int]) -> NoReturn:
+        error = NotSynchronized(
+            message(
+                f"{self._what}: the ranks gather different units at the same moment",
+                found=listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps)),
+                expected="the same units in the same order on all ranks, in every forward and backward pass",
+                fix="call every unit on every rank (multiply what is not needed by zero), or "
+                "weft.replicate(model, ctx, unused='zero')",
+            )
+        )
+        self._peers.report(error)
+        raise error
+
+
+class _Comm:
+    """How FSDP2 gathers or reduces one unit: as by default, after `order` has seen it."""
+
+    def __init__(self, order: GatherOrder, unit: int) -> None:
+        self._order = order
+        self._unit = unit
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The memory that is sent from or into, as by default."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class UnitGather(_Comm):
+    """An all-gather of the parameters of one unit."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
+        self._order.gather(self._unit)
+        # torch 2.13 gave this a new name and deprecated the old one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class UnitReduce(_Comm):
+    """A reduce-scatter of the gradients of one unit."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See `torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter`."""
+        self._order.reduce(self._unit)
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work: dist.Work | None = reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work

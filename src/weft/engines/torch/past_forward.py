@@ -1,0 +1,64 @@
+"""Who may have sent a gradient past forward: found in the code of the user's class, once it has happened."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from torch import nn
+
+from weft.errors import NotSynchronized, listed, message
+
+__all__ = ["methods_that_call", "raise_past_forward"]
+
+
+def raise_past_forward(
+    what: str, name: str, module: nn.Module | None, kind: str, listed_methods: Sequence[str]
+) -> NoReturn:
+    """Raise for a gradient of parameter `name` that came through no call that the strategy knows of.
+
+    Raises:
+        NotSynchronized: The text names the methods that compute with the parameter, if there are any.
+    """
+    part = name.partition(".")[0]
+    methods = [] if module is None else [m for m in methods_that_call(type(module), part) if m not in listed_methods]
+    objects = "model, optimizer, ctx" if what == "zero_partition" else "model, ctx"
+    call = f"weft.{what}({objects}, methods={tuple(sorted({*listed_methods, *methods}))})"
+    raise NotSynchronized(
+        message(
+            f"{what}: a gradient reached {name!r} of {kind} past forward, and would not be reduced",
+            found=f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself"
+            if methods
+            else f"a call of {part!r} itself, or of another part of the module",
+            expected="calls of the module itself, or of a method in methods=(...)",
+            fix=call if methods else f"model(...)  # in place of model.{part}(...)",
+        )
+    )
+
+
+def methods_that_call(cls: type, part: str) -> list[str]:
+    """The public methods besides forward, of classes outside of torch, that call `self.<part>`, or one that does."""
+    functions: dict[str, types.FunctionType] = {}
+    for owner in cls.__mro__:
+        if owner.__module__.partition(".")[0] not in ("torch", "builtins"):
+            for name, value in vars(owner).items():
+                if isinstance(value, types.FunctionType) and name not in ("forward", "__init__"):
+                    functions.setdefault(name, value)
+    reads = {name: set(_attributes_of_self(function)) for name, function in functions.items()}
+    found = {name for name, names in reads.items() if part in names}
+    while more := {name for name, names in reads.items() if names & found} - found:
+        found |= more
+    return [name for name in functions if name in found and not name.startswith("_")]
+
+
+def _attributes_of_self(function: types.FunctionType) -> Iterator[str]:
+    """What a method uses of its first argument: what it calls, goes through or passes on, but does not just give."""
+    code = function.__code__
+    steps = list(dis.get_instructions(code))
+    own = code.co_varnames[0] if code.co_argcount else None
+    for before, step, after in zip(steps, steps[1:], steps[2:], strict=False):
+        reads = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and before.argval == own
+        if reads and not after.opname.startswith(("RETURN", "STORE", "POP_JUMP", "TO_BOOL")):
+            yield step.argval

@@ -1,0 +1,250 @@
+"""See every step of the optimizers that hold the parameters of a strategy, before it changes anything.
+
+A strategy is given a module, and an optimizer may be made at any time; torch has no list of them. The living ones
+are found before the first backward pass, and again when parameters changed although no step was seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from weft.engines.peers import Peers
+from weft.errors import NotSynchronized, OrderError, listed, message
+
+__all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
+
+_EACH_UNTIL = 16  # settings are compared at each of the first steps, later at every 16th
+_MAX_SEARCHES = 8  # for a loop that changes parameters by hand, and would be searched for in each step
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Find the living optimizers that hold one of these parameters."""
+    wanted = {id(p) for p in parameters}
+    return [
+        obj
+        for obj in gc.get_objects()
+        if issubclass(type(obj), torch.optim.Optimizer)
+        and any(id(p) in wanted for entry in getattr(obj, "param_groups", ()) for p in entry["params"])
+    ]
+
+
+class StepOwner(Protocol):
+    """A strategy, as its steps see it."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer cannot step on the parameters as the strategy keeps them."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: reduce what is pending, or raise."""
+
+    def settings(self) -> Mapping[str, object]:
+        """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
+        ...
+
+
+class Steps:
+    """The steps of the optimizers that hold the parameters of one strategy.
+
+    Attributes:
+        number: How many were seen.
+    """
+
+    def __init__(self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Peers) -> None:
+        self.number = 0
+        self._what = what
+        self._owner = weakref.ref(owner)
+        self._group: dist.ProcessGroup | None = group
+        self._peers = peers
+        self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._searches_left = _MAX_SEARCHES
+
+    def search(self, parameters: Iterable[nn.Parameter], *, again: bool = False) -> None:
+        """Find the optimizers that hold `parameters`.
+
+        Args:
+            parameters: Of the strategy.
+            again: Something suggests that there are new ones; does nothing when that was often in vain.
+        """
+        if again and not self._searches_left:
+            return
+        self._searches_left -= again
+        owner = self._owner()
+        for optimizer in optimizers_of(parameters):
+            if optimizer not in self._handles and _is_stepping(optimizer):
+                if owner is not None:
+                    owner.check_optimizer(optimizer)
+                _raise_too_late(self._what, optimizer)
+            self.attach(optimizer)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """See the steps of this optimizer."""
+        if optimizer not in self._handles:
+            handle = self._handles[optimizer] = optimizer.register_step_pre_hook(self._before)
+            # First of all: other hooks read gradients, which may be pending.
+            optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Take the hooks off and let the process group go."""
+        for handle in list(self._handles.values()):
+            handle.remove()
+        self._handles.clear()
+        self._group = None
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owner = self._owner()
+        if owner is None or self._group is None:
+            return None
+        owner.check_optimizer(optimizer)
+        owner.before_step(optimizer)
+        self.number += 1
+        self._compare(optimizer, owner)
+        return self._with_common_loss(args, kwargs)
+
+    def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
+        """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
+        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if number > _EACH_UNTIL and number % _EACH_UNTIL:
+            return
+        what = f"step {number} of {type(optimizer).__name__}"
+        facts = {**_settings(optimizer), **owner.settings()}
+        if number == 1:
+            self._peers.agree(what, facts)
+        else:
+            self._peers.compare(what, facts)
+
+    def _with_common_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
+        positional = len(args) > 1  # args[0] is the optimizer itself
+        closure = args[1] if positional else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        def common() -> Any:
+            return self._mean(closure())
+
+        return ((args[0], common, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": common})
+
+    def _mean(self, loss: Any) -> Any:
+        if self._group is None or not isinstance(loss, (float, torch.Tensor)):
+            return loss
+        mean = torch.as_tensor(loss).detach().clone()
+        dist.all_reduce(mean, group=self._group)
+        mean /= dist.get_world_size(self._group)
+        return mean if isinstance(loss, torch.Tensor) else float(mean)
+
+
+def _is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is running, so that the module is called by a closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _raise_too_late(what: str, optimizer: torch.optim.Optimizer) -> NoReturn:
+    kind = type(optimizer).__name__
+    raise OrderError(
+        message(
+            f"{what}: {kind} steps with a closure before it is known",
+            found=f"{kind}, made after {what}, whose first step is the first thing that calls the model",
+            expected=f"the closure's losses averaged over the ranks, by which {kind} decides",
+            fix=f"optimizer = torch.optim.{kind}(model.parameters(), ...)  # before weft.{what}",
+        )
+    )
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The numbers and switches of an optimizer's groups; those that lie on an accelerator are not read."""
+    facts: dict[str, object] = {"optimizer": type(optimizer).__name__}
+    for number, entry in enumerate(optimizer.param_groups):
+        for name, value in entry.items():
+            plain = len(value) if name == "params" else _plain(value)
+            if plain is not None:
+                facts[f"group {number}: {'parameters' if name == 'params' else name}"] = plain
+    return facts
+
+
+def settings_of(module: nn.Module) -> dict[str, object]:
+    """What of a module makes it compute otherwise on one rank, and may be changed at any time."""
+    parts = list(module.named_modules())
+    return {
+        "trained parameters": sum(p.requires_grad for p in module.parameters()),
+        "training": f"{sum(part.training for _, part in parts)} of {len(parts)} parts",
+        "dropout": {name: float(part.p) for name, part in parts if isinstance(part, _DropoutNd)},
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Raise if gradients that no backward pass has reduced differ between the ranks. Collectives: one all-gather.
+
+    Args:
+        what: Name of the strategy, for the error text.
+        named: Its parameters by name.
+        group: The ranks.
+
+    Raises:
+        NotSynchronized: On all ranks; a step would let their weights drift apart.
+    """
+    parameters = dict(named)
+    # Equal gradients have equal sums, to the bit; without a gradient there is another number.
+    sums = torch.stack([_sum(p.grad).to(p.device) for p in parameters.values()])
+    everyone = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, sums, group=group)
+    equal = torch.stack([torch.eq(one.view(torch.int64), sums.view(torch.int64)) for one in everyone]).all(0)
+    differing = [name for name, same in zip(parameters, equal.tolist(), strict=True) if not same]
+    if differing:
+        raise NotSynchronized(
+            message(
+                f"{what}: a step on gradients that were not averaged over the ranks",
+                found=f"gradients that differ between ranks: {listed(differing)}; set by hand, by torch.autograd.grad, "
+                "or changed after a window was left early",
+                expected="gradients that come from a backward pass, or are equal on all ranks",
+                fix="loss.backward()  # or p.grad = weft.reduce(gradient, ctx, 'mean'); "
+                "after a break: for _ in window: pass",
+            )
+        )
+
+
+def _sum(gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        return torch.tensor(-0.0, dtype=torch.float64)
+    values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.double().sum() + 0.0
+
+
+def raise_step_inside(what: str, class_name: str) -> NoReturn:
+    """Raise for a step while gradients are still coming.
+
+    Raises:
+        NotSynchronized: Always.
+    """
+    raise NotSynchronized(
+        message(
+            f"{what}: parameters of {class_name} were stepped inside of a backward pass",
+            found="a step in a hook on a parameter, on the gradient of this rank alone",
+            expected="a step after backward, when gradients were averaged over the ranks",
+            fix="loss.backward(); optimizer.step()",
+        )
+    )

@@ -1,0 +1,59 @@
+"""Where the tests marked `gpu` compute: on the accelerator, or with GPU_TESTS_DRY=1 in miniature on the CPU."""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.testing import RanksFailed, run_ranks
+
+DRY = os.environ.get("GPU_TESTS_DRY") == "1"
+_KIND = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not DRY else None
+DEVICE = "cpu" if _KIND is None else f"{_KIND.type}:0"
+BACKEND = "gloo" if _KIND is None else dist.get_default_backend_for_device(_KIND.type)
+COMPILER = "aot_eager" if DRY else "inductor"
+
+
+def _call(ctx, operation):
+    ones, n = torch.ones(4, device=ctx.device), ctx.world_size
+    if operation == "sum":
+        dist.all_reduce(ones)
+    elif operation == "broadcast":
+        dist.broadcast(ones, 0)
+    elif operation == "all_gather_into_tensor":
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(torch.empty(4 * n, device=ctx.device), ones)
+    else:
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(torch.empty(4 // n, device=ctx.device), ones, op=dist.ReduceOp.AVG)
+    return float(ones.sum())
+
+
+@functools.cache
+def refusal(operation):
+    """Why gloo cannot do an operation on tensors of the device, as a try tells; None if it can."""
+    try:
+        run_ranks(_call, 2, operation, device=DEVICE, timeout_s=30)
+    except RanksFailed as error:
+        cause = error.__cause__
+        return f"gloo, {operation} of {DEVICE} tensors: " + (str(cause or error).splitlines() or [repr(cause)])[0]
+    return None
+
+
+def needs(*operations):
+    """Skip the test, with the reason, if ranks that share the device cannot do one of these by gloo.
+
+    What gloo is documented to do is no reason to skip: then something else is wrong.
+    """
+    for operation in operations:
+        reason = refusal(operation)
+        if reason is not None and operation in REPLICATED:
+            pytest.fail(reason)
+        if reason is not None:
+            pytest.skip(reason)
+
+
+REPLICATED = ("sum", "broadcast")
+SHARDED = ("broadcast", "all_gather_into_tensor", "reduce_scatter")
