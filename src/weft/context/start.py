@@ -296,10 +296,13 @@ def _store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStore:
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             failed.append(error)
 
-    # torch's client waits without a limit for the first word of whoever listens there.
-    thread = threading.Thread(target=make, name="weft start", daemon=True)
-    thread.start()
-    thread.join(limit_s + _GRACE_S)
+    if serves:
+        make()  # raises by itself after the limit; a thread that outlived this one would abort the process at its end
+    else:
+        # torch's client waits without a limit for the first word of whoever listens there.
+        thread = threading.Thread(target=make, name="weft start", daemon=True)
+        thread.start()
+        thread.join(limit_s + _GRACE_S)
     if made:
         return made[0]
     error = failed[0] if failed else None
