@@ -191,7 +191,11 @@ def rows_of(batch: object) -> int | None:
         >>> rows_of({"name": ["a", "b"], "x": torch.ones(2, 3)})
         2
     """
-    found: set[int] = set()
+    found: set[int]
+    if isinstance(batch, (tuple, list)) and batch and all(type(item) is torch.Tensor and item.ndim for item in batch):
+        found = {item.shape[0] for item in batch}  # most batches: a short way to the same answer
+        return found.pop() if len(found) == 1 else None
+    found = set()
     opaque = False
     for _, leaf in leaves(batch, whole=cuts_itself):
         shape = _shape_of(leaf)

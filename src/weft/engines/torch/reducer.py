@@ -21,6 +21,7 @@ step; if they were changed in between (clipped, say), the step raises unless the
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -43,6 +44,8 @@ from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed
 from weft.nested import map_tensors, tensors
 
 __all__ = ["GradientReducer", "check_hooks", "is_reduced"]
+
+_VERSION = operator.attrgetter("_version")
 
 
 class Channel(Protocol):
@@ -234,7 +237,8 @@ class GradientReducer:
             self._look_for_optimizers()
 
     def _look_at_parameters(self, module: nn.Module) -> None:
-        self._parameter_watch.check_same(module)
+        if not self._pending:  # once per window: this runs in each forward pass, and layers are rarely added in a loop
+            self._parameter_watch.check_same(module)
         if not self._parameter_watch.changed_flags():
             return
         self._parameter_watch.look(module)
@@ -384,13 +388,17 @@ class GradientReducer:
                 self._raise_in_window()
             if self._pending_versions == self._gradient_versions():
                 self._reduce_now()
+        fresh = self._reductions != self._stepped_at.get(optimizer, 0) and not self._has_pending()
+        if not fresh and self._group is not None:
+            self._check_same_gradients(optimizer, self._group)
+        self._stepped_at[optimizer] = self._reductions
+
+    def _check_same_gradients(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
         mine = [(n, p) for n, p in zip(self._names, self._parameters, strict=True) if id(p) in held]
-        fresh = self._reductions != self._stepped_at.get(optimizer, 0) and not self._has_pending()
-        if not fresh and self._group is not None and any(p.grad is not None for _, p in mine):
-            check_same_gradients(self._what, mine, self._group)
+        if any(p.grad is not None for _, p in mine):
+            check_same_gradients(self._what, mine, group)
             self._pending = False
-        self._stepped_at[optimizer] = self._reductions
 
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change."""
@@ -427,7 +435,7 @@ class GradientReducer:
         raise error
 
     def _versions(self) -> int:
-        return sum(p._version for p in self._parameters)
+        return sum(map(_VERSION, self._parameters))
 
     def _gradient_versions(self) -> int:
         return sum(p.grad._version + 1 for p in self._parameters if p.grad is not None)
