@@ -530,6 +530,37 @@ def test_a_random_training_equals_the_naive_loop_or_is_refused(t):
     event(check(t))
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fully_shard"])
+def test_a_rank_skips_a_window_while_another_freezes_a_layer(strategy):
+    """They meet for different things, which had been taken for one."""
+    t = Training(
+        ranks=2,
+        strategy=strategy,
+        unused="error",
+        optimizer="adagrad",
+        closure=False,
+        clip=None,
+        parameters="plain",
+        experts="no",
+        batch="dataclass",
+        samples=24,
+        size=1,
+        steps=1,
+        uneven="drop",
+        reduce="every",
+        share=False,
+        skipped=(1, 3),
+        skipped_by_one=(2, 4),
+        frozen=(("head", 1, 2),),
+        backward="once",
+        set_to_none=False,
+        resumed=0,
+        set_epoch=False,
+        grown=False,
+    )
+    assert check(t).startswith("refused:")
+
+
 def test_a_wrong_training_is_noticed():
     """What is above can fail: a rank that leaves samples out differs from the loop that has them."""
     plain = dict.fromkeys((f.name for f in dataclasses.fields(Training)), ())

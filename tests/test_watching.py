@@ -14,7 +14,7 @@ import weft
 from weft.context import World
 from weft.context.board import Board, StoreLost
 from weft.context.connections import listening_ports
-from weft.context.world import agree, announce, check_failed, culprit, report_failure
+from weft.context.world import agree, announce, check_failed, culprit, exchange, report_failure
 from weft.testing import RanksFailed, run_ranks
 
 
@@ -166,6 +166,17 @@ def test_a_strange_value_at_a_meeting(value):
     board.add("meet/1/count", 1)
     with pytest.raises(weft.ContextError, match="no rank has written: meet/1/1"):
         agree(world, "a meeting")
+
+
+def _comes_for_another_thing(ctx):
+    what = "the end of a window" if ctx.rank == 1 else "a frozen layer"
+    with pytest.raises(weft.ContextError, match="(?s)'a frozen layer' on rank 0.*'the end of a window' on rank 1"):
+        exchange(ctx.world, what, ctx.rank)
+    assert exchange(ctx.world, what, ctx.rank, kind="anything") == [0, 1]
+
+
+def test_ranks_that_meet_for_different_things():
+    run_ranks(_comes_for_another_thing, 2)
 
 
 def test_a_store_that_is_gone_is_named():

@@ -34,9 +34,9 @@ class Ledger:
         self._noted: deque[tuple[int, str, dict[str, object]]] = deque(maxlen=_MAX_NOTED)
         world.root.ledgers.add(self)
 
-    def meet(self, what: str, mine: Any) -> list[Any]:
+    def meet(self, what: str, mine: Any, *, kind: str | None = None) -> list[Any]:
         """Wait for all ranks and return the JSON value of each, in rank order; see `exchange`."""
-        return exchange(self._world, f"{self._name}: {what}", mine)
+        return exchange(self._world, f"{self._name}: {what}", mine, kind=kind)
 
     def agree(self, what: str, facts: Mapping[str, object]) -> None:
         """Wait for all ranks and compare facts; see `weft.context.world.agree`."""

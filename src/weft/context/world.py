@@ -260,10 +260,19 @@ def _line(entry: Mapping[str, object]) -> str:
     return f" at {entry['at']}" if "at" in entry else ""
 
 
-def exchange(world: World, what: str, mine: Any, *, to: int | None = None) -> list[Any]:
-    """Bring a JSON value and get every rank's, in rank order; see `agree` for what it raises.
+def exchange(world: World, what: str, mine: Any, *, to: int | None = None, kind: str | None = None) -> list[Any]:
+    """Bring a JSON value and get every rank's, in rank order.
 
-    With `to`, that rank alone gets them, and the others an empty list.
+    Args:
+        world: Whose ranks meet.
+        what: What they meet for.
+        mine: The value of this rank.
+        to: The rank that alone gets the values; the others get an empty list.
+        kind: Stands for `what` in the check that all ranks came for the same, where `what` may differ.
+
+    Raises:
+        PeerError: A rank failed, died, or did not come within `world.timeout_s`.
+        ContextError: The ranks came for different things.
     """
     store = world.store
     if store is None or world.size == 1:
@@ -271,18 +280,22 @@ def exchange(world: World, what: str, mine: Any, *, to: int | None = None) -> li
     number = world.next_meeting()
     key = f"meet/{number}"
     with _store_errors(world, what):
-        store.write(f"{key}/{world.rank}", {"ok": mine})
+        store.write(f"{key}/{world.rank}", {"ok": mine, "kind": kind or what, "what": what})
         if store.add(f"{key}/count", 1) == world.size:
             store.set(f"{key}/done", "ok")
         wait_for_key(world, f"{key}/done", what, [f"{key}/{rank}" for rank in range(world.size)])
         if store.get(f"{key}/done") != b"ok":
             _raise_failed_meeting(world, what, key)
         wanted = range(world.size) if to in (None, world.rank) else ()
-        entries = [store.read(f"{key}/{rank}", "ok")["ok"] for rank in wanted]
+        entries = [store.read(f"{key}/{rank}", "ok", "kind", "what") for rank in wanted]
         # Everybody has come to this meeting, so nobody can still be reading the one before.
         if number > 1:
             store.delete(f"meet/{number - 1}/{world.rank}")
-    return entries
+    values = [entry["ok"] for entry in entries]
+    if len({entry["kind"] for entry in entries}) > 1:
+        lines = [{"at": value["at"]} if isinstance(value, dict) and "at" in value else {} for value in values]
+        compare(what, [{"call": entry["what"], **line} for entry, line in zip(entries, lines, strict=True)])
+    return values
 
 
 def disagree(world: World, error: BaseException) -> None:

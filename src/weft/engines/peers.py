@@ -11,10 +11,11 @@ __all__ = ["Peers"]
 class Peers(Protocol):
     """One strategy on one module, as it is on the other ranks. Everything goes through the store."""
 
-    def meet(self, what: str, mine: Any) -> list[Any]:
+    def meet(self, what: str, mine: Any, *, kind: str | None = None) -> list[Any]:
         """Wait for all ranks and return the JSON value of each, in rank order.
 
         Raises:
+            ContextError: They came for different things; where `what` may differ, of different kinds.
             PeerError: A rank failed, died, or waits elsewhere.
         """
         ...

@@ -126,7 +126,7 @@ class GatherOrder:
 
     def _meet(self, step: int) -> list[int]:
         try:
-            return self._peers.meet(self._words(step), step)
+            return self._peers.meet(self._words(step), step, kind="order of units")
         except PeerError as error:
             self._peers.report(error)  # to those that wait in a gather of another unit
             raise
