@@ -153,7 +153,7 @@ def fabric(job: Job, ranks: int) -> tuple[Save, Load]:
     )
 
 
-def _weft_state(job: Job, ranks: int) -> tuple[weft.Checkpoint, weft.DistContext]:
+def _weft_state(job: Job, ranks: int) -> tuple[weft.checkpoint.Checkpoint, weft.DistContext]:
     ctx = weft.adopt() if ranks > 1 else weft.local()
     model, ctx = weft.replicate(job.model, ctx)
     return weft.checkpointable({"model": model, "optimizer": job.optimizer}, ctx)

@@ -205,7 +205,7 @@ def measure_gathering(shape: tuple[int, ...], rounds: int, ctx: weft.DistContext
     """Predictions and labels of a batch, gathered by all ranks."""
     predictions, labels = torch.randn(shape), torch.arange(shape[0])
     ids = torch.arange(shape[0]) + shape[0] * ctx.rank
-    rows = weft.Rows(ids=ids, valid=torch.ones(shape[0], dtype=torch.bool))
+    rows = weft.metrics.SampleIds(ids=ids, valid=torch.ones(shape[0], dtype=torch.bool))
 
     def packed() -> Any:
         parts = [t.reshape(-1).view(torch.uint8) for t in (predictions, labels)]
@@ -217,7 +217,7 @@ def measure_gathering(shape: tuple[int, ...], rounds: int, ctx: weft.DistContext
         return every[0].view(torch.float32).view(-1, *shape[1:]), every[1].view(torch.int64)
 
     runs: dict[str, Callable[[], Any]] = {"torch": packed, "control": packed}
-    runs["weft"] = lambda: weft.gather_metrics((predictions, labels), ctx, rows=rows)
+    runs["weft"] = lambda: weft.metrics.gather_metrics((predictions, labels), ctx, ids=rows)
     try:
         from accelerate import Accelerator
 

@@ -120,7 +120,9 @@ def weft_deepspeed(stage: Any, **options: Any) -> Setup:
         model, optimizer, _ = weft.zero_partition(
             model, optimizer, weft.adopt(), stage=stage, engine="deepspeed", **options
         )
-        (engine,) = [offer.engine for offer in weft.offered(model, weft.Undoable) if hasattr(offer, "engine")]
+        (engine,) = [
+            offer.engine for offer in weft.contract.offered(model, weft.contract.Undoable) if hasattr(offer, "engine")
+        ]
         return model, WeftDeepSpeedStep(engine, model, optimizer)
 
     return setup

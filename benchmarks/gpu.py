@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import weft
-from weft.profiling import peak_flops
+from weft.monitoring import peak_flops
 from weft.testing import run_ranks
 
 # -- the models ----------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def with_weft(model: Transformer, case: Case, bench: Bench) -> Run:
         module, ctx = weft.recompute(module, ctx, blocks=Block)
     module, ctx = weft.replicate(module, ctx)
     if case.compile:
-        module, ctx = weft.compiled(module, ctx, blocks=Block, backend=bench.compiler)
+        module, ctx = weft.compile(module, ctx, blocks=Block, backend=bench.compiler)
     return weft_loop(module, make_optimizer(module), ctx, LoopCase(micro=case.micro))
 
 
@@ -464,7 +464,7 @@ def held_on_rank(ctx: weft.DistContext, strategy: str, size: Size) -> tuple[int,
         optimizer.zero_grad()
         tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), device=ctx.device)
         cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].flatten()).backward()
-        with weft.peak_memory([model, optimizer], ctx) as peak:
+        with weft.monitoring.peak_memory([model, optimizer], ctx) as peak:
             optimizer.step()
     return peak.parameters + peak.gradients + peak.optimizer, peak.total, count
 

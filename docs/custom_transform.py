@@ -14,7 +14,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class SumOverRanks:
-    """Offers `weft.GradSync`: later transforms tell it where a window begins and ends, and divide by `mean_over`."""
+    """Offers `GradSync`: later transforms tell it where a window begins and ends, and divide by `mean_over`."""
 
     mean_over = 1  # a sum: nothing is averaged
 

@@ -1,6 +1,6 @@
 """Evaluation that counts every sample once, at any number of ranks.
 
-`rows=True` lets a loader yield which samples a batch holds; `gather_metrics` puts the predictions of all
+`with_ids=True` lets a loader yield which samples a batch holds; `gather_metrics` puts the predictions of all
 ranks into the order of the dataset. Differs from base_loop.py in the lines marked `new`.
 
     weft launch -n 2 examples/evaluate.py
@@ -25,12 +25,12 @@ def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
 
 def accuracy(model: nn.Module, ctx: weft.DistContext) -> float:  # new
     data: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(401), batch_size=60)  # new
-    loader, _ = weft.shard_data(data, ctx, uneven="empty", rows=True)  # new
+    loader, _ = weft.shard_data(data, ctx, uneven="empty", with_ids=True)  # new
     found, rows = [], []  # new
     for (x, y), row in loader:  # new
         found.append({"right": model(x).argmax(1) == y})  # new
         rows.append(row)  # new
-    return float(weft.gather_metrics(found, ctx, rows=rows)["right"].float().mean())  # new
+    return float(weft.metrics.gather_metrics(found, ctx, ids=rows)["right"].float().mean())  # new
 
 
 def main(ctx: weft.DistContext) -> None:  # new
@@ -52,7 +52,7 @@ def main(ctx: weft.DistContext) -> None:  # new
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
         right = accuracy(model, ctx)  # new
-        weft.print_once(f"epoch {epoch}  loss {mean:.4f}  right {right:.3f}", ctx=ctx)  # new
+        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}  right {right:.3f}", ctx=ctx)  # new
 
 
 if __name__ == "__main__":

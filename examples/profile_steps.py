@@ -24,14 +24,14 @@ def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
     return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
 
 
-def train(ctx: weft.DistContext, profile: weft.profiling.Profile) -> None:  # new
+def train(ctx: weft.DistContext, profile: weft.monitoring.Profile) -> None:  # new
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
     loader, ctx = weft.shard_data(loader, ctx, mode="split")  # new
     model, ctx = weft.replicate(model, ctx)  # new
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    speed, health = weft.throughput(ctx), weft.watch_health(model, ctx)  # new
+    speed, health = weft.monitoring.throughput(ctx), weft.monitoring.watch_health(model, ctx)  # new
 
     for epoch in range(8):
         total = 0.0
@@ -49,14 +49,14 @@ def train(ctx: weft.DistContext, profile: weft.profiling.Profile) -> None:  # ne
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
         found = speed.read()  # new
         fast = f"{found['samples_per_s']:,.0f} samples/s, waited {found['data_share']:.0%} of the time"  # new
-        weft.print_once(f"epoch {epoch}  loss {mean:.4f}  {fast}", ctx=ctx)  # new
+        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}  {fast}", ctx=ctx)  # new
 
 
 def main(ctx: weft.DistContext) -> None:  # new
     folder = tempfile.mkdtemp()  # new
-    with weft.profile(ctx, folder, skip_first=25, wait=1, warmup=1, active=3) as profile:  # new
+    with weft.monitoring.profile(ctx, folder, skip_first=25, wait=1, warmup=1, active=3) as profile:  # new
         train(ctx, profile)  # new
-    weft.print_once(f"on this rank: {profile.paths[0]}", ctx=ctx)  # new
+    weft.collectives.print_once(f"on this rank: {profile.paths[0]}", ctx=ctx)  # new
 
 
 if __name__ == "__main__":

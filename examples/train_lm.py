@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from weft import tracking
+from weft import monitoring
 
 BYTES = 256
 STAGES: dict[str, Literal[1, 2, 3]] = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     elif options.strategy == "fully_shard":
         model, ctx = weft.fully_shard(model, ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    optimizer, ctx = weft.with_precision(optimizer, ctx)
+    optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)
     if options.strategy in STAGES:
         model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=STAGES[options.strategy])
     model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=options.accumulate)
@@ -115,11 +115,11 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
 
     done, checkpoints = resume(state, options, ctx), options.out / "checkpoints"
     preempted = weft.on_preemption(ctx)
-    events = tracking.tensorboard(options.out, purge_step=done + 1, flush_s=0)  # no checkpoint is ahead of the log
-    trackers = [events, tracking.jsonl(options.out / "log.jsonl")]
+    events = monitoring.tensorboard(options.out, purge_step=done + 1, flush_s=0)  # no checkpoint is ahead of the log
+    trackers = [events, monitoring.jsonl(options.out / "log.jsonl")]
     weft.log({"explain": weft.explain(ctx)}, done, ctx, trackers)  # for the report
     first = evaluate(model, held_out, ctx)
-    speed = weft.throughput(ctx)
+    speed = weft.monitoring.throughput(ctx)
     left = itertools.islice(speed.timed(endless(windows)), options.steps - done)
     training = weft.progress(left, ctx, total=options.steps, done=done, title="training")
     for step, window in enumerate(training, start=done + 1):
@@ -138,28 +138,28 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
         if step % options.log_every == 0 or step in (1, options.steps):
             found = weft.log({"loss": loss, **speed.read()}, step, ctx, trackers)
             words = f"step {step:4d}  loss {found['loss']:.4f}  {found['tokens_per_s']:,.0f} tokens/s"
-            weft.print_once(words, ctx=ctx)
+            weft.collectives.print_once(words, ctx=ctx)
         if preempted(step) or step % options.save_every == 0 or step == options.steps:
             with speed.part("save"):
                 weft.save(state, checkpoints, step, ctx, keep=2)
         if preempted(step):
-            weft.print_once(f"{preempted.reason}: saved after step {step}, --resume goes on there", ctx=ctx)
+            weft.collectives.print_once(f"{preempted.reason}: saved after step {step}, --resume goes on there", ctx=ctx)
             raise SystemExit(preempted.exit_code)
 
     last = evaluate(model, held_out, ctx)
-    model, ctx = weft.plain(model, ctx, rebind=optimizer)  # whole parameters on every rank, whatever the strategy was
+    model, ctx = weft.undo(model, ctx, rebind=optimizer)  # whole parameters on every rank, whatever the strategy was
     model = model.cpu()
     weft.log({"held_out_loss": last}, options.steps, ctx, trackers)
     if ctx.is_main:
-        weft.reporting.write_report(options.out)
+        weft.monitoring.write_report(options.out)
         save_file(model.state_dict(), options.out / "model.safetensors")
-        if options.export is not None and (newest := weft.latest(checkpoints)):
+        if options.export is not None and (newest := weft.checkpoint.latest(checkpoints)):
             weft.export(newest, options.export)
         print(f"\n{model.write('def ', 300, options.seed)}\n")
         print(f"held-out loss {first:.4f} -> {last:.4f} nats per byte; results in {options.out}")
 
 
-def resume(state: weft.Checkpoint, options: argparse.Namespace, ctx: weft.DistContext) -> int:
+def resume(state: weft.checkpoint.Checkpoint, options: argparse.Namespace, ctx: weft.DistContext) -> int:
     """Go on from the newest checkpoint if asked to, or started again by the launcher; the steps that are done."""
     checkpoints = options.out / "checkpoints"
     if options.resume or ctx.attempt > 0:

@@ -36,8 +36,8 @@ def main(ctx: weft.DistContext) -> None:
     generator, ctx = weft.replicate(generator, ctx)
     judge, ctx = weft.with_precision(net(2, 1), ctx, "fp16")
     judge, ctx = weft.replicate(judge, ctx)
-    generator_optimizer, ctx = weft.with_precision(torch.optim.Adam(generator.parameters(), lr=2e-3), ctx)
-    judge_optimizer, ctx = weft.with_precision(torch.optim.Adam(judge.parameters(), lr=2e-3), ctx)
+    generator_optimizer, ctx = weft.skip_nonfinite(torch.optim.Adam(generator.parameters(), lr=2e-3), ctx)
+    judge_optimizer, ctx = weft.skip_nonfinite(torch.optim.Adam(judge.parameters(), lr=2e-3), ctx)
 
     draw = torch.Generator().manual_seed(ctx.rank)  # each rank its own noise
     for epoch in range(8):
@@ -61,7 +61,7 @@ def main(ctx: weft.DistContext) -> None:
             generator_optimizer.zero_grad()
             losses += torch.stack([loss.detach(), judge_loss.detach()]) / len(loader)
         mean = weft.reduce(losses, ctx, "mean")
-        weft.print_once(f"epoch {epoch}  generator {mean[0]:.4f}  judge {mean[1]:.4f}", ctx=ctx)
+        weft.collectives.print_once(f"epoch {epoch}  generator {mean[0]:.4f}  judge {mean[1]:.4f}", ctx=ctx)
 
 
 if __name__ == "__main__":

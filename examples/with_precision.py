@@ -31,7 +31,7 @@ def main(ctx: weft.DistContext) -> None:  # new
     model, ctx = weft.with_precision(model, ctx, "fp16")  # new
     model, ctx = weft.replicate(model, ctx)  # new
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer, ctx = weft.with_precision(optimizer, ctx)  # new
+    optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)  # new
 
     for epoch in range(8):
         total = 0.0
@@ -43,9 +43,9 @@ def main(ctx: weft.DistContext) -> None:  # new
             optimizer.zero_grad()
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
-        weft.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
-        scale, bad = weft.loss_scale(model), weft.skipped(optimizer)  # new
-        weft.print_once(f"  scale {scale}, last step skipped: {bad}", ctx=ctx)  # new
+        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
+        scale, bad = weft.loss_scale(model), weft.was_skipped(optimizer)  # new
+        weft.collectives.print_once(f"  scale {scale}, last step skipped: {bad}", ctx=ctx)  # new
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["call", "main"]
 
-CALL = "_call"  # how `weft.launch_function` asks for it
 _WITH_VALUE = frozenset(
     {"--nnodes", "--node-rank", "--rdzv", "--max-restarts", "--threads", "--config", "--slurm", "--sbatch"}
 )
@@ -27,15 +26,22 @@ _FLAGS = frozenset({"--dry-run", "--affinity", "--no-affinity", "--no-python"})
 def main() -> int:
     """Run the `weft` command."""
     try:
-        if sys.argv[1:2] in (["launch"], [CALL]) and not {"-h", "--help"} & set(sys.argv[2:3]):
+        if sys.argv[1:2] == ["launch"] and not {"-h", "--help"} & set(sys.argv[2:3]):
             _start_fork_server(sys.argv[2:])
-        if sys.argv[1:2] == [CALL]:
-            import weft.cli.function  # noqa: PLC0415
-
-            return weft.cli.function.main(sys.argv[2:])
         import weft.cli  # noqa: PLC0415  (imports torch)
 
         return weft.cli.main(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def call() -> int:
+    """Launch the ranks of `weft.launch_function`, which starts this in a process of its own."""
+    try:
+        _start_fork_server(sys.argv[1:])
+        import weft.launching.callee  # noqa: PLC0415  (imports torch)
+
+        return weft.launching.callee.main(sys.argv[1:])
     except KeyboardInterrupt:
         return 130
 
@@ -52,8 +58,8 @@ def _start_fork_server(arguments: list[str]) -> None:
     threads = _number(wish.get("--threads")) or threads_per_rank(_cores(), _number(wish.get("-n")) or 1)
     if before is None or "--threads" in wish:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # noqa: TID251
-    multiprocessing.set_forkserver_preload(["weft.cli.preload"])
-    import weft.cli.function  # noqa: PLC0415, F401  (imports torch)
+    multiprocessing.set_forkserver_preload(["weft.launching.preload"])
+    import weft.launching.callee  # noqa: PLC0415, F401  (imports torch)
 
     with _by_fork():
         forkserver.ensure_running()
@@ -68,6 +74,8 @@ def _by_fork() -> Iterator[None]:
     """Let multiprocessing fork the process that ranks are forked from, which starts with all that is imported here."""
     import multiprocessing.forkserver  # noqa: PLC0415
     import multiprocessing.util  # noqa: PLC0415
+
+    from weft.launching.rank_main import end_with_parent  # noqa: PLC0415
 
     util: Any = multiprocessing.util
     server: Any = multiprocessing.forkserver._forkserver
@@ -99,16 +107,6 @@ def _by_fork() -> Iterator[None]:
         yield
     finally:
         util.spawnv_passfds = before
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the system kill this process as soon as its parent is gone, however that ended; on Linux."""
-    if sys.platform.startswith("linux"):
-        import ctypes  # noqa: PLC0415  (torch imports it too)
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was too late
-            os._exit(1)
 
 
 def _cores() -> int:

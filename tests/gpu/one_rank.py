@@ -104,7 +104,7 @@ def main():
             print(name, "ok")
         weft.replicate(build(), ctx)
         assert weft.reduce(torch.ones(2, device=DEVICE), ctx).tolist() == [1, 1]
-        assert weft.gather_objects({"a": 1}, ctx) == [{"a": 1}]
+        assert weft.collectives.gather_objects({"a": 1}, ctx) == [{"a": 1}]
     print("all ok")
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.gpu.device import DEVICE, DRY, REPLICATED, SHARDED, needs
-from weft import profiling
+from weft import monitoring
 from weft.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # torch warns of devices in its own ways
@@ -126,12 +126,12 @@ def test_batches_come_ahead_from_pinned_memory_on_a_stream_of_their_own():
 def test_snapshot_and_peaks_by_kind(tmp_path):
     model = nn.Linear(64, 64).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
-    with weft.peak_memory([model, optimizer], here()) as peak:
+    with weft.monitoring.peak_memory([model, optimizer], here()) as peak:
         model(torch.ones(8, 64, device=DEVICE)).sum().backward()
         optimizer.step()
     held = 4 * (64 * 64 + 64)
     assert peak.parameters == held and peak.gradients == held and peak.optimizer >= 2 * held and peak.total >= 4 * held
-    path = profiling.save_memory_snapshot(tmp_path, here(), names={"model": model})
+    path = monitoring.save_memory_snapshot(tmp_path, here(), names={"model": model})
     content = json.loads(path.read_text())
     assert any(row["name"] == "model.weight" and row["device"] == DEVICE for row in content["tensors"])
     assert DRY or content["segments"]
@@ -154,7 +154,7 @@ def test_the_batch_size_is_found_by_running_out_of_memory():
     if not DRY:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
-        found = weft.find_batch_size(trial, here(), start=16, shrink=lambda n: n // 2, objects=[layer, optimizer])
+        found = weft.data.find_batch_size(trial, here(), start=16, shrink=lambda n: n // 2, objects=[layer, optimizer])
     finally:
         if not DRY:
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -162,7 +162,7 @@ def test_the_batch_size_is_found_by_running_out_of_memory():
     for one, two in zip(layer.parameters(), before, strict=True):
         assert torch.equal(one, two) and one.grad is None
     gc.collect()
-    profiling.release_memory(here())
+    monitoring.release_memory(here())
     assert DRY or torch.cuda.memory_allocated() < 2**30
 
 
@@ -224,7 +224,7 @@ def test_a_job_that_is_told_to_end_stops_after_the_step():
 # -- commands and other libraries ----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(DRY, reason="tests/test_doctor.py is the same on a CPU")
+@pytest.mark.skipif(DRY, reason="tests/cli/test_doctor.py is the same on a CPU")
 def test_doctor_finds_the_device():
     command = [sys.executable, "-m", "weft", "doctor"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)

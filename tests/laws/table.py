@@ -42,7 +42,7 @@ def precise(parts: Parts, ctx, policy):
 
 
 def precise_optimizer(parts: Parts, ctx):
-    parts.optimizer, ctx = weft.with_precision(parts.optimizer, ctx)
+    parts.optimizer, ctx = weft.skip_nonfinite(parts.optimizer, ctx)
     return ctx
 
 
@@ -92,7 +92,7 @@ def compute_again(parts: Parts, ctx, blocks):
 
 
 def compile_it(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.compiled(parts.module, ctx, **{"backend": "eager", **options})
+    parts.module, ctx = weft.compile(parts.module, ctx, **{"backend": "eager", **options})
     return ctx
 
 
@@ -157,7 +157,7 @@ FP16_MODULE = Row(
     one_rank_tolerance=0.05,
 )
 FP16 = Row(
-    name="with_precision[fp16 optimizer]",
+    name="skip_nonfinite",
     apply=precise_optimizer,
     on_optimizer=True,
     needs=(FP16_MODULE,),
@@ -235,7 +235,7 @@ RECOMPUTE = Row(
     apply=partial(compute_again, blocks=["first", "head"]),
     break_input=partial(compute_again, blocks="nowhere"),
 )
-COMPILED = Row(name="compiled", apply=compile_it, break_input=partial(compile_it, backend="nothing"))
+COMPILED = Row(name="compile", apply=compile_it, break_input=partial(compile_it, backend="nothing"))
 AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average, decay=2.0))
 
 TABLE = [

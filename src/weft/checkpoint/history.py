@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.manifest import NAME, Damage, read_head, step_of
+from weft.checkpoint.format.manifest import NAME, Damage, read_head, step_of
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, message
 

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from weft.checkpoint.dtypes import is_faithful
-from weft.checkpoint.files import check_file
-from weft.checkpoint.manifest import DTYPES, Manifest, TensorEntry
-from weft.checkpoint.pieces import Block, block_of, local_part
-from weft.checkpoint.ranks import num_threads
-from weft.checkpoint.reading import TensorFiles, in_order, inside
+from weft.checkpoint.format.dtypes import is_faithful
+from weft.checkpoint.format.manifest import DTYPES, Manifest, TensorEntry
+from weft.checkpoint.format.safetensors_read import TensorFiles, in_order, inside
+from weft.checkpoint.format.safetensors_write import check_file
+from weft.checkpoint.format.tensor_blocks import Block, block_of, local_part
+from weft.collectives.on_all_ranks import num_threads
 from weft.context import DistContext
-from weft.engines.torch.shards import is_sharded
 from weft.errors import CheckpointError, message
+from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Reader"]
 

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import torch
 
-from weft.checkpoint.memory import memory_of
 from weft.errors import CheckpointError, listed, message
+from weft.tensors.host_memory import memory_of
 
 __all__ = ["Replicas", "differing", "digests", "fingerprints", "refuse"]
 

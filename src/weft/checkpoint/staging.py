@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from weft.checkpoint.files import file_head, write_parts
-from weft.checkpoint.manifest import FileEntry
-from weft.checkpoint.memory import fresh_bytes
+from weft.checkpoint.format.manifest import FileEntry
+from weft.checkpoint.format.safetensors_write import file_head, write_parts
+from weft.tensors.host_memory import fresh_bytes
 
 __all__ = ["Staged", "Staging"]
 

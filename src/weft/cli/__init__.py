@@ -1,13 +1,13 @@
 """The `weft` command, one file per subcommand.
 
-launch.py   start a script on several processes
-plan.py     what it will do; slurm.py: the same for a cluster
-config.py   write a configuration file
-doctor.py   is this machine fit? rank_checks.py: what its ranks do
-explain.py  which layer sets what
-export.py   write the weights of a checkpoint for others
-report.py   a run as one page of HTML
-preload.py  what ranks find imported when they are forked
+launch.py             start a script on several processes
+config.py             write a configuration file
+config_accelerate.py  from one of Accelerate
+doctor.py             is this machine fit?
+rank_checks.py        what its ranks do
+explain.py            which layer sets what
+export.py             write the weights of a checkpoint for others
+report.py             a run as one page of HTML
 """
 
 from __future__ import annotations

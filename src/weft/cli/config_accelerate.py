@@ -119,7 +119,7 @@ def _dynamo(values: Mapping[str, Any]) -> str:
     options = [] if not found.get("backend") else [f"backend={str(found['backend']).lower()!r}"]
     options += [f"mode={found['mode']!r}"] if found.get("mode") not in (None, "default") else []
     options += [f"{name}=True" for name in ("fullgraph", "dynamic") if _is_true(found.get(f"use_{name}"))]
-    return f"weft.compiled({', '.join(['model', 'ctx', *options])})"
+    return f"weft.compile({', '.join(['model', 'ctx', *options])})"
 
 
 def _is_true(value: object) -> bool:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.context.reaching import interface_to
 from weft.context.settings import resolve
+from weft.environments import topology
 from weft.errors import ContextError
-from weft.launchers import topology
+from weft.peers.connect import interface_to
 
 __all__ = ["Verdict", "add_parser", "check_environment", "check_network", "run"]
 

@@ -7,11 +7,11 @@ import os
 import sys
 from typing import Any
 
-from weft.cli.plan import make_plan
 from weft.context.config import Config, read_config
 from weft.context.settings import CONFIG_VARIABLE, resolve
+from weft.environments import topology
 from weft.errors import ContextError
-from weft.launchers import topology
+from weft.launching.plan import make_plan
 
 __all__ = ["add_parser", "run"]
 

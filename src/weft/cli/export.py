@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-import weft.checkpoint
 from weft.errors import CheckpointError
+from weft.weights import export
 
 __all__ = ["add_parser"]
 
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Export; returns 0, 1 if there is nothing to export or no place for it, 2 for a wrong option."""
     try:
-        files = weft.checkpoint.export(
+        files = export(
             options.path,
             options.out,
             object=options.object,

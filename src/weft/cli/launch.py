@@ -19,18 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.cli.agent import supervise
-from weft.cli.failures import Ending
-from weft.cli.plan import MEETING_S, Plan, make_plan
-from weft.cli.ranks import run_target
-from weft.cli.slurm import batch_script
 from weft.context.config import LAUNCH, read_config
-from weft.context.reaching import is_here, reach
 from weft.context.settings import CONFIG_VARIABLE
 from weft.errors import ContextError, message
-from weft_command import end_with_parent
+from weft.launching.agent import supervise
+from weft.launching.failures import Ending
+from weft.launching.plan import MEETING_S, Plan, cores_here, make_plan
+from weft.launching.rank_main import end_with_parent, run_target
+from weft.launching.slurm import batch_script
+from weft.peers.connect import is_here, reach
 
-__all__ = ["add_parser", "cores_here", "run"]
+__all__ = ["add_parser", "run"]
 
 
 def add_parser(commands: Any) -> None:
@@ -110,13 +109,6 @@ def run(options: argparse.Namespace) -> int:
     if ending.text:
         print(ending.text, file=sys.stderr)  # noqa: T201
     return ending.code
-
-
-def cores_here() -> list[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _check_target(plan: Plan, name: str, kind: str) -> None:

@@ -30,7 +30,7 @@ def _all_reduce(ctx: weft.DistContext, folder: Path) -> str:
 
 def _clocks(ctx: weft.DistContext, folder: Path) -> str:
     weft.barrier(ctx)
-    times: list[float] = weft.gather_objects(time.time(), ctx)
+    times: list[float] = weft.collectives.gather_objects(time.time(), ctx)
     spread = max(times) - min(times)
     if spread > 5.0:
         raise ArithmeticError(f"the clocks of the ranks differ by {spread:.1f} s")
@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
     results: dict[str, str] = {}
     with weft.start(timeout_s=15) as ctx:
         for name, check in CHECKS.items():
-            with weft.together(ctx):
+            with weft.all_or_none(ctx):
                 results[name] = check(ctx, folder)
             if ctx.is_main:
                 (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")

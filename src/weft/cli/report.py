@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.reporting import write_report
+from weft.monitoring.report import write_report
 
 __all__ = ["add_parser", "run"]
 

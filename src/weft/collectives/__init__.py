@@ -1,21 +1,31 @@
 """Collectives over nested values, and meetings of ranks, always on an explicit context.
 
-Values are nested as in `weft.nested`. Nothing is pickled: what is not a tensor travels as JSON, see encoding.py.
+Values are nested as in `weft.tensors.nested`. Nothing is pickled: what is not a tensor travels as JSON.
 With one rank every function returns at once what its formula gives for one rank. With
 `debug=True` the ranks compare operation, structure, shapes and dtypes before they communicate.
 
+primitives.py     what every collective begins with, and the messages themselves
+tensors.py        reduce, gather, pad_across
+rows.py           reduce_scatter, all_to_all
+exchange.py       the messages of the last two, and their gradients
+objects.py        broadcast, scatter, gather_objects
+encoding.py       objects as JSON
+packed_gather.py  tensors of different shapes in one message
+barriers.py       barrier, all_or_none, main_first, any_rank, on_rank, print_once
+on_all_ranks.py   work that fails on one rank fails on all
+
 Collective (all ranks of the context call them): reduce, gather, reduce_scatter, all_to_all, pad_across, broadcast,
-scatter, gather_objects, sync_rng, any_rank, barrier, together, main_first; of metrics.py gather_metrics,
+scatter, gather_objects, any_rank, barrier, all_or_none, main_first; of metrics.py gather_metrics,
 weighted_mean, denominator. Local: on_rank, print_once.
 """
 
-from weft.collectives.meetings import any_rank, barrier, main_first, on_rank, print_once, together
+from weft.collectives.barriers import all_or_none, any_rank, barrier, main_first, on_rank, print_once
 from weft.collectives.objects import broadcast, gather_objects, scatter
-from weft.collectives.random_states import sync_rng
 from weft.collectives.rows import all_to_all, reduce_scatter
 from weft.collectives.tensors import gather, pad_across, reduce
 
 __all__ = [
+    "all_or_none",
     "all_to_all",
     "any_rank",
     "barrier",
@@ -29,6 +39,4 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
-    "sync_rng",
-    "together",
 ]

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.collectives.entry import num_bytes
+from weft.collectives.primitives import num_bytes
 from weft.errors import message
-from weft.nested import Path
+from weft.tensors.nested import Path
 
 __all__ = ["bytes_tensor", "decode", "encode"]
 

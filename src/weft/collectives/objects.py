@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives.encoding import bytes_tensor, decode, encode
-from weft.collectives.entry import all_gather_flat, all_gather_words, enter, finish, peers_named
+from weft.collectives.primitives import all_gather_flat, all_gather_words, enter, finish, peers_named
 from weft.context import DistContext, World
-from weft.context.world import exception_text
 from weft.errors import PeerError, message
+from weft.peers.liveness import exception_text
 
 __all__ = ["broadcast", "gather_objects", "scatter", "scatter_made"]
 
@@ -164,7 +164,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
                     "scatter: there is not one value for each rank",
                     found="None" if values is None else f"{len(given)} values",
                     expected=f"{ctx.world_size} values on rank {source}",
-                    fix="weft.scatter(rows.tensor_split(ctx.world_size), ctx)",
+                    fix="weft.collectives.scatter(rows.tensor_split(ctx.world_size), ctx)",
                 )
             )
         return given

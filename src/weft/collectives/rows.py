@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.collectives.entry import HEADER_WORDS, all_gather_words, enter, finish, peers_named, rebuilt, tensors_of
-from weft.collectives.swapping import Counts, Routes, add_up, swap
+from weft.collectives.exchange import Counts, Routes, add_up, swap
+from weft.collectives.primitives import HEADER_WORDS, all_gather_words, enter, finish, peers_named, rebuilt, tensors_of
 from weft.collectives.tensors import ReduceOp, check_op, mean_dtype
 from weft.context import DistContext, World
-from weft.context.world import compare, exchange
 from weft.errors import listed, message
-from weft.nested import leaves
+from weft.peers.agreement import compare, exchange
+from weft.tensors.nested import leaves
 
 __all__ = ["all_to_all", "reduce_scatter"]
 

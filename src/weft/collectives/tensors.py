@@ -8,7 +8,8 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.collectives.entry import (
+from weft.collectives.exchange import Gathering, Routes, Summing
+from weft.collectives.primitives import (
     HEADER_WORDS,
     all_gather_flat,
     all_gather_words,
@@ -20,11 +21,10 @@ from weft.collectives.entry import (
     rebuilt,
     tensors_of,
 )
-from weft.collectives.swapping import Gathering, Routes, Summing
 from weft.context import DistContext, World
-from weft.context.world import compare, exchange
 from weft.errors import ContextError, message
-from weft.nested import leaves, map_tensors
+from weft.peers.agreement import compare, exchange
+from weft.tensors.nested import leaves, map_tensors
 
 __all__ = ["ReduceOp", "check_op", "gather", "mean_dtype", "pad_across", "reduce"]
 
@@ -250,7 +250,7 @@ def _check_inner(found: list[torch.Tensor], shapes: list[list[list[int]]]) -> No
                     "gather: the ranks bring rows of different shapes",
                     found=", ".join(f"{tuple(row[index])} on rank {rank}" for rank, row in enumerate(shapes)),
                     expected="shapes that are equal but for the first dimension",
-                    fix="value = weft.pad_across(value, ctx, dim=1)",
+                    fix="value = weft.collectives.pad_across(value, ctx, dim=1)",
                 )
             )
 

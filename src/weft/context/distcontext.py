@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.context import closing
+from weft.context import shutdown
 from weft.context.applied import Applied
-from weft.context.world import World, agree
 from weft.errors import CollectiveRefused, ContextError, message
+from weft.peers.agreement import agree
+from weft.peers.world import World
 
 if TYPE_CHECKING:
     from weft.engines import Engine
@@ -259,7 +260,7 @@ class DistContext:
                     fix="ctx.subset([0, 1])",
                 )
             )
-        world = closing.make_line(self.world, [members], f"subset {members}")
+        world = shutdown.make_line(self.world, [members], f"subset {members}")
         return replace(
             self,
             rank=members.index(self.rank) if self.rank in members else -1,
@@ -351,7 +352,7 @@ class DistContext:
 
         Collectives: none; the groups exist already.
         """
-        return closing.device_mesh(self.world, self.axes, self.device.type)
+        return shutdown.device_mesh(self.world, self.axes, self.device.type)
 
     def check_unrestricted(self, what: str) -> None:
         """Raise if this context speaks for one rank only, so that nothing of all ranks may run on it.
@@ -420,7 +421,7 @@ class DistContext:
             agree(self.require_collective(what), what, facts)
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on the main rank only; `weft.print_once` as a method.
+        """Print on the main rank only; `weft.collectives.print_once` as a method.
 
         Args:
             values: As for `print`.
@@ -443,7 +444,7 @@ class DistContext:
 
         Idempotent. A group that was adopted is never destroyed.
         """
-        closing.close(self.world.root)
+        shutdown.close(self.world.root)
 
     def __enter__(self) -> Self:
         return self
@@ -451,7 +452,7 @@ class DistContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        closing.close_after(self.world.root, error)
+        shutdown.close_after(self.world.root, error)
 
     def __getstate__(self) -> dict[str, object]:
         hidden = {"world", "restricted", "handed_over"}
@@ -468,7 +469,7 @@ class DistContext:
 def make_line_along(ctx: DistContext, names: Sequence[str]) -> World:
     """Make the groups of the lines along these axes, and keep this rank's; all ranks of `ctx` call it."""
     lines = ctx.all_lines(names)
-    made = closing.make_line(ctx.world, lines, f"axis {tuple(names)}")
+    made = shutdown.make_line(ctx.world, lines, f"axis {tuple(names)}")
     ctx.world.lines["+".join(names)] = made
     if len(names) > 1:  # along one of its axes a line has the same ranks as the mesh
         made.lines = {name: ctx.world.lines[name] for name in names}

@@ -25,10 +25,11 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
-from weft.context.board import StoreLost
 from weft.context.distcontext import DistContext
-from weft.context.world import PREEMPTED, World, wait_for_key
 from weft.errors import ContractError, listed, message
+from weft.peers.agreement import wait_for_key
+from weft.peers.board import StoreLost
+from weft.peers.world import PREEMPTED, World
 
 __all__ = ["Preemption", "on_preemption"]
 

@@ -18,17 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.context import closing
-from weft.context.board import Board
+from weft.context import shutdown
 from weft.context.config import read_config
 from weft.context.distcontext import DistContext, make_line_along
-from weft.context.reaching import interface_to, listen_at, reach
 from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
-from weft.context.watching import watch
-from weft.context.world import World, announce, exchange
 from weft.engines import Engine, engine_for
+from weft.environments import Topology, topology
 from weft.errors import ContextError, message
-from weft.launchers import Topology, topology
+from weft.peers.agreement import exchange
+from weft.peers.board import Board
+from weft.peers.connect import interface_to, listen_at, reach
+from weft.peers.liveness import announce
+from weft.peers.straggler_watch import watch
+from weft.peers.world import World
 
 __all__ = ["adopt", "launched", "local", "start"]
 
@@ -272,7 +274,7 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
     world.owner = True
     world.serves_store = serves
     announce(world)
-    atexit.register(closing.close_at_exit, world)
+    atexit.register(shutdown.close_at_exit, world)
 
 
 def _store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStore:

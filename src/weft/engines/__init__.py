@@ -1,5 +1,11 @@
 """Engines: who executes the transforms. A context holds one; a new backend is a new value.
 
+options.py  what transforms hand to an engine
+peers.py    what an engine may ask of the other ranks
+torch/      plain torch: the default
+xla/        torch-xla
+deepspeed/  DeepSpeed's ZeRO, for `zero_partition`
+
 Engines know nothing of contexts and contracts: they are handed groups, devices and options.
 """
 

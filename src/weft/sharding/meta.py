@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.world import disagree
 from weft.errors import listed, message
+from weft.peers.agreement import disagree
 from weft.sharding.request import Weights, WeightSource
 
 __all__ = ["Source", "draw_values", "draws", "is_meta", "own_tensors", "place_real"]

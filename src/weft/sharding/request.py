@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from weft.selecting import Selection
+from weft.contract.select_modules import Selection
 
 __all__ = ["Request", "WeightSource", "Weights"]
 

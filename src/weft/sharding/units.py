@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from weft.contract.select_modules import Selection, select
 from weft.errors import listed, message
-from weft.selecting import Selection, select
 
 __all__ = ["ignored_in", "owner_units", "units_of"]
 

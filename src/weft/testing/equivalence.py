@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.errors import listed, message
-from weft.nested import leaves
+from weft.tensors.nested import leaves
 from weft.testing.ranks import run_ranks
 
 __all__ = ["assert_equivalent", "largest_difference"]

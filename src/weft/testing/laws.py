@@ -37,10 +37,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from weft.collectives import reduce
 from weft.context import DistContext, local
+from weft.context.placement import to_device
 from weft.contract import GradSync, KeepsParameters, offered
-from weft.engines.torch import shards
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
-from weft.placing import to_device
+from weft.tensors import dtensor
 from weft.testing.equivalence import largest_difference
 from weft.testing.ranks import run_ranks
 from weft.transforms.clip_grads import clip_grads
@@ -225,13 +225,13 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, also if it is cut over the ranks; then all of them have to ask."""
     whole: Any = tensor.detach()
-    found: torch.Tensor = whole.full_tensor() if shards.is_sharded(whole) else whole
+    found: torch.Tensor = whole.full_tensor() if dtensor.is_sharded(whole) else whole
     return found
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of the state, by name."""
-    return {name: shards.local(value).clone() for name, value in module.state_dict().items()}
+    return {name: dtensor.local(value).clone() for name, value in module.state_dict().items()}
 
 
 def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> torch.Tensor:
@@ -239,7 +239,7 @@ def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> 
 
 
 def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
-    rounds = torch.__version__ < "2.10" and any(map(shards.is_sharded, module.parameters()))
+    rounds = torch.__version__ < "2.10" and any(map(dtensor.is_sharded, module.parameters()))
     # Of some modules torch sees no gradients; torch 2.9 takes the norm of shards in float32.
     if ctx is not None and (offered(module, KeepsParameters) or rounds):
         clip_grads(module, ctx, max_norm=job.clip)
@@ -311,7 +311,7 @@ def _check_names(ctx: DistContext, row: Row) -> None:
     changed = [name for name in kept if getattr(parts.loader, name) != getattr(plain_loader, name)]
     assert not changed, f"{row.name}: the loader lost {changed}"
     elsewhere = any(offer.elsewhere for offer in offered(module, KeepsParameters))
-    if elsewhere or any(shards.is_sharded(p) for p in module.parameters()):
+    if elsewhere or any(dtensor.is_sharded(p) for p in module.parameters()):
         return  # the parts of other ranks cannot be copied
     copied = copy.deepcopy(module)
     x = job.dataset().tensors[0][:2].to(ctx.device)

@@ -188,7 +188,7 @@ def average_weights(
     `averages = weft.averages(module)` holds them: `averages.update()` after each
     `optimizer.step()`, and `with averages.swapped():` around evaluation. Every rank averages what it
     holds, so sharded weights stay sharded. After a skipped fp16 step the weights are the old ones
-    and would count twice: `if not weft.skipped(optimizer): averages.update()`.
+    and would count twice: `if not weft.was_skipped(optimizer): averages.update()`.
 
     The numbers are those of `torch.optim.swa_utils.AveragedModel`: the first average is the
     weights, from then on it is `decay * average + (1 - decay) * weights`.

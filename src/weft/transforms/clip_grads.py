@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.world import exchange
 from weft.errors import listed, message
+from weft.peers.agreement import exchange
 
 __all__ = ["clip_grads"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import transform
-from weft.selecting import Selection
+from weft.contract.select_modules import Selection
 from weft.sharding import Request, WeightSource, optimizers_in, shard_module, sharding_axes
 
 __all__ = ["fully_shard"]
@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @transform(
     after={"with_precision", "sync_batch_norm", "recompute"},
-    before={"accumulate_grads", "compiled", "average_weights"},
+    before={"accumulate_grads", "compile", "average_weights"},
     excludes={"replicate", "zero_partition"},
     collective=True,
 )

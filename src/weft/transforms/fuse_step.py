@@ -14,7 +14,7 @@ __all__ = ["fuse_step"]
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(after={"with_precision"})
+@transform(after={"skip_nonfinite"})
 def fuse_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     """Step on the flat buffer of `replicate(..., flat=True)`: one kernel per group instead of one per tensor.
 

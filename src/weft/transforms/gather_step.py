@@ -15,7 +15,7 @@ __all__ = ["gather_step"]
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(after={"with_precision"}, excludes={"fuse_step", "zero_partition"})
+@transform(after={"skip_nonfinite"}, excludes={"fuse_step", "zero_partition"})
 def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     """Step on plain tensors where the module is sharded: on whole parameters if the optimizer needs them.
 

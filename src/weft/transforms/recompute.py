@@ -14,9 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from weft.context import DistContext
 from weft.contract import transform
+from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import RecomputeOptions
 from weft.errors import AlreadyApplied, listed, message
-from weft.selecting import Selection, select_apart
 
 __all__ = ["recompute"]
 
@@ -27,7 +27,7 @@ Policy: TypeAlias = Callable[..., CheckpointPolicy | bool]
 
 @transform(
     after={"with_precision", "sync_batch_norm"},
-    before={"replicate", "fully_shard", "zero_partition", "compiled"},
+    before={"replicate", "fully_shard", "zero_partition", "compile"},
     collective=True,
 )
 def recompute(
@@ -60,7 +60,7 @@ def recompute(
         module: Contains the blocks. Hooks on a block run once, outside of what is run twice.
         ctx: Where we run.
         blocks: The blocks: a class, a pattern of names ("layers.*"), a number of parameters, a
-            function (name, part) -> bool, parts, or several of these; see `weft.selecting`. None
+            function (name, part) -> bool, parts, or several of these; see `weft.contract.select_modules`. None
             inside of another.
         every: Of the chosen blocks, in the order of the module, take the first and then each
             `every`-th: 2 halves both savings and cost.

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.ledger import Ledger
+from weft.context.placement import place_module
 from weft.contract import (
     ReducesIn,
     agree_on_parameters,
@@ -24,7 +24,7 @@ from weft.contract import (
 )
 from weft.engines.options import ReduceOptions
 from weft.errors import AlreadyApplied, listed, message
-from weft.placing import place_module
+from weft.peers.ledger import Ledger
 
 __all__ = ["replicate"]
 
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @transform(
     after={"with_precision", "sync_batch_norm", "recompute"},
-    before={"accumulate_grads", "compiled"},
+    before={"accumulate_grads", "compile"},
     excludes={"fully_shard", "zero_partition"},
     collective=True,
 )

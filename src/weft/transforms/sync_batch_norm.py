@@ -15,7 +15,7 @@ __all__ = ["sync_batch_norm"]
 M = TypeVar("M", bound=nn.Module)
 
 
-@transform(before={"replicate", "fully_shard", "zero_partition", "compiled"}, collective=True)
+@transform(before={"replicate", "fully_shard", "zero_partition", "compile"}, collective=True)
 def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | None = None) -> tuple[M, DistContext]:
     """Let every batch norm of `module` compute mean and variance over the batches of all ranks.
 

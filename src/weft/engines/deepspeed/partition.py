@@ -25,15 +25,15 @@ from torch import nn
 
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, Lent
-from weft.engines.deepspeed.state import State
+from weft.engines.deepspeed.optimizer_state import State
 from weft.engines.peers import Peers
-from weft.engines.torch.backward import BackwardSession, inside_backward
-from weft.engines.torch.calls import Hook, Removable, around_methods
-from weft.engines.torch.cut_gradient import CutGradient
-from weft.engines.torch.stepping import Steps, settings_of
-from weft.engines.torch.whole_step import check_no_closure
+from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
+from weft.engines.torch.hooks.method_hooks import Hook, Removable, around_methods
+from weft.engines.torch.optim.full_param_step import check_no_closure
+from weft.engines.torch.optim.step_watch import Steps, settings_of
 from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed, message
-from weft.nested import tensors
+from weft.tensors.nested import tensors
+from weft.tensors.sharded_grad import CutGradient
 
 __all__ = ["Order", "Partition"]
 
@@ -190,7 +190,7 @@ class Partition:
         return self._state.layout(name)
 
     def gathered(self, *, write: bool) -> contextlib.AbstractContextManager[None]:
-        """A context in which the module holds whole parameters; see `weft.gathered`."""
+        """A context in which the module holds whole parameters; see `weft.full_params`."""
         return self._state.gathered(write=write, then=lambda: self.parameters_changed({}))
 
     def full_gradient(self, name: str) -> torch.Tensor | None:

@@ -14,21 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
 from weft.engines.peers import Peers
-from weft.engines.torch.averages import WeightAverages, drop_gathered
-from weft.engines.torch.batch_norm import Synchronized, synchronize_batch_norms
-from weft.engines.torch.buckets import sparse_gradients
-from weft.engines.torch.checkpointing import Recomputed, already_recomputed, saved_ops
-from weft.engines.torch.compiling import Compiled, already_compiled, check_backend
-from weft.engines.torch.devices import choose_device, default_backend, select_device
-from weft.engines.torch.flat_step import FlatStep, check_elementwise, flat_buffer_of, is_elementwise
-from weft.engines.torch.gradient_norm import Gradients, with_nonfinite_gradient
-from weft.engines.torch.loss_scale import LossScale
-from weft.engines.torch.precision import PreciseModule
-from weft.engines.torch.prefetch import move, prefetch
-from weft.engines.torch.reducer import GradientReducer, check_hooks, is_reduced
-from weft.engines.torch.shards import axes_of, is_fsdp, is_sharded
-from weft.engines.torch.skipping import SkippingStep
-from weft.engines.torch.stepping import optimizers_of
+from weft.engines.torch.amp.autocast import PreciseModule
+from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.compute.activation_checkpoint import Recomputed, already_recomputed, saved_ops
+from weft.engines.torch.compute.compile_module import Compiled, already_compiled, check_backend
+from weft.engines.torch.ddp.buckets import sparse_gradients
+from weft.engines.torch.ddp.reducer import GradientReducer, check_hooks, is_reduced
+from weft.engines.torch.ddp.sync_batch_norm import Synchronized, synchronize_batch_norms
+from weft.engines.torch.device.choose import choose_device, default_backend, select_device
+from weft.engines.torch.device.prefetch import move, prefetch
+from weft.engines.torch.optim.ema import WeightAverages, drop_gathered
+from weft.engines.torch.optim.flat_step import FlatStep, check_elementwise, flat_buffer_of, is_elementwise
+from weft.engines.torch.optim.grad_norm import Gradients, with_nonfinite_gradient
+from weft.engines.torch.optim.skip_step import SkippingStep
+from weft.engines.torch.optim.step_watch import optimizers_of
+from weft.tensors.dtensor import axes_of, is_fsdp, is_sharded
 
 __all__ = ["Axes", "Held", "Sharded", "TorchEngine", "Undoable"]
 
@@ -153,7 +153,7 @@ class TorchEngine:
         self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
     ) -> Sharded:
         """Cut a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
-        from weft.engines.torch.sharding import ShardedModule  # noqa: PLC0415  (half a second of imports in torch)
+        from weft.engines.torch.fsdp.fsdp2 import ShardedModule  # noqa: PLC0415  (half a second of imports in torch)
 
         return ShardedModule(module, mesh, group, options, peers)
 
@@ -175,13 +175,13 @@ class TorchEngine:
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer], new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Move optimizers from old parameters to new ones, with groups, state and gradients."""
-        from weft.engines.torch.rebinding import rebind  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.optim.rebind import rebind  # noqa: PLC0415  (as in `shard`)
 
         rebind(optimizers, new)
 
     def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
         """Step on this rank's shards, and on its rows of whole parameters, of which the others' are gathered."""
-        from weft.engines.torch.partitioned_step import PartitionedStep  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.optim.zero1_step import PartitionedStep  # noqa: PLC0415  (as in `shard`)
 
         return PartitionedStep(optimizer, mesh)
 
@@ -191,7 +191,7 @@ class TorchEngine:
 
     def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
         """Step on whole parameters, one after the other; keep state cut, over `mesh` where they are not."""
-        from weft.engines.torch.whole_step import WholeStep  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.optim.full_param_step import WholeStep  # noqa: PLC0415  (as in `shard`)
 
         return WholeStep(optimizer, mesh)
 
@@ -219,13 +219,13 @@ class TorchEngine:
         self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
     ) -> AbstractContextManager[None]:
         """Let a module have whole parameters inside of the body; see `gathering.gathered`."""
-        from weft.engines.torch.gathering import gathered  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.fsdp.full_params import gathered  # noqa: PLC0415  (as in `shard`)
 
         return gathered(module, parameters, group, write=write)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """All of a tensor, also if it is cut over the ranks."""
-        from weft.engines.torch.gathering import whole  # noqa: PLC0415  (as in `shard`)
+        from weft.engines.torch.fsdp.full_params import whole  # noqa: PLC0415  (as in `shard`)
 
         return whole(tensor)
 

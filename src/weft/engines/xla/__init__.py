@@ -2,9 +2,9 @@
 
 library.py      torch-xla itself, if it is there and fits torch
 layout.py       which device holds which part of a tensor
-moving.py       modules, batches and values to the devices and back
-stepping.py     where a step ends, and with it the graph that XLA compiles
-recomputing.py  activations computed again
+transfer.py     modules, batches and values to the devices and back
+step.py         where a step ends, and with it the graph that XLA compiles
+activation_checkpoint.py  activations computed again
 engine.py       what transforms ask
 
 Nothing of torch-xla is imported before a context on the device "xla" is made.

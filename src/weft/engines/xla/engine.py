@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.engines.options import CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.engine import Axes, Held, Sharded, TorchEngine, Undoable
+from weft.engines.xla.activation_checkpoint import RecomputedOnXla
 from weft.engines.xla.layout import Laid, batch_plan, lay
 from weft.engines.xla.library import Library, check_processes, library, use_spmd
-from weft.engines.xla.moving import fetch, place, prefetch
-from weft.engines.xla.recomputing import RecomputedOnXla
-from weft.engines.xla.stepping import StepEnd
+from weft.engines.xla.step import StepEnd
+from weft.engines.xla.transfer import fetch, place, prefetch
 from weft.errors import ContextError, message
-from weft.nested import map_leaves, moves_itself
+from weft.tensors.nested import map_leaves, moves_itself
 
 __all__ = ["XlaEngine"]
 
@@ -226,7 +226,7 @@ class XlaEngine(TorchEngine):
                 "compiled: has no place on xla",
                 found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
                 expected="no torch.compile: XLA compiles forward, backward and step as one graph",
-                fix="leave weft.compiled out",
+                fix="leave weft.compile out",
             )
         )
 

@@ -1,4 +1,7 @@
-"""`zero_partition`: optimizer state, then gradients, then parameters divided among the ranks (ZeRO)."""
+"""`zero_partition`: optimizer state, then gradients, then parameters divided among the ranks (ZeRO).
+
+deepspeed.py  by the engine of DeepSpeed
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import DistContext
-from weft.context.ledger import Ledger
+from weft.context.placement import place_module
 from weft.contract import ReducesIn, Undoable, agree_on_parameters, check_methods, offered, transform
+from weft.contract.select_modules import Selection
 from weft.engines.options import ReduceOptions
 from weft.errors import ContractError, listed, message
-from weft.placing import place_module
-from weft.selecting import Selection
+from weft.peers.ledger import Ledger
 from weft.sharding import Request, check_module, layouts, shard_module, sharding_axes
 from weft.transforms.zero_partition.deepspeed import Offload, Wish, check_for_deepspeed_alone, with_deepspeed
 
@@ -27,8 +30,8 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 @transform(
-    after={"with_precision", "sync_batch_norm", "recompute"},
-    before={"accumulate_grads", "compiled", "average_weights"},
+    after={"with_precision", "skip_nonfinite", "sync_batch_norm", "recompute"},
+    before={"accumulate_grads", "compile", "average_weights"},
     excludes={"replicate", "fully_shard", "fuse_step", "gather_step"},
     collective=True,
 )

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.ledger import Ledger
+from weft.context.placement import check_place, place_module
 from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered
-from weft.engines.torch.loss_scale import LossScale
+from weft.contract.select_modules import Selection
+from weft.engines.torch.amp.loss_scale import LossScale
 from weft.errors import ContextError, ContractError, OrderError, listed, message
-from weft.placing import check_place, place_module
-from weft.selecting import Selection
+from weft.peers.ledger import Ledger
 from weft.sharding import check_module, check_optimizers, exchange_parameters, layouts, sharding_axes
 from weft.sharding.meta import Source, is_meta
 

@@ -1,0 +1,348 @@
+"""A checkpoint on its way: what each rank brings, and how the main rank makes a whole of it.
+
+`save` does this at once, `save_async` beside the program; [Note: in the background] in saving_async.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from weft.checkpoint.format import commit
+from weft.checkpoint.format.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
+from weft.checkpoint.format.safetensors_write import digest_of, sync_folder, write_text
+from weft.checkpoint.format.tensor_blocks import Block, block_of, holders, local_part, writers
+from weft.checkpoint.history import History, history_of
+from weft.checkpoint.replicas import Replicas, differing, digests, fingerprints, refuse
+from weft.checkpoint.state.collect import Checkpoint, Content, collect
+from weft.checkpoint.state.rng_state import random_state
+from weft.collectives.on_all_ranks import from_main, gathered_on_main
+from weft.context import DistContext
+from weft.errors import CheckpointError, listed, message
+from weft.tensors.dtensor import is_sharded
+
+__all__ = ["Draft", "Outline", "complete", "outline", "start_draft"]
+
+
+# -- what a rank brings ------------------------------------------------------------------------------
+
+
+class TensorFacts(NamedTuple):
+    """A tensor without its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_sharded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What this rank brings to a checkpoint, without bytes of tensors; nothing in it changes any more.
+
+    Attributes:
+        tensors: All tensors of the state, by name.
+        same_as: Tensors that are the very same as another: its name.
+        values: Plain values by object.
+        blocks: Which block of which tensor this rank writes.
+        of_rank: Plain values of this rank alone.
+        replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
+    """
+
+    tensors: Mapping[str, TensorFacts]
+    same_as: Mapping[str, str]
+    values: Mapping[str, Any]
+    blocks: Mapping[str, Block]
+    of_rank: Mapping[str, Any]
+    replicas: Replicas = field(default_factory=dict)
+
+
+def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor]]:
+    """Read the state; also gives the live tensors whose blocks this rank writes.
+
+    Raises:
+        TypeError: Something in the state cannot be saved; the text names it.
+    """
+    content = collect(state)
+    held = holders(content.tensors, ctx)
+    mine, blocks = _share(content, held, ctx)
+    facts = {
+        name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded(tensor))
+        for name, tensor in content.tensors.items()
+    }
+    of_rank: dict[str, Any] = {"rng": random_state(ctx)} if state.rng else {}
+    if content.generators:
+        of_rank["generators"] = content.generators
+    several = {name: ranks for name, ranks in held.items() if len(ranks) > 1 and name not in content.buffers}
+    replicas = fingerprints(ctx.engine.readable({name: _own(content.tensors[name]) for name in several}), several)
+    brought = Outline(
+        tensors=facts,
+        same_as=content.same_as,
+        values=content.values,
+        blocks=blocks,
+        of_rank=of_rank,
+        replicas=replicas,
+    )
+    return brought, ctx.engine.readable(mine)
+
+
+def _share(
+    content: Content, held: Mapping[str, Sequence[int]], ctx: DistContext
+) -> tuple[dict[str, torch.Tensor], dict[str, Block]]:
+    """The blocks that this rank writes: its share of the tensors that all hold, and of others where it is the first.
+
+    Buffers are written by rank 0, together: where ranks have their own, as after a forward without a backward, those
+    of one rank belong to each other.
+    """
+    whole = {n: tensor for n, tensor in content.tensors.items() if not is_sharded(tensor) and n not in content.buffers}
+    chosen = writers(whole, ctx.world_size)
+    mine: dict[str, torch.Tensor] = {}
+    blocks: dict[str, Block] = {}
+    for name, tensor in content.tensors.items():
+        if chosen.get(name, held[name][0]) == ctx.rank:
+            block = block_of(tensor)
+            if block.size:
+                mine[name], blocks[name] = _own(tensor), block
+    return mine, blocks
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor).resolve_conj().resolve_neg()
+
+
+def _digests(brought: Outline) -> dict[str, str]:
+    """The plain values of each object, and what tensors it has, as hashes to be compared."""
+    texts = {key: [json.dumps(value)] for key, value in brought.values.items()}  # a NaN equals itself there
+    for name, facts in brought.tensors.items():
+        texts[name.partition("/")[0]].append(f"{name} {facts.dtype} {facts.shape} {facts.is_sharded};")
+    for name, origin in brought.same_as.items():
+        texts[name.partition("/")[0]].append(f"{name} = {origin};")
+    return {key: hashlib.sha256("".join(text).encode()).hexdigest() for key, text in texts.items()}
+
+
+# -- the hidden folder -------------------------------------------------------------------------------
+
+
+class Draft:
+    """The hidden folder of one save and, on the main rank, the lock of the directory.
+
+    Whatever ends the body of `with`: the lock is given back, and after an error the folder is removed.
+
+    Attributes:
+        hidden: Where the files are written.
+        final: Where they appear.
+        history: What this job knows of the directory.
+    """
+
+    def __init__(self, hidden: Path, final: Path, history: History, lock: int | None) -> None:
+        self.hidden = hidden
+        self.final = final
+        self.history = history
+        self._lock = lock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is None:
+            return
+        if error is not None:
+            shutil.rmtree(self.hidden, ignore_errors=True)
+        _held().discard(self._lock)
+        os.close(self._lock)
+
+
+def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draft:
+    """Lock the directory and make the hidden folder, on the main rank.
+
+    Raises:
+        CheckpointError: Another job saves there, the step is saved already, or a restart would take another one.
+        PeerError: It failed on the main rank.
+    """
+    held: list[int] = []
+    history = history_of(ctx, directory)
+
+    def start() -> list[str]:
+        held.append(lock(directory))
+        _held().add(held[0])
+        history.check(directory, step, commit.named_folders(directory))
+        return [str(commit.begin(directory, step)), history.name_run()]
+
+    try:
+        hidden, run = from_main(what, ctx, start)
+        history.belongs_to(run)
+    except BaseException:
+        for handle in held:
+            _held().discard(handle)
+            os.close(handle)
+        raise
+    return Draft(Path(hidden), commit.target(directory, step), history, held[0] if held else None)
+
+
+def lock(directory: Path) -> int:
+    """Take the lock of a directory: one job saves at a time. It is given back by closing the file.
+
+    Raises:
+        CheckpointError: Somebody else holds it.
+    """
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        sync_folder(folder.parent)  # or a power cut takes the new directory away, and all that is in it
+    handle = os.open(directory / ".saving", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with contextlib.suppress(PermissionError):  # another user made it
+        os.fchmod(handle, 0o600)  # whoever may read it may take the lock
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise CheckpointError(
+            message(
+                f"save: somebody else is saving into {directory}",
+                found="the lock of the directory is held",
+                expected="one job per directory, one save at a time",
+                fix="give each run a directory of its own",
+            )
+        ) from error
+    return handle
+
+
+@functools.cache
+def _held() -> set[int]:
+    """The locks that this process holds. A process forked from it lets go of them.
+
+    The workers of a loader may be forked during a save, and outlive a killed trainer by seconds: the
+    trainer that takes its place would find the directory locked.
+    """
+    held: set[int] = set()
+
+    def let_go() -> None:
+        while held:
+            os.close(held.pop())
+
+    os.register_at_fork(after_in_child=let_go)
+    return held
+
+
+# -- writing and committing --------------------------------------------------------------------------
+
+
+def complete(
+    what: str,
+    draft: Draft,
+    step: int,
+    brought: Outline,
+    write: Callable[[Path], FileEntry],
+    ctx: DistContext,
+    *,
+    keep: int | None,
+) -> None:
+    """Write this rank's file and, when all ranks have, commit; then remove what is too old.
+
+    Raises:
+        CheckpointError: The state differs between the ranks.
+        PeerError: Another rank failed; nothing was committed.
+        OSError: Writing failed.
+    """
+    name = f"rank-{ctx.rank:05d}-of-{ctx.world_size:05d}.safetensors"
+
+    def written() -> dict[str, Any]:
+        entry = write(draft.hidden / name)
+        if keep is not None:  # older ones are removed for it
+            _read_back(draft.hidden / name, entry)
+        return {
+            "file": name,
+            "entry": vars(entry),
+            "blocks": brought.blocks,
+            "digests": _digests(brought),
+            "replicas": digests(brought.replicas),
+            "rank": brought.of_rank,
+        }
+
+    def committed() -> list[str]:
+        _check_alike(parts)
+        doubtful = differing([part["replicas"] for part in parts])
+        if doubtful:
+            return doubtful
+        write_text(draft.hidden / NAME, _manifest(step, draft.history.run, brought, parts).text())
+        commit.finish(draft.hidden, draft.final)
+        draft.history.saved(draft.final)
+        if keep is not None:
+            commit.prune(draft.final.parent, keep, draft.final, draft.history)
+        return []
+
+    parts = gathered_on_main(what, ctx, written)
+    doubtful = from_main(what, ctx, committed)
+    if doubtful:
+        told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
+        from_main(what, ctx, lambda: refuse(told))
+
+
+def _read_back(path: Path, entry: FileEntry) -> None:
+    if digest_of(path, entry.hash) != entry.digest:
+        raise OSError(errno.EIO, "the file system returns other bytes than were written; nothing was committed", path)
+
+
+def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
+    different = [
+        f"{key} on rank {rank}"
+        for rank, part in enumerate(parts)
+        for key, digest in part["digests"].items()
+        if digest != parts[0]["digests"].get(key)
+    ]
+    if different:
+        raise CheckpointError(
+            message(
+                "save: the state differs between the ranks",
+                found=listed(different),
+                expected="the same plain values, and the same tensors, cut up alike, on all ranks",
+                fix="gather it first: weft.collectives.gather_objects(value, ctx)",
+            )
+        )
+
+
+def _manifest(step: int, run: str | None, brought: Outline, parts: Sequence[Mapping[str, Any]]) -> Manifest:
+    pieces: dict[str, list[Piece]] = {name: [] for name in brought.tensors}
+    for part in parts:
+        for name, (offsets, shape) in part["blocks"].items():
+            pieces[name].append(Piece(file=part["file"], offsets=tuple(offsets), shape=tuple(shape)))
+    tensors = {
+        name: TensorEntry(dtype=facts.dtype, shape=facts.shape, pieces=tuple(pieces[name]))
+        for name, facts in brought.tensors.items()
+    }
+    for name, origin in brought.same_as.items():
+        tensors[name] = TensorEntry(dtype=tensors[origin].dtype, shape=tensors[origin].shape, same_as=origin)
+    manifest = Manifest(
+        step=step,
+        world_size=len(parts),
+        tensors=tensors,
+        values=dict(brought.values),
+        ranks=[part["rank"] for part in parts],
+        files={part["file"]: FileEntry(**part["entry"]) for part in parts},
+        run=run,
+    )
+    wrong = check(manifest)
+    if wrong:
+        raise CheckpointError(
+            message(
+                "save: the ranks do not hold each tensor exactly once",
+                found=listed(wrong),
+                expected="tensors that are whole on all ranks, or cut up without gaps",
+                fix="report it with the output of weft.explain(ctx)",
+            )
+        )
+    return manifest

@@ -1,0 +1,10 @@
+"""What a checkpoint is on disk.
+
+manifest.py           the one JSON file that says what a checkpoint consists of
+commit.py             all or nothing: hidden folder, one rename; `latest`, `verify`
+hashes.py             which hash a file has
+safetensors_write.py  safetensors files with hashes, brought to the disk for certain
+safetensors_read.py   tensors out of the files, block by block
+tensor_blocks.py      which part of a tensor a rank holds, who holds the same, and which rank writes it
+dtypes.py             which conversions of numbers keep what they mean
+"""

@@ -1,0 +1,396 @@
+"""The manifest: what a checkpoint consists of. Read with suspicion: it may come from anywhere.
+
+Its first line holds the SHA-256 of all that follows, so that a flipped bit in a number is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import math
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from weft.checkpoint.format.hashes import HASHES
+from weft.errors import CheckpointError, listed, message
+
+__all__ = [
+    "DTYPES",
+    "FORMAT",
+    "MAX_STEP",
+    "NAME",
+    "STEP",
+    "Damage",
+    "FileEntry",
+    "Head",
+    "Manifest",
+    "Piece",
+    "TensorEntry",
+    "check",
+    "check_place",
+    "raise_if_unreadable",
+    "read_head",
+    "read_manifest",
+    "step_of",
+]
+
+_FORMATS = "weft checkpoint "
+FORMAT = f"{_FORMATS}1"
+NAME = "manifest.json"
+STEP = re.compile(r"step-(\d{1,18})")  # folders of checkpoints
+MAX_STEP = 10**18 - 1
+_MAX_CUTS = 5  # dimensions along which a tensor may be cut: a piece has two to the power of it corners
+T = TypeVar("T")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
+_MAX_BYTES = 2**30
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+_RUN = re.compile(rb'^"run": (".*"),$', re.MULTILINE)
+_FILES = re.compile(rb'^"files": (\{.*\}),$', re.MULTILINE)
+_SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+
+# Of torch, and what safetensors calls them, with their size.
+DTYPES = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
+    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "bool": ("BOOL", 1),
+    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A block of a tensor in a file.
+
+    Attributes:
+        file: Name of the file, in the folder of the manifest.
+        offsets: Where the block begins in the tensor.
+        shape: Its size.
+    """
+
+    file: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor.
+
+    Attributes:
+        dtype: As in "float32".
+        shape: Of the whole tensor.
+        pieces: Blocks that cover it without overlap.
+        same_as: The tensor that is the very same, for tied weights; it has no pieces of its own then.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+    same_as: str | None = None
+
+    def text(self) -> str:
+        """This entry as JSON."""
+        return json.dumps({**vars(self), "pieces": [vars(piece) for piece in self.pieces]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file.
+
+    Attributes:
+        bytes: Its size.
+        hash: Which hash; one of `HASHES`.
+        digest: The hash, as hexadecimal digits.
+    """
+
+    bytes: int
+    hash: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A checkpoint.
+
+    Attributes:
+        step: Number given to `save`.
+        world_size: Ranks that saved.
+        tensors: By name.
+        values: Plain values of all ranks together, by name.
+        ranks: Plain values of each rank.
+        files: By file name.
+        run: Name of the run that saved it; of one that was imported or saved by an older weft, None.
+        format: Version of the format.
+    """
+
+    step: int
+    world_size: int
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Any]
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    run: str | None = None
+    format: str = FORMAT
+
+    def text(self) -> str:
+        """The manifest as JSON, with its own hash in the first line, and a line for each tensor.
+
+        Not by `asdict` and `indent`, which take ten times as long, in Python, while a program trains.
+        """
+        head = {key: value for key, value in vars(self).items() if key not in ("tensors", "files")}
+        head["files"] = {name: {"bytes": f.bytes, f.hash: f.digest} for name, f in self.files.items()}
+        lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
+        tensors = ",\n".join(f"{json.dumps(name)}: {entry.text()}" for name, entry in self.tensors.items())
+        rest = f'{"".join(lines)}"tensors": {{\n{tensors}\n}}}}\n'
+        return f'{{"sha256": "{hashlib.sha256(rest.encode()).hexdigest()}",\n{rest}'
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a folder of a checkpoint; -1 if it has another name."""
+    match = STEP.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+class Damage(CheckpointError):
+    """What was read is not what was saved. What could not be read is no damage: that raises `OSError`."""
+
+
+def raise_if_unreadable(error: Exception) -> None:
+    """Raise an error of the system, unless it means that there is no such file: only that is damage.
+
+    Raises:
+        OSError: The file cannot be read, perhaps only at this moment.
+    """
+    if isinstance(error, OSError) and error.errno not in _MISSING:
+        raise error
+
+
+class Head(NamedTuple):
+    """What the first lines of a manifest tell.
+
+    Attributes:
+        run: Name of the run, if it has one.
+        sizes: Bytes of each file.
+    """
+
+    run: str | None
+    sizes: dict[str, int]
+
+
+def read_head(folder: Path) -> Head:
+    """Read the first lines of a manifest: a hundredth of the time it takes to read all tensors.
+
+    Raises:
+        Damage: It is missing, or is not one; the text names the place.
+        OSError: It cannot be read.
+    """
+    text = _sealed_text(folder)
+    try:
+        run, files = (json.loads(found[1]) if (found := line.search(text)) else None for line in (_RUN, _FILES))
+        return Head(run, {name: entry["bytes"] for name, entry in (files or json.loads(text)["files"]).items()})
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        _refuse(folder, "a manifest that is not one", f"{NAME}: {type(error).__name__}: {error}", error)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        Damage: It is missing, or is not one; the text names the place.
+        CheckpointError: It is of another version of the format.
+        OSError: It cannot be read.
+    """
+    text = _sealed_text(folder)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        _refuse(folder, "a manifest that cannot be read", f"{NAME}: {type(error).__name__}: {error}", error)
+    try:
+        _check_format(folder, data["format"])
+        manifest = _parsed(data)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        _refuse(folder, "a manifest that is not one", f"{NAME}: {type(error).__name__}: {error}", error)
+    wrong = check(manifest)
+    if wrong:
+        _refuse(folder, "a manifest that contradicts itself", listed(wrong))
+    return manifest
+
+
+def _sealed_text(folder: Path) -> bytes:
+    """The text of a manifest, compared with the hash in its first line."""
+    path = folder / NAME
+    try:
+        if STEP.fullmatch(folder.name) and folder.is_symlink():  # one that the user has renamed may be a link
+            _refuse(folder, "no place of its own", f"a symbolic link to {folder.readlink()}")
+        state = path.lstat()
+        if not stat.S_ISREG(state.st_mode):
+            _refuse(folder, "no manifest", f"no plain file {NAME}")
+        if state.st_size > _MAX_BYTES:
+            _refuse(folder, "a manifest that is too large", f"{state.st_size} bytes")
+        text = path.read_bytes()
+    except OSError as error:
+        raise_if_unreadable(error)
+        _refuse(folder, "no manifest", f"no plain file {NAME}", error)
+    seal = _SEAL.match(text)
+    if seal is None or hashlib.sha256(memoryview(text)[seal.end() :]).hexdigest().encode() != seal[1]:
+        _refuse(folder, "a damaged manifest", f"{NAME}: its SHA-256 differs from the one in its first line")
+    return text
+
+
+def check_place(folder: Path, manifest: Manifest) -> None:
+    """Raise if a checkpoint has the name of another step; any other name is the user's own.
+
+    Raises:
+        Damage: It was copied or renamed.
+    """
+    match = STEP.fullmatch(folder.name)
+    if match and int(match[1]) != manifest.step:
+        _refuse(folder, "the manifest of another checkpoint", f"{NAME} of step {manifest.step}")
+
+
+def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None = None) -> NoReturn:
+    raise Damage(
+        message(
+            f"{folder} has {problem}",
+            found=f"{found:.500}",
+            expected=f"a folder that weft.save wrote, with {NAME} of format {FORMAT!r}",
+            fix="weft.restore(state, directory, ctx)  # takes the newest checkpoint that is whole",
+        )
+    ) from cause
+
+
+def _check_format(folder: Path, found: Any) -> None:
+    if isinstance(found, str) and found.startswith(_FORMATS) and found != FORMAT:
+        raise CheckpointError(
+            message(
+                f"{folder} was written by another version of weft",
+                found=f"format {found!r:.60}",
+                expected=f"format {FORMAT!r}",
+                fix="install the version of weft that wrote it; nothing was changed, and no older checkpoint was taken",
+            )
+        )
+    if found != FORMAT:
+        raise ValueError(f"format {found!r:.60}")
+
+
+def _parsed(data: Any) -> Manifest:
+    tensors = {
+        _is(str, name): TensorEntry(
+            dtype=_dtype(entry["dtype"]),
+            shape=_sizes(entry["shape"]),
+            pieces=tuple(
+                Piece(file=_is(str, p["file"]), offsets=_sizes(p["offsets"]), shape=_sizes(p["shape"]))
+                for p in _is(list, entry["pieces"])
+            ),
+            same_as=None if entry["same_as"] is None else _is(str, entry["same_as"]),
+        )
+        for name, entry in _is(dict, data["tensors"]).items()
+    }
+    files = {name: _file(_is(dict, entry)) for name, entry in _is(dict, data["files"]).items()}
+    return Manifest(
+        step=_size(data["step"]),
+        world_size=_size(data["world_size"]),
+        tensors=tensors,
+        values=_is(dict, data["values"]),
+        ranks=[_is(dict, rank) for rank in _is(list, data["ranks"])],
+        files=files,
+        run=None if data.get("run") is None else _is(str, data["run"]),
+    )
+
+
+def _file(entry: dict[str, Any]) -> FileEntry:
+    size = _size(entry.pop("bytes"))
+    ((kind, digest),) = entry.items()
+    if not re.fullmatch(f"[0-9a-f]{{{HASHES[kind][1]}}}", _is(str, digest)):
+        raise ValueError(f"{digest!r:.60} as a hash {kind}")
+    return FileEntry(bytes=size, hash=kind, digest=digest)
+
+
+def _is(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.60} where a {kind.__name__} should be")
+    return value
+
+
+def _size(value: Any) -> int:
+    if not 0 <= _is(int, value) < 2**62:
+        raise ValueError(f"the number {value!r:.20}")
+    return int(value)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    return tuple(_size(size) for size in _is(list, value))
+
+
+def _dtype(value: Any) -> str:
+    if value not in DTYPES:
+        raise ValueError(f"dtype {value!r:.60}")
+    return str(value)
+
+
+def check(manifest: Manifest) -> list[str]:
+    """What contradicts itself: names that lead out of the folder, tensors that their pieces do not cover."""
+    wrong = [repr(name) for name in manifest.files if not _FILE.fullmatch(name)]
+    claimed = dict.fromkeys(manifest.files, 0)
+    for name, entry in manifest.tensors.items():
+        if entry.same_as is not None:
+            origin = manifest.tensors.get(entry.same_as)
+            if origin is None or origin.same_as is not None or entry.pieces or origin.shape != entry.shape:
+                wrong.append(f"{name}: the same as {entry.same_as}")
+            continue
+        strange = [p for p in entry.pieces if not _is_inside(p, entry.shape) or p.file not in manifest.files]
+        wrong += [f"{name}: a piece at {piece.offsets} in {piece.file!r}" for piece in strange]
+        if not strange and not _is_covered(entry):
+            covered = sum(math.prod(piece.shape) for piece in entry.pieces)
+            wrong.append(f"{name}: {covered} of {math.prod(entry.shape)} elements, or pieces that overlap")
+        for piece in entry.pieces:
+            if piece.file in claimed:
+                claimed[piece.file] += math.prod(piece.shape) * DTYPES[entry.dtype][1]
+    wrong += [
+        f"{name!r}: {claimed[name]} bytes of tensors in {entry.bytes}"
+        for name, entry in manifest.files.items()
+        if claimed[name] > entry.bytes
+    ]
+    if len(manifest.ranks) != manifest.world_size:
+        wrong.append(f"{len(manifest.ranks)} of {manifest.world_size} ranks")
+    return wrong
+
+
+def _is_inside(piece: Piece, whole: tuple[int, ...]) -> bool:
+    if not len(piece.offsets) == len(piece.shape) == len(whole):
+        return False
+    return all(at + size <= most for at, size, most in zip(piece.offsets, piece.shape, whole, strict=True))
+
+
+def _is_covered(entry: TensorEntry) -> bool:
+    """Whether pieces that lie inside of a tensor hold each element of it exactly once.
+
+    They do if their corners are those of the tensor, once all corners that meet have cancelled: each corner counts
+    as 1 or -1, by how many of its coordinates are ends. That takes time in proportion to the number of pieces.
+    """
+    whole = ((0,) * len(entry.shape), entry.shape)
+    pieces = [(piece.offsets, piece.shape) for piece in entry.pieces]
+    if pieces == [whole]:
+        return True
+    cut = [dim for dim in range(len(entry.shape)) if any(size[dim] != entry.shape[dim] for _, size in pieces)]
+    if len(cut) > _MAX_CUTS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (at, size) in ((1, whole), *((-1, piece) for piece in pieces)):
+        if 0 not in size:
+            for corner, is_odd in _corners([(at[dim], at[dim] + size[dim]) for dim in cut]):
+                corners[corner] += -sign if is_odd else sign
+    return not any(corners.values())
+
+
+def _corners(sides: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """The corners of a block, each with whether it has an odd number of ends."""
+    for ends in itertools.product((0, 1), repeat=len(sides)):
+        yield tuple(side[end] for side, end in zip(sides, ends, strict=True)), sum(ends) % 2 == 1

@@ -1,0 +1,299 @@
+"""Reading tensors of safetensors files, cut up as they are needed, straight into memory that is there.
+
+Not by the package safetensors: it maps files, so that all that was read counts as memory of the process, and
+gives blocks as copies. The format is eight bytes of length, a header in JSON, and the bytes themselves;
+the header is read with suspicion, as it may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from weft.checkpoint.format.manifest import DTYPES, Piece, TensorEntry, raise_if_unreadable
+from weft.checkpoint.format.tensor_blocks import Block, overlap
+from weft.errors import CheckpointError, message
+from weft.tensors.host_memory import memory_of
+
+__all__ = ["Slot", "TensorFiles", "in_order", "inside", "open_tensors", "read_into"]
+
+_MAX_HEADER = 100_000_000  # as safetensors has it
+_NEAR = 4096  # bytes between two runs that are read along: a page comes whole from the disk anyway
+_MAX_BUFFERS = 512  # per call of the system, which takes 1024
+_CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
+Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
+
+
+class TensorFiles:
+    """Safetensors files that are opened when they are needed, and closed with `close` or when they are dropped.
+
+    Several threads may read at once.
+
+    Args:
+        what: Who reads, for the texts of errors.
+        places: Path of each file by the name it has in pieces.
+    """
+
+    def __init__(self, what: str, places: Mapping[str, Path]) -> None:
+        self._what = what
+        self._places = places
+        self._opened: dict[str, tuple[int, dict[str, Slot]]] = {}
+        self._opening = threading.Lock()
+        self._handles = contextlib.ExitStack()
+        self.close = weakref.finalize(self, self._handles.close)
+
+    def slots(self, file: str) -> dict[str, Slot]:
+        """What a file holds, by name.
+
+        Raises:
+            CheckpointError: There is none, or it is no safetensors file, or not a whole one.
+            OSError: It cannot be read.
+        """
+        try:
+            return self._open(file)[1]
+        except (OSError, ValueError) as error:
+            raise_if_unreadable(error)
+            raise CheckpointError(
+                message(
+                    f"{self._what}: {self._places[file]} cannot be read",
+                    found=f"{type(error).__name__}: {error}",
+                    expected="a whole safetensors file",
+                    fix="get the file anew, or compare it with its source",
+                )
+            ) from error
+
+    def check(self, name: str, entry: TensorEntry, block: Block) -> None:
+        """Open the files that a block lies in, and look whether they hold it.
+
+        Raises:
+            CheckpointError: A file is missing, or does not hold what the entry says.
+            OSError: It cannot be read.
+        """
+        for piece, _, _ in _common(entry, block):
+            try:
+                self._piece(name, entry.dtype, piece)
+            except (OSError, ValueError) as error:
+                raise self._blame(error, name, entry, piece) from error
+
+    def read(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> None:
+        """Read a block of a tensor into `out`: on the CPU, contiguous, of the stored dtype.
+
+        Raises:
+            CheckpointError: A file is missing, or does not hold what the entry says.
+            OSError: It cannot be read.
+        """
+        memory, width = memory_of(out), DTYPES[entry.dtype][1]
+        for piece, common, source in _common(entry, block):
+            try:
+                handle, start = self._piece(name, entry.dtype, piece)
+                _read_runs(handle, start, memory, width, _runs(common, source, block))
+            except (OSError, ValueError) as error:
+                raise self._blame(error, name, entry, piece) from error
+
+    def _blame(self, error: Exception, name: str, entry: TensorEntry, piece: Piece) -> CheckpointError:
+        """What to raise of a file that does not hold a piece; names it and the tensor."""
+        raise_if_unreadable(error)
+        return CheckpointError(
+            message(
+                f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"{entry.dtype} of shape {piece.shape}",
+                fix="an older checkpoint, or a whole copy of the file",
+            )
+        )
+
+    def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
+        found = self._opened.get(file)
+        if found is not None:
+            return found
+        with self._opening:
+            if file not in self._opened:
+                self._opened[file] = open_tensors(self._places[file])
+                self._handles.callback(os.close, self._opened[file][0])
+            return self._opened[file]
+
+    def _piece(self, name: str, dtype: str, piece: Piece) -> tuple[int, int]:
+        """The file a piece lies in, and where."""
+        handle, slots = self._open(piece.file)
+        if name not in slots:
+            raise ValueError(f"{len(slots)} other tensors")
+        found, shape, start = slots[name]
+        if (found, shape) != (dtype, piece.shape):
+            raise ValueError(f"{found} of shape {shape}")
+        return handle, start
+
+
+# -- blocks ------------------------------------------------------------------------------------------
+
+
+def _common(entry: TensorEntry, block: Block) -> Iterator[tuple[Piece, Block, Block]]:
+    """The pieces that a block has a part of: each with that part, and as a block itself."""
+    for piece in entry.pieces if block.size else ():
+        source = Block(piece.offsets, piece.shape)
+        common = block if source == block else overlap(block, source)
+        if common is not None:
+            yield piece, common, source
+
+
+def in_order(shape: tuple[int, ...], most: int) -> Iterator[Block]:
+    """Cut a tensor into blocks of at most `most` elements, each contiguous, in the order of its memory.
+
+    Yields:
+        The blocks.
+
+    Example:
+        >>> [block.shape for block in in_order((3, 4), 8)], [block.offsets for block in in_order((2, 3), 2)]
+        ([(2, 4), (1, 4)], [(0, 0), (0, 2), (1, 0), (1, 2)])
+    """
+    if not shape:
+        yield Block((), ())
+        return
+    dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= most or dim == len(shape) - 1)
+    rest = shape[dim + 1 :]
+    step = max(most // max(math.prod(rest), 1), 1)
+    for lead in itertools.product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim] if 0 not in rest else 0, step):
+            size = min(step, shape[dim] - start)
+            yield Block((*lead, start, *(0,) * len(rest)), (*(1,) * dim, size, *rest))
+
+
+def inside(block: Block, start: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where a block lies in one that begins at `start`."""
+    return tuple(
+        slice(at - zero, at - zero + size) for at, zero, size in zip(block.offsets, start, block.shape, strict=True)
+    )
+
+
+def _runs(common: Block, source: Block, target: Block) -> Iterator[tuple[int, int, int]]:
+    """Stretches of `common` that are contiguous in both blocks around it: where in each, and elements."""
+    if common == source == target:
+        yield 0, 0, common.size
+        return
+    dim = max(len(common.shape) - 1, 0)
+    while dim > 0 and common.shape[dim] == source.shape[dim] == target.shape[dim]:
+        dim -= 1
+    length = math.prod(common.shape[dim:])
+    for lead in itertools.product(*map(range, common.shape[:dim])):
+        at = tuple(zero + more for zero, more in itertools.zip_longest(common.offsets, lead, fillvalue=0))
+        yield _distance(at, source), _distance(at, target), length
+
+
+def _distance(at: tuple[int, ...], block: Block) -> int:
+    """How many elements of a block lie before a place in it."""
+    distance = 0
+    for place, zero, size in zip(at, block.offsets, block.shape, strict=True):
+        distance = distance * size + place - zero
+    return distance
+
+
+def _read_runs(handle: int, start: int, memory: memoryview, width: int, runs: Iterator[tuple[int, int, int]]) -> None:
+    """Read stretches of elements of `width` bytes; those near each other in one call."""
+    between = memoryview(bytearray(_NEAR))
+    buffers: list[memoryview] = []
+    begin = end = 0
+    for source, target, length in runs:
+        at = start + source * width
+        if buffers and not (0 <= at - end <= _NEAR and len(buffers) < _MAX_BUFFERS):
+            read_into(handle, buffers, begin)
+            buffers = []
+        if not buffers:
+            begin = end = at
+        elif at > end:
+            buffers.append(between[: at - end])
+        buffers.append(memory[target * width : (target + length) * width])
+        end = at + length * width
+    read_into(handle, buffers, begin)
+
+
+def read_into(handle: int, buffers: list[memoryview], at: int) -> None:
+    """Read into buffers, one after the other, until all are full.
+
+    Raises:
+        ValueError: The file ends before.
+        OSError: It cannot be read.
+    """
+    first = 0
+    while first < len(buffers):
+        count = os.preadv(handle, buffers[first:], at)
+        if count == 0:
+            raise ValueError("the file ends too early")
+        at += count
+        while first < len(buffers) and count >= len(buffers[first]):
+            count -= len(buffers[first])
+            first += 1
+        if count:
+            buffers[first] = buffers[first][count:]
+
+
+# -- headers -----------------------------------------------------------------------------------------
+
+
+def open_tensors(path: Path) -> tuple[int, dict[str, Slot]]:
+    """Open a safetensors file and read what it holds; symbolic links are refused.
+
+    Raises:
+        ValueError: It is no safetensors file, or not a whole one.
+        OSError: It cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return handle, _slots(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _slots(handle: int) -> dict[str, Slot]:
+    state = os.fstat(handle)
+    if not stat.S_ISREG(state.st_mode):
+        raise ValueError("no plain file")
+    head = os.pread(handle, 8, 0)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or not 2 <= length <= min(_MAX_HEADER, state.st_size - 8):
+        pickled = head[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+        raise ValueError("a file of torch.save" if pickled else f"{state.st_size} bytes, too few for its header")
+    text = bytearray(length)
+    read_into(handle, [memoryview(text)], 8)
+    try:
+        data = json.loads(bytes(text), object_pairs_hook=_once)
+        slots = {name: _slot(entry, 8 + length) for name, entry in data.items() if name != "__metadata__"}
+    except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"a header that cannot be understood ({type(error).__name__}: {error})") from error
+    end = 8 + length
+    for start, size in sorted((start, math.prod(shape) * DTYPES[dtype][1]) for dtype, shape, start in slots.values()):
+        if start != end:
+            raise ValueError(f"a tensor at byte {start} where the one before ends at {end}")
+        end += size
+    if end != state.st_size:
+        raise ValueError(f"{state.st_size} bytes, where its header tells of {end}")
+    return slots
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name that comes twice in the header")
+    return found
+
+
+def _slot(entry: Any, start: int) -> Slot:
+    sizes, (begin, end) = entry["shape"], entry["data_offsets"]
+    if any(type(size) is not int or not 0 <= size < 2**62 for size in (*sizes, begin, end)):
+        raise ValueError(f"sizes {sizes!r:.60}, offsets {begin!r:.20} to {end!r:.20}")
+    if entry["dtype"] not in _CODES:
+        raise ValueError(f"dtype {entry['dtype']!r:.20}, which weft does not know")
+    dtype = _CODES[entry["dtype"]]
+    if end - begin != math.prod(sizes) * DTYPES[dtype][1]:
+        raise ValueError(f"{end - begin} bytes for {dtype} of shape {sizes!s:.60}")
+    return dtype, tuple(sizes), start + begin

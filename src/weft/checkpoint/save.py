@@ -1,0 +1,123 @@
+"""`save`: every rank writes its part, the main rank commits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from weft.checkpoint.draft import complete, outline, start_draft
+from weft.checkpoint.format.manifest import MAX_STEP
+from weft.checkpoint.format.safetensors_write import write_tensors
+from weft.checkpoint.state.collect import Checkpoint
+from weft.collectives.on_all_ranks import on_all
+from weft.context import DistContext
+from weft.errors import CheckpointError, message
+
+__all__ = ["come_together", "save"]
+
+
+def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, *, keep: int | None = None) -> Path:
+    """Write a checkpoint; when it returns, on any rank, it is on the disk and complete.
+
+    Each rank writes the blocks it holds, tensors that all hold are shared out. The checkpoint is
+    written into a hidden folder and appears with one rename, after every file was brought to the
+    disk; a run that is killed at any moment leaves the checkpoints before it as they were. A damaged
+    checkpoint of the same step, which `restore` passed over, is renamed to `step-<number>.damaged`.
+
+    Changes: nothing of the state; the directory. Collectives: a few gatherings of names and hashes.
+
+    Args:
+        state: From `checkpointable`.
+        directory: Of the run, on a file system all ranks share; made if missing.
+        step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
+        ctx: Whose ranks.
+        keep: After the checkpoint is complete and was read back, remove all but those with the largest so many
+            steps. Those that are known to be damaged do not count; what cannot be removed is left, with a warning.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: The step is saved already, or a newer one is there that this job did not save since it
+            restored; the directory is that of another run; somebody else writes there; or ranks differ.
+        TypeError: Something in the state cannot be saved; the text names it.
+        ValueError: An argument is out of range.
+        PeerError: Another rank failed, or does something else that waits for this one. A rank that is
+            merely late is waited for, as long as it lives, up to `ctx.timeout_s`.
+        OSError: Writing failed, with the reason of the system; the old checkpoints are as they were.
+
+    Example:
+        >>> import tempfile, torch, weft
+        >>> state, ctx = weft.checkpointable({"model": torch.nn.Linear(2, 2)}, weft.local())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weft.save(state, folder, 10, ctx).name
+        'step-00000010'
+    """
+    where = come_together("save", state, directory, step, ctx, keep)
+    brought, mine = on_all("save", ctx, lambda: outline(state, ctx))
+    with start_draft("save", where, step, ctx) as draft:
+        complete("save", draft, step, brought, lambda path: write_tensors(path, mine), ctx, keep=keep)
+    return draft.final
+
+
+def come_together(
+    what: str, state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, keep: int | None
+) -> Path:
+    """What every save begins with: arguments, the save before it, and whether all ranks are here.
+
+    Returns:
+        The directory.
+
+    Raises:
+        TypeError: This is not a state.
+        ValueError: An argument is out of range.
+        CheckpointError: The state was not restored to the end.
+        PeerError: A rank does not come, or failed.
+        BaseException: Of the save before it, which ran in the background and failed unseen.
+    """
+    _check(what, state, step, keep)
+    ctx.require_collective(what)
+    if state.torn:
+        raise CheckpointError(
+            message(
+                f"{what}: the state is part of another checkpoint",
+                found=f"weft.restore of {state.torn[0]} failed after it had changed some tensors",
+                expected="a state that is of one moment",
+                fix="weft.restore(state, directory, ctx) until it succeeds, or build the objects anew",
+            )
+        )
+    where = Path(directory)
+    facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
+    on_all(what, ctx, lambda: _end_of_running(ctx), facts)
+    return where
+
+
+def _end_of_running(ctx: DistContext) -> None:
+    """Wait for a save in the background; raises its error if nobody has seen it."""
+    background = ctx.world.root.background
+    failure = None if background is None else background.finish(math.inf)
+    if failure is not None:
+        raise failure
+
+
+def _check(what: str, state: Checkpoint, step: int, keep: int | None) -> None:
+    if not isinstance(state, Checkpoint):
+        raise TypeError(
+            message(
+                f"{what}: this is not a state",
+                found=type(state).__name__,
+                expected="what weft.checkpointable returned",
+                fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
+            )
+        )
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value <= MAX_STEP):
+            raise ValueError(
+                message(
+                    f"{what}: {name} = {value!r} cannot be used",
+                    found=repr(value),
+                    expected=f"a whole number from {least} to {MAX_STEP}",
+                    fix=f"weft.{what}(state, directory, step, ctx, keep=3)",
+                )
+            )

@@ -1,0 +1,270 @@
+"""`save_async`: the state is copied at once, and written and committed while the program goes on.
+
+[Note: in the background] The copy is the only thing the program waits for. Then a thread writes,
+hashes and syncs, all of which let other threads run: steps of a training loop beside it are as long as
+beside a process that does the same, and a thread needs no shared memory, leaves nothing behind and ends
+with its process. It meets the other ranks through the store, in a world of its own (same ranks,
+keys of their own), so it makes no collective of torch and no meeting of the program. A rank
+that dies, or gives up, is named to all; nothing is committed without every rank's file.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.checkpoint.draft import Draft, Outline, complete, outline, start_draft
+from weft.checkpoint.save import come_together
+from weft.checkpoint.staging import Staged, Staging
+from weft.checkpoint.state.collect import Checkpoint
+from weft.collectives.on_all_ranks import num_threads, on_all
+from weft.context import DistContext, World
+from weft.errors import CheckpointError, PeerError, listed, message
+from weft.peers.liveness import announce, exception_text, part
+
+__all__ = ["RunningSave", "save_async"]
+
+_WHAT = "save_async"
+_STOP_S = 2.0  # a thread that waits for peers looks up every half second
+
+
+def save_async(
+    state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, *, keep: int | None = None
+) -> RunningSave:
+    """Write a checkpoint as `save` does, while the program goes on.
+
+    When it returns, the state has been copied to host memory and may change: the checkpoint holds the
+    values of the moment of the call. Writing and committing go on in a thread, by the same protocol
+    and with the same guarantees as `save`. A save that begins before this one has ended waits
+    for it, and so does leaving the context and the end of the program. The memory of the copy is kept
+    for the next save.
+
+    Changes: nothing of the state; the directory. Keeps host memory of the size of what this rank writes,
+    and a thread until the save has ended. Collectives: meetings through the store, none of torch; those
+    in the background have keys of their own.
+
+    Args:
+        state: From `checkpointable`.
+        directory: Of the run, on a file system all ranks share; made if missing.
+        step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
+        ctx: Whose ranks; all of them call it.
+        keep: After the checkpoint is complete, remove all but those with the largest so many steps.
+
+    Returns:
+        The running save: `wait()` gives the folder once it is complete, or raises; `done()` tells
+        without waiting.
+
+    Raises:
+        CheckpointError: As with `save`: the step, or the directory, is not free for it.
+        TypeError: Something in the state cannot be saved; the text names it.
+        ValueError: An argument is out of range.
+        PeerError: Another rank failed, or does something else that waits for this one.
+        OSError: The hidden folder cannot be made, or the save before this one failed unseen.
+
+    Example:
+        >>> import tempfile, torch, weft
+        >>> model = torch.nn.Linear(2, 2)
+        >>> state, ctx = weft.checkpointable({"model": model}, weft.local())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     running = weft.save_async(state, folder, 10, ctx)
+        ...     _ = model.weight.data.zero_()               # the checkpoint has the values before it
+        ...     running.wait().name
+        'step-00000010'
+    """
+    where = come_together(_WHAT, state, directory, step, ctx, keep)
+    saver = _saver_of(ctx.world)
+    beside = replace(ctx, world=saver.open_board(ctx.world))
+    brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
+    draft = start_draft(_WHAT, where, step, ctx)
+    return saver.start(_Task(draft, step, brought, staged, beside, keep))
+
+
+class RunningSave:
+    """A save that goes on while the program does; what `save_async` returns.
+
+    An error that nobody has asked for is raised by the next save, or when the context is left.
+
+    Attributes:
+        path: The folder that appears when the checkpoint is complete.
+    """
+
+    def __init__(self, path: Path, future: Future[None], thread: ThreadPoolExecutor) -> None:
+        self.path = path
+        self._future = future
+        self._thread = thread
+        self._seen = False
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; returns at once. Collectives: none."""
+        return self._future.done()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is on the disk and complete. Collectives: none; any rank may ask.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            OSError: Writing failed, with the reason of the system; nothing was committed.
+            CheckpointError: The state differed between the ranks.
+            PeerError: Another rank failed or died; names it.
+        """
+        self.ends_within(math.inf)
+        self._seen = True
+        self._future.result()
+        return self.path
+
+    def ends_within(self, limit_s: float) -> bool:
+        """Wait, at most so long, for its end; no error is raised."""
+        if wait_for([self._future], None if math.isinf(limit_s) else limit_s).not_done:
+            return False
+        self._thread.shutdown()  # the thread itself has at most to end
+        return True
+
+    def unseen_error(self) -> BaseException | None:
+        """What made it fail, if it did; once, and not if `wait` told."""
+        error = self._future.exception() if self.done() and not self._seen else None
+        self._seen = self._seen or error is not None
+        return error
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the thread needs, besides the program's own objects."""
+
+    draft: Draft
+    step: int
+    brought: Outline
+    staged: Staged
+    ctx: DistContext
+    keep: int | None
+
+
+class _Saver:
+    """The saves of one process beside its program: one at a time, in the same memory."""
+
+    def __init__(self) -> None:
+        self._staging = Staging()
+        self._board: World | None = None
+        self._stop = _Stop()
+        self._running: list[RunningSave] = []
+        weakref.finalize(self, _report, self._running)
+
+    def staged(self, state: Checkpoint, ctx: DistContext) -> tuple[Outline, Staged]:
+        """Read the state and copy what this rank writes."""
+        brought, mine = outline(state, ctx)
+        return brought, self._staging.copy(mine, ctx.engine.host_of(ctx.device), num_threads=num_threads(ctx))
+
+    def open_board(self, world: World) -> World:
+        """The same ranks, for meetings of the next save; all ranks have ended the one before."""
+        _clear(self._board)
+        self._board = World(ranks=world.ranks, rank=world.rank, timeout_s=world.timeout_s)
+        self._board.watch = self._stop = _Stop()
+        if world.store is not None and world.size > 1:
+            self._board.store = world.store.below(f"saving/{world.meetings}")
+            announce(self._board)
+        return self._board
+
+    def start(self, task: _Task) -> RunningSave:
+        """Start the thread."""
+        try:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="weft save")
+            running = RunningSave(task.draft.final, thread.submit(self._work, task), thread)
+        except BaseException as error:
+            task.draft.__exit__(type(error), error, None)
+            raise
+        thread.shutdown(wait=False)  # it ends after this
+        self._running[:] = [running]
+        return running
+
+    def _work(self, task: _Task) -> None:
+        """In the thread: the second half of a save."""
+        try:
+            with task.draft:
+                complete(_WHAT, task.draft, task.step, task.brought, task.staged.write, task.ctx, keep=task.keep)
+        except BaseException as error:
+            part(task.ctx.world, error)  # for ranks that still wait for this one
+            traceback.clear_frames(error.__traceback__)  # they hold the copy of the state
+            raise
+
+    def finish(self, limit_s: float) -> BaseException | None:
+        """See `Background`."""
+        if not self._running:
+            return None
+        (running,) = self._running
+        if not running.ends_within(limit_s):
+            self._stop.set()
+            if not running.ends_within(_STOP_S):
+                return _late(running, limit_s)
+        return running.unseen_error()
+
+
+class _Stop:
+    """Ends the waiting of a thread for its peers, when this process leaves before they come."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def set(self) -> None:
+        """Let the next look at the peers be the last one."""
+        self._asked = True
+
+    def check(self, what: str, missing: Sequence[int], world: World) -> None:
+        """See `Watcher`.
+
+        Raises:
+            PeerError: This rank leaves.
+        """
+        del world
+        if self._asked:
+            text = f"rank {listed(missing)} did not come before this rank left"
+            raise PeerError(f"{what}: {text}; nothing was committed", rank=missing[0] if missing else -1, text=text)
+
+    def release(self) -> None:
+        """See `Watcher`."""
+
+
+def _saver_of(world: World) -> _Saver:
+    root = world.root
+    if not isinstance(root.background, _Saver):
+        root.background = _Saver()
+    return root.background
+
+
+def _clear(board: World | None) -> None:
+    """Remove what a save left in the store."""
+    if board is None or board.store is None:
+        return
+    meetings = [f"meet/{number}" for number in range(1, board.meetings + 2)]
+    keys = [f"peer/{board.rank}", f"parted/{board.rank}", *(f"{meeting}/{board.rank}" for meeting in meetings)]
+    if board.rank == 0:
+        keys += [f"{meeting}/{name}" for meeting in meetings for name in ("count", "done")]
+    for key in keys:
+        board.store.delete(key)
+
+
+def _late(running: RunningSave, limit_s: float) -> CheckpointError:
+    return CheckpointError(
+        message(
+            f"{_WHAT}: the checkpoint was not complete when the program left",
+            found=f"still writing after {limit_s:g} s: {running.path}",
+            expected="a disk that takes the state within that time",
+            fix="running.wait() before leaving, or raise start(timeout_s=...)",
+        )
+    )
+
+
+def _report(running: list[RunningSave]) -> None:
+    """The end of a program that never asked whether its last save succeeded."""
+    for each in running:
+        error = each.unseen_error()
+        if error is not None:
+            text = f"weft: {_WHAT} of {each.path.name} failed: {exception_text(error)}"
+            print(text, file=sys.stderr)  # noqa: T201  (nobody is left to raise it to)

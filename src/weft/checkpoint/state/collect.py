@@ -1,0 +1,340 @@
+"""What has to survive, as tensors and plain values, by name.
+
+[Note: names] A module's tensors are `<object>/<key of its state_dict>`, an optimizer's state is
+`<object>/state/<name of the parameter>/<key>`: names of parameters and not numbers, so that order and
+grouping may be looked at and cut in any way. Values are JSON; tuples, dicts with other keys than
+strings and places of tensors are marked in it (values.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from weft.checkpoint.state.generators import generator_kind, generator_state, is_generator
+from weft.checkpoint.state.json_values import check_tensor, encode
+from weft.context import Applied, DistContext
+from weft.contract import KeepsParameters, Stateful, offered
+from weft.errors import listed, message
+from weft.tensors.dtensor import resting_parameters
+
+__all__ = [
+    "Checked",
+    "Checkpoint",
+    "Content",
+    "Stateful",
+    "check_memory",
+    "checkpointable",
+    "collect",
+    "is_extra",
+    "keepers",
+    "kept_by",
+    "parameter_names",
+    "plain_name",
+]
+
+
+_COMPILED = "_orig_mod"
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """Anything that cannot be saved at every moment, such as a loader in the middle of a window."""
+
+    def check_savable(self) -> None:
+        """Raise if a run could not go on from the state of this moment."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The objects that are saved and restored together; what `checkpointable` returns.
+
+    Attributes:
+        objects: By name.
+        rng: Whether the random states of python, numpy and torch belong to it.
+        torn: The checkpoint that could not be restored to the end, if the objects are part of it now.
+    """
+
+    objects: Mapping[str, Any]
+    rng: bool = True
+    torn: list[str] = field(default_factory=list, compare=False, repr=False)
+
+
+def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = True) -> tuple[Checkpoint, DistContext]:
+    """Put together everything that has to survive: models, optimizers, schedulers, loaders, your own.
+
+    Modules and optimizers may be replicated, sharded or partitioned in any way; they are saved
+    under the names of a plain module. The fp16 scale is saved with its module, the random states of
+    python, numpy, torch and the device for each rank.
+
+    Changes: nothing. With several ranks it starts a thread that lets a rank in `save` tell one that is
+    late from one that will not come. Collectives: none.
+
+    Args:
+        objects: By name: modules, optimizers over parameters of these modules, and anything with
+            `state_dict` and `load_state_dict`; random generators of your own (torch.Generator,
+            random.Random, numpy's), which may differ between the ranks.
+        ctx: The context after all transforms.
+        rng: Whether random states belong to it.
+
+    Returns:
+        The state, for `save` and `restore`; and `ctx` with this in `applied`.
+
+    Raises:
+        TypeError: An object has no state; the text names it.
+        ValueError: A name cannot be used, or an optimizer holds a parameter of no module in it.
+
+    Example:
+        >>> import weft
+        >>> model = nn.Linear(2, 2)
+        >>> state, ctx = weft.checkpointable({"model": model}, weft.local())
+        >>> list(state.objects)
+        ['model']
+    """
+    wrong = [name for name in objects if not isinstance(name, str) or not name or "/" in name or name == "rng"]
+    if wrong or not objects:
+        raise ValueError(
+            message(
+                "checkpointable: names cannot be used" if wrong else "checkpointable: there is nothing to save",
+                found=listed(map(repr, wrong)) if wrong else "no objects",
+                expected='names without "/", other than "rng"',
+                fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',
+            )
+        )
+    stateless = [
+        f"{name}: {type(obj).__name__}"
+        for name, obj in objects.items()
+        if not isinstance(obj, (nn.Module, torch.optim.Optimizer, Stateful)) and not is_generator(obj)
+    ]
+    if stateless:
+        raise TypeError(
+            message(
+                "checkpointable: objects without state_dict and load_state_dict",
+                found=listed(stateless),
+                expected="modules, optimizers, random generators, or objects with both methods",
+                fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
+            )
+        )
+    state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng)
+    for name, obj in objects.items():
+        if isinstance(obj, torch.optim.Optimizer):
+            _parameters_of(name, obj, parameter_names(state))
+    record = Applied(
+        name="checkpointable",
+        options=(("objects", ", ".join(objects)), ("rng", str(rng))),
+        targets=tuple(type(obj).__name__ for obj in objects.values()),
+    )
+    return state, replace(ctx, applied=(*ctx.applied, record))
+
+
+def _unwrapped(obj: Any) -> Any:
+    """The module itself, if `torch.compile(module)` put a wrapper around it."""
+    return obj._modules.get(_COMPILED, obj) if isinstance(obj, nn.Module) else obj
+
+
+def plain_name(name: str) -> str:
+    """A name in a module without what the wrapper of `torch.compile` adds to it.
+
+    Example:
+        >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+# -- reading ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Content:
+    """The state of all objects, on this rank.
+
+    Attributes:
+        tensors: By name; the live tensors, cut up as they are.
+        buffers: Which of them are buffers of modules; rank 0's count.
+        same_as: Tensors that are the very same as another: its name.
+        values: Plain values by object, alike on all ranks.
+        generators: States of the user's random generators, on this rank.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    same_as: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+
+
+def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
+    """Read the state of all objects; nothing is changed, nothing copied.
+
+    Args:
+        state: Of which objects.
+        to_save: Whether it is to be saved; not every moment is right for that. It may be replaced at any time.
+
+    Raises:
+        TypeError: A leaf is neither a tensor nor a plain value; the text names it.
+    """
+    for obj in state.objects.values() if to_save else ():
+        if isinstance(obj, Checked):
+            obj.check_savable()
+    content = Content()
+    seen: dict[int, str] = {}
+    names = parameter_names(state)
+    for key, obj in state.objects.items():
+        if isinstance(obj, nn.Module):
+            _collect_module(key, obj, content, seen)
+        elif isinstance(obj, torch.optim.Optimizer):
+            _collect_optimizer(key, obj, names, content)
+        elif is_generator(obj):
+            content.values[key] = {"generator": generator_kind(obj)}
+            content.generators[key] = generator_state(obj)
+        else:
+            content.values[key] = encode(key, obj.state_dict(), content.tensors)
+    return content
+
+
+def parameter_names(state: Checkpoint) -> dict[int, str]:
+    """Name of each parameter of the modules, `<object>/<name>`, by id."""
+    return {
+        id(p): f"{key}/{plain_name(name)}"
+        for key, obj in reversed(list(state.objects.items()))
+        if isinstance(obj, nn.Module)
+        for (name, _), p in zip(obj.named_parameters(), resting_parameters(obj), strict=True)
+    }
+
+
+def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[int, str]) -> None:
+    values: dict[str, Any] = {}
+    found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    elsewhere = kept_shards(module)
+    buffers = {id(tensor) for tensor in module.buffers()}
+    held = buffers | {id(tensor) for tensor in module.parameters()}
+    for name, value in ((plain_name(name), value) for name, value in found.items()):
+        full = f"{key}/{name}"
+        if id(value) in seen:
+            content.same_as[full] = seen[id(value)]
+        elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
+            tensor: Any = elsewhere.get(id(value), value)
+            check_tensor(full, tensor)
+            check_memory("save", full, tensor)
+            content.tensors[full] = tensor
+            if id(value) in buffers:
+                content.buffers.add(full)
+            seen[id(value)] = full
+        elif is_extra(name):
+            values[name] = encode(f"{key}/#{name}", value, content.tensors)
+        else:
+            raise TypeError(
+                message(
+                    f"save: {full} could not be restored",
+                    found="a name that begins with #, which marks what transforms keep"
+                    if id(value) in held
+                    else f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
+                    expected="parameters, buffers, and what get_extra_state() returns",
+                    fix="return it from get_extra_state() and take it in set_extra_state(state)",
+                )
+            )
+    kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
+    content.values[key] = {"extra": values, "transforms": kept}
+
+
+def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise if values could not be put into a tensor, as with those of `expand`.
+
+    Raises:
+        TypeError: Several of its elements are one place in memory; the text names it.
+    """
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise TypeError(
+            message(
+                f"{what}: {name} could not be restored",
+                found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
+                expected="memory of its own for each element",
+                fix='self.register_buffer("name", value.expand(shape).clone())',
+            )
+        )
+
+
+def keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:
+    """Parts of a module whose parameters or state lie elsewhere, and who knows where."""
+    return [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
+
+
+def kept_shards(module: nn.Module) -> dict[int, torch.Tensor]:
+    """What stands for parameters whose values lie elsewhere, by the id of the parameter; a collective then."""
+    return {
+        id(dict(part.named_parameters())[name]): shard
+        for part, offer in keepers(module)
+        for name, shard in offer.parameter_shards().items()
+    }
+
+
+def tell_keepers(module: nn.Module, changed: Mapping[int, torch.Tensor]) -> None:
+    """Tell those who keep parameters elsewhere of new values, by the id of the parameter; a collective then."""
+    for part, offer in keepers(module):
+        offer.parameters_changed({own: changed[id(p)] for own, p in part.named_parameters() if id(p) in changed})
+
+
+def is_extra(name: str) -> bool:
+    """Whether a key of a state_dict holds what `get_extra_state` returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def kept_by(module: nn.Module) -> dict[str, Stateful]:
+    """What transforms of a module have to keep, such as a loss scale, by class name."""
+    kept: dict[str, Stateful] = {}
+    for offer in offered(module, Stateful):
+        name = type(offer).__name__.strip("_")
+        while name in kept:
+            name += "'"
+        kept[name] = offer
+    return kept
+
+
+def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], content: Content) -> None:
+    given = _parameters_of(key, optimizer, names)
+    saved = optimizer.state_dict()
+    order = [name for group in given for name in group]
+    state: dict[str, Any] = {}
+    shared = {k: entry for k, entry in saved["state"].items() if not isinstance(k, int)}  # of no single parameter
+    for index, entry in saved["state"].items():
+        if index not in shared:
+            state[order[index]] = encode(f"{key}/state/{order[index]}", entry, content.tensors)
+    groups = [
+        {
+            "params": group,
+            "options": encode(
+                f"{key}/groups/{index}", {k: v for k, v in options.items() if k != "params"}, content.tensors
+            ),
+        }
+        for index, (group, options) in enumerate(zip(given, saved["param_groups"], strict=True))
+    ]
+    content.values[key] = {"state": state, "groups": groups}
+    more = {k: entry for k, entry in saved.items() if k not in ("state", "param_groups")}
+    for kind, entries in (("shared", shared), ("more", more)):
+        if entries:
+            content.values[key][kind] = encode(f"{key}/{kind}", entries, content.tensors)
+
+
+def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Names of an optimizer's parameters, group by group."""
+    unknown = [
+        f"group {index}: a parameter of shape {tuple(p.shape)}"
+        for index, entry in enumerate(optimizer.param_groups)
+        for p in entry["params"]
+        if id(p) not in names
+    ]
+    if unknown:
+        raise ValueError(
+            message(
+                f"checkpointable: {key} holds parameters of no module in the state",
+                found=listed(unknown),
+                expected="the modules of all its parameters, under names of their own",
+                fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',
+            )
+        )
+    return [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]

@@ -1,0 +1,122 @@
+"""Nested values as JSON, and back: what a checkpoint keeps besides tensors."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from weft.checkpoint.format.manifest import DTYPES
+from weft.errors import message
+
+__all__ = ["check_tensor", "decode", "encode"]
+
+_MOST_NESTED = 200  # three times as deep in JSON, which Python reads a thousand deep
+_MOST_BITS = 10_000  # of a whole number; Python reads 4300 digits
+_DICTS: dict[Any, type[dict[Any, Any]]] = {"counter": Counter, "ordered": OrderedDict}  # kept as what they are
+
+
+def encode(path: str, value: Any, tensors: dict[str, torch.Tensor], *, depth: int = 0) -> Any:
+    """A nested value as JSON; its tensors go into `tensors`, under the path they stand at.
+
+    Raises:
+        TypeError: A leaf is something else, or a tensor of a kind that is not supported; the text names its path.
+    """
+    if isinstance(value, torch.Tensor):
+        check_tensor(path, value)
+        place = path
+        while place in tensors:  # {"a/b": x, "a": {"b": y}}
+            place += "'"
+        tensors[place] = value
+        return {"$": "tensor", "name": place}
+    if isinstance(value, np.generic):
+        value = value.item()
+    _check_writable(path, value, depth)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [encode(f"{path}/{index}", item, tensors, depth=depth + 1) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$": "tuple", "items": items}
+    if isinstance(value, Mapping):
+        if type(value) is dict and all(isinstance(key, str) and key != "$" for key in value):
+            return {key: encode(f"{path}/{key}", item, tensors, depth=depth + 1) for key, item in value.items()}
+        if all(isinstance(key, (str, int, float, bool)) for key in value):
+            items = [[key, encode(f"{path}/{key}", item, tensors, depth=depth + 1)] for key, item in value.items()]
+            kind = next((name for name, made in _DICTS.items() if isinstance(value, made)), "dict")
+            return {"$": kind, "items": items}
+    raise TypeError(_refusal(path, f"{type(value).__name__} {value!r:.60}"))
+
+
+def _check_writable(path: str, value: Any, depth: int) -> None:
+    """Raise if JSON could not hold a value, or not give it back.
+
+    Raises:
+        TypeError: It is too deep, too long, or no text.
+    """
+    if depth > _MOST_NESTED:
+        raise TypeError(_refusal(f"{path:.60}...", f"values in each other, more than {_MOST_NESTED} deep"))
+    for one in (value, *value) if isinstance(value, Mapping) else (value,):
+        if isinstance(one, int) and one.bit_length() > _MOST_BITS:
+            raise TypeError(_refusal(path, f"a whole number of {one.bit_length()} bits"))
+        if isinstance(one, str) and not one.isascii():
+            try:
+                one.encode()
+            except UnicodeEncodeError as error:  # half of a surrogate pair has no bytes
+                raise TypeError(
+                    _refusal(path.encode(errors="replace").decode(), f"{one!a:.60}, no text of Unicode")
+                ) from error
+
+
+def _refusal(path: str, found: str) -> str:
+    return message(
+        f"save: {path} cannot be saved",
+        found=found,
+        expected="tensors, numbers, strings, None, and lists, tuples and dicts of them",
+        fix="leave it out of state_dict(), or turn it into these",
+    )
+
+
+def check_tensor(path: str, tensor: torch.Tensor) -> None:
+    """Raise if a tensor cannot be written into a file.
+
+    Raises:
+        TypeError: Its dtype or layout has no place in the format; the text names its path.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    has_values = not is_lazy(tensor) and not tensor.is_meta
+    if name in DTYPES and tensor.layout is torch.strided and has_values:
+        return
+    raise TypeError(
+        message(
+            f"save: {path} cannot be saved",
+            found="a parameter that has no shape yet"
+            if is_lazy(tensor)
+            else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+            fix="leave it out of state_dict(), or convert it there"
+            if has_values
+            else "give it values first: weft.load_weights(module, path, ctx), or one call of a lazy module",
+        )
+    )
+
+
+def decode(value: Any, tensors: Callable[[str], torch.Tensor]) -> Any:
+    """The nested value that `encode` made JSON of."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$")
+    if kind is None:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    if kind == "tensor":
+        return tensors(value["name"])
+    if kind == "tuple":
+        return tuple(decode(item, tensors) for item in value["items"])
+    if kind == "dict" or kind in _DICTS:
+        return _DICTS.get(kind, dict)({key: decode(item, tensors) for key, item in value["items"]})
+    raise ValueError(f"a value marked {kind!r}")

@@ -1,0 +1,240 @@
+"""What every collective does first and last: may it run here, do the ranks agree, who is to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft.context import DistContext, World
+from weft.context.distcontext import line_outside
+from weft.engines.torch.ddp.pairwise import in_pairs, pair_rounds
+from weft.errors import ContextError, listed, message
+from weft.peers.agreement import compare, exchange
+from weft.peers.board import StoreLost
+from weft.peers.liveness import absent, check_failed, culprit, is_communication_error, late, peer_error
+from weft.tensors.nested import leaves, map_tensors
+
+__all__ = [
+    "HEADER_WORDS",
+    "all_gather_flat",
+    "all_gather_rows",
+    "all_gather_words",
+    "enter",
+    "finish",
+    "num_bytes",
+    "one_thread",
+    "only_tensors",
+    "peers_named",
+    "rebuilt",
+    "row_gather",
+    "tensors_of",
+]
+
+T = TypeVar("T")
+
+_SLICE = timedelta(seconds=0.5)
+_ANY_ROWS = ("gather", "all_to_all")  # the number of rows may differ between ranks: that is what they are for
+HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
+
+
+def all_gather_words(words: list[int], world: World, ctx: DistContext, length: int = HEADER_WORDS) -> list[list[int]]:
+    """Gather up to `length` integers from every rank; short rows are filled up with zeros."""
+    mine = torch.zeros(length, dtype=torch.int64, device=ctx.device)
+    mine[: len(words)] = torch.tensor(words, dtype=torch.int64)
+    everyone = mine.new_empty(length * ctx.world_size)
+    all_gather_flat(everyone, mine, world)
+    rows: list[list[int]] = everyone.view(ctx.world_size, length).tolist()
+    return rows
+
+
+def num_bytes(shape: list[int], dtype: torch.dtype) -> int:
+    """Size of a tensor of this shape and dtype."""
+    total = dtype.itemsize
+    for size in shape:
+        total *= size
+    return total
+
+
+def only_tensors(what: str, value: object) -> list[torch.Tensor]:
+    """The leaves of `value`, or `TypeError` if one is not a tensor."""
+    found: list[torch.Tensor] = []
+    for path, leaf in leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(
+                message(
+                    f"{what}: {'.'.join(path) or 'the value'} is not a tensor",
+                    found=f"{type(leaf).__name__} {leaf!r}",
+                    expected="a nested value of tensors",
+                    fix="weft.collectives.gather_objects(value, ctx) for other values",
+                )
+            )
+        found.append(leaf)
+    return found
+
+
+def tensors_of(what: str, value: object, *, grad: bool) -> tuple[list[torch.Tensor], str]:
+    """The tensors of `value`, and as text which of them gradients flow through.
+
+    Raises:
+        TypeError: A leaf is not a tensor; or one requires grad, and the result would silently be a constant.
+    """
+    found = only_tensors(what, value)
+    tracked = [index for index, tensor in enumerate(found) if tensor.requires_grad and torch.is_grad_enabled()]
+    if not grad and tracked:
+        raise TypeError(
+            message(
+                f"{what}: a tensor requires grad, and no gradient would flow back from the result",
+                found=listed(f"{tuple(found[index].shape)} {found[index].dtype}" for index in tracked),
+                expected="grad=True, which sends gradients back to the ranks that the tensors came from, "
+                "or detached tensors",
+                fix=f"weft.{what}(value, ctx, grad=True)  # or value.detach(), if it is only looked at",
+            )
+        )
+    return (found, f"; grad through {tracked}") if tracked else ([tensor.detach() for tensor in found], "")
+
+
+def rebuilt(value: T, tensors: Iterable[torch.Tensor]) -> T:
+    """`value` with other tensors."""
+    outputs = iter(tensors)
+    return map_tensors(lambda _: next(outputs), value)
+
+
+def enter(what: str, ctx: DistContext, value: object, facts: dict[str, object]) -> World:
+    """Check that a collective may run here; with `debug`, that all ranks mean the same one."""
+    world = ctx.require_collective(what)
+    check_failed(world)
+    if ctx.debug and world.store is not None and world.size > 1:
+        described = {"value": _describe(what, value)} if value is not None else {}
+        mine = {"call": what, **facts, **described, "at": line_outside()}
+        compare(what, exchange(world, what, mine))
+    return world
+
+
+def _describe(what: str, value: object) -> str:
+    def shape(leaf: torch.Tensor) -> str:
+        return f"[rows, {', '.join(map(str, leaf.shape[1:]))}]" if what in _ANY_ROWS else str(list(leaf.shape))
+
+    return "; ".join(f"{'.'.join(path) or 'value'}: {shape(leaf)} {leaf.dtype}" for path, leaf in leaves(value))
+
+
+def all_gather_flat(everything: torch.Tensor, mine: torch.Tensor, world: World) -> None:
+    """Fill `everything` [ranks * n] with every rank's `mine` [n]."""
+    rows = everything.view(world.size, -1)
+    rows[world.rank] = mine
+    all_gather_rows(rows, world)
+
+
+def all_gather_rows(rows: torch.Tensor, world: World) -> None:
+    """Fill the rows [ranks, n] of the other ranks; this rank's own is there already."""
+    row_gather(rows, world)()
+
+
+def row_gather(rows: torch.Tensor, world: World) -> Callable[[], None]:
+    """What `all_gather_rows` does, prepared for rows that are filled again and again."""
+    group: Any = world.group
+    if not rows.numel():
+        return lambda: None
+    if in_pairs(group, rows, world.size):  # a third of the cost of gloo's own
+        rounds = [(*pair, pair[-1]) for pair in pair_rounds(rows, world.rank)]
+
+        def exchange() -> None:
+            for each in rounds:
+                _wait_in_slices(group.alltoall_base(*each), world)
+
+        return exchange
+    # torch 2.13 gave `all_gather_into_tensor` a new name and deprecated the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    everything, mine = rows.view(-1), rows[world.rank]
+    return lambda: finish(gather(everything, mine, group=group, async_op=True), world)
+
+
+def finish(work: dist.Work | None, world: World) -> None:
+    """Wait for a collective, and look after the peers meanwhile.
+
+    A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that. One that
+    did its part and left looks the same for a moment: it takes two looks to blame a peer.
+    On other backends this only orders the current stream after the collective, as `work.wait()`.
+
+    Raises:
+        PeerError: A peer failed or died.
+        ContextError: Another thread of this rank called a collective meanwhile.
+        RuntimeError: torch's own error of the collective.
+    """
+    if work is None:
+        return
+    if dist.get_backend(world.group) != "gloo":
+        work.wait()
+        return
+    _wait_in_slices(work, world)
+
+
+def _wait_in_slices(work: dist.Work, world: World) -> None:
+    suspect = None
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError as error:
+            if "Operation timed out!" not in str(error):
+                raise
+        if work.is_completed():  # right after the slice was over
+            work.wait()
+            return
+        if world.clash is not None:
+            world.root.abandoned = True
+            raise _clash(world.clash)
+        blamed = absent(world) or culprit(world.root)
+        if blamed is not None and blamed == suspect:
+            world.root.abandoned = True  # gloo still waits, and in the end closes its connections
+            raise peer_error("", *blamed)
+        suspect = blamed
+
+
+@contextlib.contextmanager
+def peers_named(what: str, world: World) -> Iterator[None]:
+    """Turn torch's error about a lost connection into one that names the rank to blame; one thread at a time."""
+    try:
+        with one_thread(what, world):
+            yield
+    except StoreLost as error:
+        raise peer_error(what, error.rank, error.text) from error
+    except RuntimeError as error:
+        blamed = world.root.failure
+        if blamed is None and is_communication_error(error):
+            blamed = late(world, what) if "imed out" in str(error) else culprit(world.root)
+        if blamed is None:
+            raise
+        raise peer_error(what, *blamed) from error
+
+
+@contextlib.contextmanager
+def one_thread(what: str, world: World) -> Iterator[None]:
+    """Refuse a collective while another thread of this rank is in one: which of the two meets which is chance."""
+    mine = (threading.get_ident(), f"{what} in thread {threading.current_thread().name!r}")
+    first = world.inside.setdefault("collective", mine)
+    if first[0] != mine[0]:
+        world.clash = f"{first[1]}, and {mine[1]}"
+        raise _clash(world.clash)
+    try:
+        yield
+    finally:
+        if first is mine:
+            world.inside.clear()
+            world.clash = None
+
+
+def _clash(found: str) -> ContextError:
+    return ContextError(
+        message(
+            "two threads of this rank are in collectives on one context",
+            found=found,
+            expected="one thread at a time: the order of collectives is the same on all ranks",
+            fix="other = ctx.subset(range(ctx.world_size))  # a context of its own for the second thread",
+        )
+    )

@@ -1,0 +1,122 @@
+"""Bring batches, modules and optimizers to the context's device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.errors import listed, message
+
+__all__ = ["check_place", "place_module", "to_device"]
+
+T = TypeVar("T")
+
+
+def to_device(value: T, ctx: DistContext, *, skip_keys: Collection[str] = ()) -> T:
+    """Put a nested value, a module or an optimizer's state on the device of the context.
+
+    Changes: modules and optimizers in place, so an optimizer's parameters stay the module's; a
+    batch is rebuilt, with its container types kept and other leaves (strings, numbers) untouched.
+    Collectives: none.
+
+    Args:
+        value: A nested value as in `weft.tensors.nested`, an `nn.Module` or an `Optimizer`.
+        ctx: Where to.
+        skip_keys: Mapping keys whose values stay where they are.
+
+    Returns:
+        `value` itself if nothing had to move.
+
+    Raises:
+        ValueError: A module lies on several devices, on another accelerator, or on meta.
+
+    Example:
+        >>> import weft
+        >>> to_device({"x": torch.ones(1), "name": "a"}, weft.local())
+        {'x': tensor([1.]), 'name': 'a'}
+    """
+    if isinstance(value, nn.Module):
+        place_module("to_device", value, ctx)
+        return value
+    if isinstance(value, torch.optim.Optimizer):
+        _place_optimizer(value, ctx)
+        return value
+    moved: T = ctx.engine.move(value, ctx.device, skip=frozenset(skip_keys))
+    return moved
+
+
+def place_module(what: str, module: nn.Module, ctx: DistContext) -> None:
+    """Move a module from the CPU to `ctx.device`; raise if it lies anywhere else.
+
+    Raises:
+        ValueError: The text names the tensors and the devices.
+    """
+    check_place(what, module, ctx)
+    if any(not _same(tensor.device, ctx.device) for _, tensor in _named_tensors(module)):
+        ctx.engine.place(module, ctx.device)
+
+
+def check_place(what: str, module: nn.Module, ctx: DistContext) -> None:
+    """Raise if `place_module` would; changes nothing.
+
+    Raises:
+        ValueError: The text names the tensors and the devices.
+    """
+    named = _named_tensors(module)
+    devices = {tensor.device for _, tensor in named}
+    if not all(_same(device, ctx.device) for device in devices) and devices != {torch.device("cpu")}:
+        strange = [f"{name} on {tensor.device}" for name, tensor in named if not _same(tensor.device, ctx.device)]
+        meta = torch.device("meta") in devices
+        raise ValueError(
+            message(
+                f"{what}: {type(module).__name__} does not lie on {ctx.device}",
+                found=listed(strange),
+                expected=f"all parameters and buffers on {ctx.device}, or all on the CPU",
+                fix="build the module on a real device" if meta else f'module.to("{ctx.device}")',
+            )
+        )
+    double = [name for name, tensor in named if tensor.dtype in (torch.float64, torch.complex128)]
+    if double and ctx.device.type == "mps":
+        raise ValueError(
+            message(
+                f"{what}: mps has no float64",
+                found=listed(double),
+                expected="float32, float16 or bfloat16 parameters and buffers on mps",
+                fix="module.float()",
+            )
+        )
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _same(device: torch.device, wanted: torch.device) -> bool:
+    return device.type == wanted.type and (wanted.index is None or device.index in (None, wanted.index))
+
+
+def _place_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext) -> None:
+    strange = [
+        f"group {index}: a parameter of shape {tuple(p.shape)} on {p.device}"
+        for index, entry in enumerate(optimizer.param_groups)
+        for p in entry["params"]
+        if not _same(p.device, ctx.device)
+    ]
+    if strange:
+        raise ValueError(
+            message(
+                f"to_device: the optimizer's parameters do not lie on {ctx.device}",
+                found=listed(strange),
+                expected="the parameters of a module that was brought to the device",
+                fix="module = weft.to_device(module, ctx)  # before the optimizer",
+            )
+        )
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            # A 0-d step counter may stay on the CPU: torch keeps it there on purpose.
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and not _same(value.device, ctx.device):
+                state[key] = value.to(parameter.device)

@@ -1,0 +1,224 @@
+"""Groups of a world: making lines of it, its mesh, and the orderly end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.errors import ContextError, PeerError
+from weft.peers.agreement import agree
+from weft.peers.board import StoreLost
+from weft.peers.liveness import announce, culprit, exception_text, is_communication_error, late, part, wait_for_parting
+from weft.peers.world import PREEMPTED, World
+from weft.tensors.dtensor import forget_groups
+
+__all__ = ["close", "close_after", "close_at_exit", "device_mesh", "make_line"]
+
+_CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for
+_LEDGER_LIMIT_S = 2.0  # between their last steps the ranks have met in a collective
+_BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
+
+
+def make_line(world: World, lines: Sequence[Sequence[int]], name: str) -> World:
+    """Make process groups for some disjoint sets of ranks, and return the one this rank is in.
+
+    Collectives: one group per line. Every rank of `world` calls it with the same lines.
+
+    Args:
+        world: The larger world.
+        lines: Ranks of `world`, each line in ascending order.
+        name: For the error text when the ranks do not agree.
+
+    Returns:
+        The world of this rank's line; of the first line with rank -1, if it is in none.
+    """
+    mine = next((line for line in lines if world.rank in line), lines[0])
+    rank = list(mine).index(world.rank) if world.rank in mine else -1
+    line = World(ranks=[world.ranks[m] for m in mine], rank=rank, timeout_s=world.timeout_s)
+    line.root = world.root
+    number = world.next_line()
+    if world.group is None or world.store is None:
+        return line
+    agree(world, name, {"lines": [list(each) for each in lines]})
+    backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
+    for members in lines:
+        group = _new_group(world, [world.ranks[m] for m in members], backend)
+        if world.rank in members:
+            line.group = group
+    if rank >= 0:
+        line.store = world.store.below(f"line/{number}/{line.ranks[0]}")
+        announce(line)
+        world.root.made.append(line)
+    return line
+
+
+def _new_group(world: World, ranks: list[int], backend: str) -> dist.ProcessGroup | None:
+    """One process group; None on ranks that are not in it."""
+    # torch wants every rank of the default group to take part in making a group. If only some are
+    # here, its members make it among themselves; such a group has a name that depends on its ranks
+    # alone, so it is never destroyed before the default group (a second one would meet its ghost).
+    all_here = len(world.ranks) == dist.get_world_size()
+    if not all_here and world.ranks[world.rank] not in ranks:
+        return None
+    limit = timedelta(seconds=world.timeout_s)
+    made = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=not all_here)
+    if not isinstance(made, dist.ProcessGroup):
+        return None
+    if all_here:
+        world.root.disposable.append(made)
+    return made
+
+
+def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh | None:
+    """Torch's mesh over groups that exist already; made once per world and set of axes."""
+    if world.group is None:
+        return None
+    if axes not in world.meshes:
+        names = tuple(name for name, _ in axes)
+        sizes = tuple(size for _, size in axes)
+        groups = [world.group if size == world.size else _line_group(world, name) for name, size in axes]
+        grid = torch.tensor(world.ranks, dtype=torch.int).view(sizes)
+        arguments: Any = (groups[0], device_type) if len(groups) == 1 else (groups, device_type, grid)
+        world.meshes[axes] = DeviceMesh.from_group(*arguments, mesh_dim_names=names)
+    return world.meshes[axes]
+
+
+def _line_group(world: World, axis: str) -> dist.ProcessGroup:
+    group = world.lines[axis].group
+    assert group is not None
+    return group
+
+
+def close(world: World) -> None:
+    """Leave in good order: wait for work in the background and for the peers. Idempotent.
+
+    Raises:
+        BaseException: Of work in the background that failed, if nobody has seen it yet.
+    """
+    if world.closed or _is_forked(world):
+        return
+    failure = _background_failure(world, world.timeout_s) or _difference(world)
+    world.closed = True
+    part(world, failure)
+    wait_for_parting(world, min(world.timeout_s, _CLOSE_LIMIT_S))
+    _release(world)
+    if failure is not None:
+        raise failure
+
+
+def _is_forked(world: World) -> bool:
+    """Whether this process is a fork of the rank: its end is not the rank's."""
+    return world.process != os.getpid()
+
+
+def _difference(world: World) -> ContextError | None:
+    """Compare once more what the strategies compare now and then: the last steps of a program count too."""
+    try:
+        for ledger in list(world.ledgers):
+            ledger.finish(_LEDGER_LIMIT_S)
+    except ContextError as error:
+        return error
+    except StoreLost:
+        return None
+    return None
+
+
+def _background_failure(world: World, limit_s: float) -> BaseException | None:
+    """Wait until nothing goes on in the background any more; its error, if nobody has seen it yet."""
+    background, world.background = world.background, None
+    return None if background is None else background.finish(limit_s)
+
+
+def close_after(world: World, error: BaseException | None) -> None:
+    """Leave after the body of `with` ended, with or without an error.
+
+    Raises:
+        PeerError: `error` is only the echo of a peer that failed; names that peer.
+    """
+    if _is_forked(world):
+        return
+    clean_exit = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
+    if error is None or clean_exit or world.closed:
+        close(world)
+        return
+    world.closed = True
+    cause: BaseException = error
+    if world.store is not None and is_communication_error(error):
+        blamed = _wait_for_culprit(world, error)
+        if blamed is not None:
+            rank, text = blamed
+            problem = f"rank {rank} failed, and with it rank {world.rank}: {text}" if rank >= 0 else text
+            if rank == world.rank:
+                problem = f"others waited for this rank, {rank}, and left: it {text}"
+            cause = PeerError(problem, rank=rank, text=text)
+    part(world, cause)
+    # Once nobody here holds the group, its connections close and the peers wake up at once.
+    _release(world)
+    failure = _background_failure(world, min(world.timeout_s, _CLOSE_LIMIT_S))
+    if failure is not None:
+        cause.add_note(f"weft: work in the background failed too: {exception_text(failure)}")
+    if world.serves_store:
+        wait_for_parting(world, _BLAME_LIMIT_S)
+    if cause is not error:
+        raise cause from error
+
+
+def close_at_exit(world: World) -> None:
+    """The end of a program that never called `close`; says which peer failed, if one did."""
+    if world.closed or _is_forked(world):
+        return
+    error = getattr(sys, "last_value", None)  # set when the interpreter printed an uncaught exception
+    try:
+        close_after(world, error)
+    except PeerError as blamed:
+        print(f"weft: {blamed}", file=sys.stderr)  # noqa: T201  (too late for any other way)
+
+
+def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | None:
+    try:
+        if world.failure is not None:
+            return world.failure
+        if "imed out" in str(error):  # nobody died: somebody did not come
+            return late(world, "close")
+        end = time.monotonic() + _BLAME_LIMIT_S
+        while time.monotonic() < end:
+            blamed = world.failure or culprit(world)
+            if blamed is not None:
+                return blamed
+            time.sleep(0.05)
+    except StoreLost as lost:
+        return lost.rank, lost.text
+    return None
+
+
+def _release(world: World) -> None:
+    for holder in list(world.holders):
+        holder.release()
+    world.meshes.clear()
+    world.messages.clear()  # they know the group
+    disposable, world.disposable = world.disposable, []
+    for line in (*world.made, *world.lines.values()):
+        line.group = None
+        line.meshes.clear()
+        line.messages.clear()
+    world.lines.clear()
+    world.made.clear()
+    group, world.group = world.group, None
+    if group is None or not dist.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError):  # peers that are gone cannot say goodbye
+        if world.owner:
+            dist.destroy_process_group()
+        else:
+            for made in disposable:
+                dist.destroy_process_group(made)
+    forget_groups()

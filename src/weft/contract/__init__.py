@@ -1,0 +1,58 @@
+"""What a transform is. This package is the whole extension guide.
+
+A transform is a function `f(obj, ..., ctx, *, options) -> (obj, ..., ctx')` that takes plain torch
+objects and returns plain torch objects. `@transform` makes it keep the rules:
+
+1.  Once: a second application to the same object raises `AlreadyApplied`.
+2.  In order: `before` and `after` name transforms it must precede or follow, `excludes` those it
+    cannot be combined with; anything else raises `OrderError` and names the right order.
+3.  With the right context: the one that the transform before returned, or `StaleContext`.
+4.  Names stay: parameter names and order, state_dict keys and the class of a module.
+5.  On all ranks: if one rank refuses, all raise (`collective=True`; see `DistContext.agree`).
+
+transform.py       the decorator, and `compose`
+protocols.py       what transforms offer each other: GradSync, ReducesIn, Stateful, Undoable, ...
+marks.py           what was applied to an object: the mark on it, and the record in the context
+module_checks.py   modules that a strategy cannot take
+select_modules.py  parts of a module by class, name, size or function
+
+[Note: how packages meet] What was applied is written in two places: a record in `ctx.applied`, which
+is a value, and a mark on the object, which holds what the transform offers to later ones. Offers
+are small protocols: `accumulate_grads` asks for every `GradSync` on a module and does not know
+who offered it. There is nothing to register.
+"""
+
+from weft.contract.marks import applied_to, check_known, forget, offered
+from weft.contract.module_checks import (
+    agree_on_parameters,
+    check_data_axes,
+    check_methods,
+    check_not_elsewhere,
+    check_not_wrapped,
+    check_whole,
+    wrapper_of_torch,
+)
+from weft.contract.protocols import ComputesAlone, GradSync, KeepsParameters, ReducesIn, Stateful, Undoable
+from weft.contract.transform import compose, transform
+
+__all__ = [
+    "ComputesAlone",
+    "GradSync",
+    "KeepsParameters",
+    "ReducesIn",
+    "Stateful",
+    "Undoable",
+    "agree_on_parameters",
+    "applied_to",
+    "check_data_axes",
+    "check_known",
+    "check_methods",
+    "check_not_elsewhere",
+    "check_not_wrapped",
+    "check_whole",
+    "compose",
+    "forget",
+    "offered",
+    "transform",
+    "wrapper_of_torch",
+]

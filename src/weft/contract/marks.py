@@ -1,0 +1,166 @@
+"""What was applied to an object, and what it offers: the mark on the object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+
+from torch import nn
+
+from weft.context import Applied, DistContext
+from weft.errors import (
+    StaleContext,
+    listed,
+    message,
+)
+
+__all__ = ["MARKS", "Holder", "Mark", "Marks", "applied_to", "check_known", "forget", "marks_of", "offered"]
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Holder(Protocol):
+    """Something that holds a process group and can let it go."""
+
+    def release(self) -> None:
+        """Let it go."""
+
+
+MARKS = "_weft_marks"
+
+
+class Rules(NamedTuple):
+    """What a transform may be combined with; see `transform`."""
+
+    name: str
+    before: frozenset[str]
+    after: frozenset[str]
+    excludes: frozenset[str]
+    collective: bool
+
+
+class Mark(NamedTuple):
+    """One transform on an object."""
+
+    record: Applied
+    rules: Rules
+    offers: tuple[object, ...]
+
+
+class Marks:
+    """What was applied to one object; a copy or a pickle of the object starts with none."""
+
+    def __init__(self, marks: tuple[Mark, ...] = ()) -> None:
+        self.marks = marks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
+        return Marks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Marks, ()
+
+
+def marks_of(obj: object) -> tuple[Mark, ...]:
+    """The transforms on an object, in order."""
+    held = getattr(obj, "__dict__", {}).get(MARKS)
+    return held.marks if isinstance(held, Marks) else ()
+
+
+def applied_to(obj: object) -> tuple[Applied, ...]:
+    """The records of the transforms that were applied to an object, in order, as they are written on it."""
+    return tuple(mark.record for mark in marks_of(obj))
+
+
+def offered(obj: object, kind: Callable[..., T]) -> list[T]:
+    """Find what the transforms applied to `obj` offer, by protocol.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        obj: A module, an optimizer, a loader.
+        kind: A protocol such as `GradSync`, or any class.
+
+    Returns:
+        The offers that fulfil it, in the order of application.
+
+    Example:
+        >>> import weft
+        >>> offered(torch.nn.Linear(2, 2), weft.contract.GradSync)
+        []
+    """
+    # `type[T]` in the signature would be truer, but mypy takes no protocol for one.
+    wanted = cast("type[T]", kind)
+    return [offer for mark in marks_of(obj) for offer in mark.offers if isinstance(offer, wanted)]
+
+
+def forget(obj: object, ctx: DistContext, names: Collection[str] | None = None) -> DistContext:
+    """Take the marks of transforms off an object and give the context without their records.
+
+    For transforms that take others back. A record that also concerns another module stays in the
+    context, for that one; else the marks it left on optimizers and loaders go.
+
+    Changes: marks on `obj` and on what was transformed together with it. Collectives: none.
+
+    Args:
+        obj: What is to be as if the transforms had not been applied.
+        ctx: The context that knows them.
+        names: Only these transforms; default: all.
+
+    Returns:
+        `ctx` with fewer records.
+
+    Raises:
+        StaleContext: `ctx` does not know one of them.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.replicate(nn.Linear(2, 2), weft.local())
+        >>> forget(model, ctx).applied
+        ()
+    """
+    check_known(obj, ctx, names)
+    gone = [mark.record for mark in marks_of(obj) if names is None or mark.record.name in names]
+    dropped = []
+    for record in gone:
+        others = [one for one in (ref() for ref in record.refs) if one is not None and one is not obj]
+        shared = any(isinstance(one, nn.Module) for one in others)
+        for one in [obj] if shared else [obj, *others]:
+            left = tuple(mark for mark in marks_of(one) if mark.record is not record)
+            one.__dict__[MARKS] = Marks(left)
+            if not left:
+                del one.__dict__[MARKS]
+        if not shared:
+            dropped.append(record)
+    return replace(ctx, applied=tuple(r for r in ctx.applied if not any(r is one for one in dropped)))
+
+
+def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = None) -> None:
+    """Check that a context knows what was done to an object; see `forget`.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        obj: What transforms were applied to.
+        ctx: The context that should know them.
+        names: Only these transforms; default: all.
+
+    Raises:
+        StaleContext: It does not know one of them.
+
+    Example:
+        >>> import weft
+        >>> check_known(nn.Linear(2, 2), weft.local())
+    """
+    records = [mark.record for mark in marks_of(obj) if names is None or mark.record.name in names]
+    missing = [record.name for record in records if not any(known is record for known in ctx.applied)]
+    if missing:
+        raise StaleContext(
+            message(
+                f"the context does not know what was done to this {type(obj).__name__}",
+                found=f"missing in ctx.applied: {listed(missing)}",
+                expected="the context that the last transform returned",
+                fix="pass that context on",
+            )
+        )

@@ -1,0 +1,182 @@
+"""Modules that a strategy cannot take, and ranks whose modules differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract.marks import marks_of
+from weft.contract.protocols import KeepsParameters
+from weft.errors import (
+    AlreadyApplied,
+    ContextError,
+    ContractError,
+    OrderError,
+    listed,
+    message,
+)
+from weft.peers.agreement import compare, exchange
+
+__all__ = [
+    "agree_on_parameters",
+    "check_data_axes",
+    "check_methods",
+    "check_not_elsewhere",
+    "check_not_wrapped",
+    "check_whole",
+    "wrapper_of_torch",
+]
+
+
+def agree_on_parameters(what: str, module: nn.Module, ctx: DistContext, facts: Mapping[str, object]) -> None:
+    """As `ctx.agree`, and every rank has the same parameters and buffers.
+
+    Changes: nothing. Collectives: none; meetings through the store.
+
+    Raises:
+        ContextError: Names, shapes, dtypes or requires_grad differ; the text names the first.
+        PeerError: Another rank failed, died, or did not come.
+    """
+    if ctx.world_size == 1 or ctx.world.store is None:
+        return
+    layout = dict(_layout(module))
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+    world = ctx.require_collective(what)
+    entries = exchange(world, what, {"call": what, **facts, "layout of the module": digest})
+    if any(entry["layout of the module"] != digest for entry in entries):
+        # Only now, when something is wrong, send the long form around.
+        compare(f"{what} of {type(module).__name__}", exchange(world, what, layout))
+    compare(what, entries)
+
+
+def _layout(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, parameter in module.named_parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        yield name, f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
+    for name, buffer in module.named_buffers():
+        yield name, f"{tuple(buffer.shape)} {buffer.dtype} buffer"
+
+
+def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
+    """Raise if one of `methods` is not a method of `module` besides forward.
+
+    Raises:
+        ValueError: An unknown name, `forward` itself, or one name twice.
+    """
+    wrong = [name for name in methods if name == "forward" or not callable(getattr(module, name, None))]
+    twice = sorted({name for name in methods if list(methods).count(name) > 1})
+    if wrong or twice:
+        raise ValueError(
+            message(
+                f"{what}: methods = {list(methods)} cannot be used",
+                found=listed(repr(name) for name in [*wrong, *twice]),
+                expected=f"methods of {type(module).__name__} other than forward, each once",
+                fix=f"weft.{what}(module, ctx, methods=())",
+            )
+        )
+
+
+def wrapper_of_torch(module: nn.Module) -> str | None:
+    """The name of torch's wrapper that `module` is, if it reduces gradients by itself."""
+    names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
+    found = names & {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    return next(iter(found), None)
+
+
+def check_not_wrapped(what: str, module: nn.Module) -> None:
+    """Raise if torch reduces the gradients of `module`, or of a part of it, already.
+
+    Raises:
+        AlreadyApplied: The text names the wrapper.
+    """
+    for name, part in module.named_modules():
+        wrapper = wrapper_of_torch(part)
+        if wrapper not in (None, "FSDPModule"):  # that is no wrapper: its parameters tell that they are sharded
+            raise AlreadyApplied(
+                message(
+                    f"{what}: torch's {wrapper} reduces these gradients already",
+                    found=f"{name or 'the module itself'} is a {wrapper}",
+                    expected=f"the plain module: {what} takes the place of {wrapper}",
+                    fix=f"model, ctx = weft.{what}(model{'.' + name if name else ''}.module, ctx)",
+                )
+            )
+
+
+def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
+    """Raise if a part of `module` has no values of its parameters between steps; see `KeepsParameters`.
+
+    Raises:
+        OrderError: One has none; the text names the transform that made it so.
+    """
+    for part in module.modules():
+        for mark in marks_of(part):
+            if any(isinstance(offer, KeepsParameters) and offer.elsewhere for offer in mark.offers):
+                raise OrderError(
+                    message(
+                        f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
+                        found=str(mark.record),
+                        expected=f"{what} on parameters that are there between steps: {why}",
+                        fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
+                    )
+                )
+
+
+def check_data_axes(what: str, ctx: DistContext, names: Sequence[str]) -> None:
+    """Raise if a strategy over these axes would leave gradients of different batches unaveraged.
+
+    Args:
+        what: Name of the transform, for the error text.
+        ctx: Where we run.
+        names: The axes over which it averages gradients.
+
+    Raises:
+        ContextError: It leaves a data axis out.
+    """
+    sizes = dict(ctx.axes)
+    left_out = [name for name in ctx.data_axes if name not in names and sizes.get(name, 1) > 1]
+    if left_out:
+        given, missing = ", ".join(map(repr, names)), " and ".join(map(repr, left_out))
+        needed = ", ".join(repr(name) for name, _ in ctx.axes if name in names or name in left_out)
+        raise ContextError(
+            message(
+                f"{what}: batches differ along {missing}, where gradients would not be averaged",
+                found=f"axis={given}; data axes {', '.join(map(repr, ctx.data_axes))}",
+                expected="a strategy over all data axes: one copy of the model, and every batch counts",
+                fix=f"weft.{what}(..., axis=({needed})), or weft.start(mesh=..., data_axes=({given},)) if the batches "
+                f"along {missing} are the same",
+            )
+        )
+
+
+def check_whole(what: str, module: nn.Module, ctx: DistContext) -> None:
+    """Raise if parameters of `module` are cut over ranks already.
+
+    Raises:
+        AlreadyApplied: By FSDP2, which keeps all of them.
+        ContractError: By something else, such as torch's `parallelize_module`.
+    """
+    cut = {name: p for name, p in module.named_parameters() if ctx.engine.is_sharded(p)}
+    if not cut:
+        return
+    kind = type(module).__name__
+    if ctx.engine.is_fsdp(module):
+        raise AlreadyApplied(
+            message(
+                f"{what}: parameters of {kind} are sharded already",
+                found=listed(cut),
+                expected="each parameter in one sharded or replicated module: the outermost",
+                fix=f"call weft.{what} once, on the whole model, which nobody has sharded",
+            )
+        )
+    axes = dict.fromkeys(ctx.engine.axes_of(p) for p in cut.values())
+    raise ContractError(
+        message(
+            f"{what}: parameters of {kind} are DTensors already, cut over {listed(axes)}",
+            found=f"{listed(cut)}; by torch's parallelize_module or distribute_tensor, say",
+            expected="plain parameters: weft does not yet combine its strategies with parameters cut over another axis",
+            fix="torch.distributed.fsdp.fully_shard(model, mesh=ctx.mesh['data']), which does",
+        )
+    )

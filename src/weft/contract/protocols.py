@@ -1,0 +1,111 @@
+"""What transforms offer each other, and what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+__all__ = ["ComputesAlone", "GradSync", "KeepsParameters", "ReducesIn", "Stateful", "Undoable"]
+
+
+@runtime_checkable
+class GradSync(Protocol):
+    """Offered by transforms that reduce gradients over ranks in backward.
+
+    Outside of a window every backward pass reduces the gradients. A window of micro-batches is three events,
+    the same ones on every rank.
+
+    What may also have an attribute `owes`, whether no backward pass has reduced the gradients of the running window,
+    is safe in a window of several modules: all ranks then have to owe the same.
+
+    Attributes:
+        mean_over: Number of ranks over which gradients are averaged; 1 if they are summed.
+    """
+
+    mean_over: int
+
+    def begin_window(self) -> None:
+        """A window begins: until the next event, backward passes keep their gradients on this rank."""
+
+    def last_backward(self) -> None:
+        """The next backward pass is the last one of the window: it reduces the gradients of all of them."""
+
+    def end_window(self, *, left: bool = False) -> None:
+        """The window is over, and backward passes reduce again.
+
+        Args:
+            left: It was left early, by `break` or an exception, perhaps on this rank alone: nothing may be sent now.
+                Otherwise gradients that no backward pass has reduced are reduced now, by the messages of a
+                backward pass, so that a rank that skipped its last micro-batch meets one that did not.
+        """
+
+
+@runtime_checkable
+class ReducesIn(Protocol):
+    """Offered by transforms that choose the dtype in which gradients travel.
+
+    Attributes:
+        reduce_dtype: The dtype; None: that of the gradient.
+    """
+
+    reduce_dtype: torch.dtype | None
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with `state_dict` and `load_state_dict`: schedulers, loaders, averages, your own."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What has to survive: nested dicts, lists and tuples of tensors, numbers, strings, None."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Go on from it."""
+
+
+@runtime_checkable
+class Undoable(Protocol):
+    """Offered by transforms that can be taken back."""
+
+    def undo(self) -> None:
+        """Leave the object as it was before the transform."""
+
+
+@runtime_checkable
+class KeepsParameters(Protocol):
+    """Offered by transforms that keep parameters or their state elsewhere than in module and optimizer.
+
+    Attributes:
+        elsewhere: Whether the module has no values of its parameters between steps.
+    """
+
+    elsewhere: bool
+
+    def parameter_shards(self) -> dict[str, torch.Tensor]:
+        """Values of the parameters that the module itself has none of, by name, cut over the ranks; a collective."""
+        ...
+
+    def parameters_changed(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Take new values: from `shards` for the parameters named there, else from the module; a collective."""
+
+    def state_layout(self, name: str) -> torch.Tensor | None:
+        """A tensor without values, cut up as the optimizer's state of this parameter is to be given."""
+
+    def gathered(self, *, write: bool) -> AbstractContextManager[None]:
+        """A context in which the module has all parameters whole."""
+        ...
+
+    def full_gradient(self, name: str) -> torch.Tensor | None:
+        """The whole gradient of a parameter, None if it has none; a collective."""
+
+
+@runtime_checkable
+class ComputesAlone(Protocol):
+    """Offered by transforms under which calling a module takes all ranks, but need not while parameters are whole."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A context in which calls without gradients make no collectives."""
+        ...

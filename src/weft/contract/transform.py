@@ -1,0 +1,400 @@
+"""`@transform`: a function that keeps the rules of the package; and `compose`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+import torch
+from torch import nn
+
+from weft.context import Applied, DistContext
+from weft.contract.marks import MARKS, Holder, Mark, Marks, Rules, marks_of
+from weft.errors import (
+    AlreadyApplied,
+    NameChanged,
+    OrderError,
+    StaleContext,
+    listed,
+    message,
+)
+from weft.peers.agreement import disagree
+
+__all__ = ["Rules", "compose", "transform"]
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def transform(
+    *,
+    before: set[str] | None = None,
+    after: set[str] | None = None,
+    excludes: set[str] | None = None,
+    collective: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function `f(obj, ..., ctx, *, options) -> (obj, ..., ctx')` a transform.
+
+    The function itself checks its arguments, calls `ctx.agree(...)` if it is collective, does its
+    work, and returns the objects and `ctx`, or `ctx.offering(...)`. The record in `ctx.applied`
+    is added here.
+
+    Changes: nothing but what the function changes, plus a mark on each object. Collectives: none.
+
+    Args:
+        before: Names of transforms that, on the same object, may only come later.
+        after: Names of transforms that, on the same object, may only come earlier.
+        excludes: Names of transforms that cannot be applied to the same object.
+        collective: The function calls `ctx.agree`; a failure before that is told to the peers.
+
+    Returns:
+        A decorator that keeps the signature.
+
+    Raises:
+        TypeError: The decorated function has no `ctx` after its objects; when it is called, its
+            result is not the objects and a context.
+
+    Example:
+        >>> import weft
+        >>> @transform(before={"replicate"})
+        ... def freeze_bias(module: nn.Module, ctx: DistContext) -> tuple[nn.Module, DistContext]:
+        ...     for name, parameter in module.named_parameters():
+        ...         parameter.requires_grad_("bias" not in name)
+        ...     return module, ctx
+        >>> model, ctx = freeze_bias(nn.Linear(2, 2), weft.local())
+        >>> [record.name for record in ctx.applied]
+        ['freeze_bias']
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        rules = Rules(
+            name=fn.__name__,
+            before=frozenset(before or ()),
+            after=frozenset(after or ()),
+            excludes=frozenset(excludes or ()),
+            collective=collective,
+        )
+        signature = inspect.signature(fn)
+        given = _objects_before_ctx(fn.__name__, signature)
+        call = ("weft." if fn.__module__.startswith("weft.") else "") + fn.__name__
+
+        @functools.wraps(fn)
+        def applied(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound = _bound(call, signature, args, kwargs)
+            ctx, objects, options = _split(rules.name, given, bound.arguments)
+            if rules.collective:
+                ctx.check_unrestricted(rules.name)  # the peers are not here: they need not be told
+            meetings = ctx.world.meetings
+            try:
+                for obj in objects:
+                    _check(rules, obj, ctx)
+                names = [_names(obj) for obj in objects]
+                *returned, next_ctx = _results(rules.name, given, fn(*args, **kwargs))
+                for old, new in zip(names, _objects(returned), strict=False):
+                    _check_names(rules.name, old, new)
+            except Exception as error:
+                # The peers are waiting in `agree`, unless this rank came that far.
+                if rules.collective and ctx.world.meetings == meetings:
+                    disagree(ctx.world, error)
+                raise
+            ctx = _record(rules, options, objects, returned, next_ctx)
+            result = Transformed((*returned, ctx))
+            result.made_by = rules.name
+            result.fix = f"{', '.join(given)}, ctx = {call}({', '.join(given)}, ctx)"
+            return cast("R", result)
+
+        return applied
+
+    return decorate
+
+
+class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
+    """What a transform returns: a plain tuple, but for an error that says so where it is taken for the object."""
+
+    made_by = fix = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Refuse.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise self.error(TypeError, "was called")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error(AttributeError, f"has no {name!r}")
+
+    def error(self, kind: type[Exception], what: str) -> Exception:
+        """The error for one that was taken for something else."""
+        return kind(
+            message(
+                f"the result of {self.made_by} {what}",
+                found=f"a tuple ({', '.join(type(part).__name__ for part in self)})",
+                expected="the objects and the next context, unpacked",
+                fix=self.fix,
+            )
+        )
+
+
+def _bound(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        needed = [p.name for p in signature.parameters.values() if p.default is p.empty]
+        call = ", ".join(
+            n if signature.parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY else f"{n}=..." for n in needed
+        )
+        raise TypeError(
+            message(
+                f"{name}: {error}",
+                found=f"{len(args)} arguments by position, and by name: {listed(kwargs) or 'none'}",
+                expected=f"{name}{signature.replace(return_annotation=signature.empty)}",
+                fix=f"{name}({call})",
+            )
+        ) from None
+    bound.apply_defaults()
+    return bound
+
+
+def _objects_before_ctx(name: str, signature: inspect.Signature) -> list[str]:
+    """The parameters before `ctx`: what the transform is applied to, and returns."""
+    names = list(signature.parameters)
+    if "ctx" not in names[1:]:
+        raise TypeError(
+            message(
+                f"transform: {name} takes no context after its objects",
+                found=f"{name}({', '.join(names)})",
+                expected="the objects, then `ctx`, then options",
+                fix=f"def {name}(module, ctx, *, option=1): ...",
+            )
+        )
+    return names[: names.index("ctx")]
+
+
+def _split(
+    name: str, given: Sequence[str], arguments: Mapping[str, Any]
+) -> tuple[DistContext, list[object], dict[str, Any]]:
+    """Sort a call's arguments into the context, the objects before it and the options after it."""
+    ctx = arguments["ctx"]
+    if isinstance(ctx, Transformed):
+        raise ctx.error(TypeError, f"was given to {name}")
+    if not isinstance(ctx, DistContext):
+        raise TypeError(
+            message(
+                f"{name}: ctx = {ctx!r} is not a context",
+                found=type(ctx).__name__,
+                expected="the DistContext that weft.start() or the transform before returned",
+                fix=f"{name}(..., ctx)",
+            )
+        )
+    whole = [arguments[key] for key in given if isinstance(arguments[key], Transformed)]
+    if whole:
+        raise whole[0].error(TypeError, f"was given to {name}")
+    options = {key: value for key, value in arguments.items() if key != "ctx" and key not in given}
+    return ctx, _objects([arguments[key] for key in given]), options
+
+
+def _objects(arguments: list[Any]) -> list[object]:
+    """Flatten the objects a transform is applied to; several modules may come as one argument."""
+    found: list[object] = []
+    for argument in arguments:
+        if isinstance(argument, Mapping):
+            found += _objects(list(argument.values()))
+        elif isinstance(argument, (list, tuple)):
+            found += _objects(list(argument))
+        else:
+            found.append(argument)
+    return found
+
+
+def _check(rules: Rules, obj: object, ctx: DistContext) -> None:
+    """Raise if `rules.name` may not be applied to `obj` now."""
+    kind = type(obj).__name__
+    marks = marks_of(obj)
+    done = [mark.rules.name for mark in marks]
+    for mark in marks:
+        other = mark.rules
+        if other.name == rules.name:
+            raise AlreadyApplied(
+                message(
+                    f"{rules.name}: this {kind} has it already",
+                    found=str(mark.record),
+                    expected="each transform at most once per object",
+                    fix=f"leave one of the two calls of {rules.name} out",
+                )
+            )
+        if other.name in rules.excludes or rules.name in other.excludes:
+            raise OrderError(
+                message(
+                    f"{rules.name}: cannot be combined with {other.name} on one {kind}",
+                    found=f"applied so far: {listed(done)}",
+                    expected=f"either {rules.name} or {other.name}",
+                    fix=f"leave {other.name} or {rules.name} out",
+                )
+            )
+        if other.name in rules.before or rules.name in other.after:
+            raise OrderError(
+                message(
+                    f"{rules.name}: comes too late, after {other.name}",
+                    found=f"applied so far: {listed(done)}",
+                    expected=f"{rules.name}, then {other.name}",
+                    fix=f"move the call of {rules.name} before that of {other.name}",
+                )
+            )
+    missing = [mark.record for mark in marks if not any(known is mark.record for known in ctx.applied)]
+    if missing:
+        raise StaleContext(
+            message(
+                f"{rules.name}: the context does not know what was done to this {kind}",
+                found=f"applied to the object: {listed(done)}; not in ctx.applied: {listed(r.name for r in missing)}",
+                expected="the context that the last transform returned",
+                fix=f"obj, ctx = {missing[-1].name}(obj, ctx); obj, ctx = {rules.name}(obj, ctx)",
+            )
+        )
+
+
+def _results(name: str, given: Sequence[str], result: object) -> tuple[Any, ...]:
+    """The objects and the context that a transform returned."""
+    if isinstance(result, tuple) and len(result) == len(given) + 1 and isinstance(result[-1], DistContext):
+        return result
+    kinds = [type(part).__name__ for part in result] if isinstance(result, tuple) else [type(result).__name__]
+    raise TypeError(
+        message(
+            f"{name}: a transform returns its objects and the next context",
+            found=", ".join(kinds),
+            expected=f"a tuple of {len(given)} and a DistContext",
+            fix=f"return {', '.join(given)}, ctx",
+        )
+    )
+
+
+def _record(
+    rules: Rules, options: dict[str, Any], given: list[object], returned: list[Any], ctx: DistContext
+) -> DistContext:
+    """Write the application into the context and onto the returned objects."""
+    objects = [obj for obj in _objects(returned) if hasattr(obj, "__dict__")]
+    record = Applied(
+        name=rules.name,
+        options=tuple((key, _text(value)) for key, value in options.items()),
+        targets=tuple(type(obj).__name__ for obj in objects),
+        refs=tuple(weakref.ref(obj) for obj in objects),
+    )
+    mark = Mark(record, rules, ctx.handed_over)
+    for offer in ctx.handed_over:
+        if isinstance(offer, Holder):
+            ctx.world.root.holders.add(offer)
+    histories = {id(old): marks_of(old) for old in given}
+    for index, obj in enumerate(objects):
+        # A loader comes back as a new object, which goes on with the history of the old one.
+        before = histories.get(id(obj)) or (marks_of(given[index]) if len(given) == len(objects) else ())
+        obj.__dict__[MARKS] = Marks((*before, mark))
+    return replace(ctx, applied=(*ctx.applied, record), handed_over=())
+
+
+def _text(value: object) -> str:
+    """An option as text that is the same in every process."""
+    if isinstance(value, type) or inspect.isfunction(value):
+        return value.__qualname__
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_text, value)) + ")"
+    if isinstance(value, (set, frozenset)):
+        return "(" + ", ".join(sorted(map(_text, value))) + ")"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _names(obj: object) -> dict[str, Any] | None:
+    if not isinstance(obj, nn.Module):
+        return None
+    return {
+        "class": type(obj),
+        "parameters": [name for name, _ in obj.named_parameters()],
+        "buffers": [name for name, _ in obj.named_buffers()],
+        "state_dict keys": list(obj.state_dict(keep_vars=True)),
+    }
+
+
+def _check_names(name: str, old: dict[str, Any] | None, obj: object) -> None:
+    new = _names(obj)
+    if old is None or new is None:
+        return
+    if not issubclass(new["class"], old["class"]):
+        _raise_changed(name, "class", [old["class"].__name__], [new["class"].__name__])
+    for what in ("parameters", "buffers", "state_dict keys"):
+        if old[what] != new[what]:
+            _raise_changed(name, what, old[what], new[what])
+
+
+def _raise_changed(name: str, what: str, old: list[str], new: list[str]) -> None:
+    lost, added = [n for n in old if n not in new], [n for n in new if n not in old]
+    changes = f"gone: {listed(lost) or 'none'}; new: {listed(added) or 'none'}" if lost or added else "another order"
+    raise NameChanged(
+        message(
+            f"{name}: changed the {what} of the module",
+            found=changes,
+            expected="a transform leaves class, names, their order and state_dict keys alone",
+            fix=f"return the same module from {name}, with hooks instead of wrappers",
+        )
+    )
+
+
+@overload
+def compose() -> Callable[[T, DistContext], tuple[T, DistContext]]: ...
+
+
+@overload
+def compose(
+    *transforms: Callable[[T, DistContext], tuple[T, DistContext]],
+) -> Callable[[T, DistContext], tuple[T, DistContext]]: ...
+
+
+@overload
+def compose(*transforms: Callable[..., tuple[Any, Any, Any, *tuple[Any, ...]]]) -> Callable[..., tuple[Any, ...]]: ...
+
+
+def compose(*transforms: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Chain transforms into one; the first one given is applied first.
+
+    Changes: nothing by itself. Collectives: those of the parts.
+
+    Args:
+        transforms: Functions `(obj, ..., ctx) -> (obj, ..., ctx')`; fix options with
+            `functools.partial`.
+
+    Returns:
+        One function of the same form; it raises what the parts raise.
+
+    Example:
+        >>> import weft
+        >>> from functools import partial
+        >>> prepare = compose(partial(weft.with_precision, policy="bf16"), weft.replicate)
+        >>> model, ctx = prepare(nn.Linear(2, 2), weft.local())
+        >>> [record.name for record in ctx.applied]
+        ['with_precision', 'replicate']
+    """
+
+    def composed(*arguments: Any) -> tuple[Any, ...]:
+        result: tuple[Any, ...] = arguments
+        for one in transforms:
+            result = one(*result)
+        return result
+
+    return composed

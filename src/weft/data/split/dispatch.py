@@ -1,0 +1,52 @@
+"""Rank 0 reads and every rank is sent its batch: for data that one process alone can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.collectives.objects import scatter_made
+from weft.context import DistContext
+from weft.data.split.map_samples import Given
+
+__all__ = ["scattered"]
+
+
+def scattered(
+    read: Iterator[tuple[Any, Given]], ctx: DistContext, size: int, steps: int | None
+) -> Iterator[tuple[Any, Given]]:
+    """Send what rank 0 reads, the batches of all ranks in turn: a broadcast of sizes and a scatter per step.
+
+    Yields:
+        This rank's batches, with what is known of them.
+    """
+    places = [_data_rank(ctx, rank) for rank in range(ctx.world_size)]
+    done = 0
+
+    def following() -> list[Any] | None:
+        parts = []
+        for number in range(size):
+            pair = next(read, None)
+            if pair is None:
+                assert number == 0, "a step has a batch for every rank"
+                return None
+            batch, given = pair
+            facts = given._replace(ids=list(given.ids), last=given.last or done + 1 == steps)
+            parts.append((batch, list(facts)))
+        return [parts[place] for place in places]
+
+    while True:
+        part = scatter_made(following, ctx, "shard_data")
+        if part is None:
+            return
+        done += 1
+        yield part[0], Given(*part[1])
+
+
+def _data_rank(ctx: DistContext, rank: int) -> int:
+    """Which part of the data a rank sees."""
+    at, place = ctx.coordinates_of(rank), 0
+    for name, size in ctx.axes:
+        if name in ctx.data_axes:
+            place = place * size + at[name]
+    return place

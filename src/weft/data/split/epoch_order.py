@@ -1,0 +1,56 @@
+"""The order of an epoch as a pure function of (seed, epoch), whatever sampler the user brought."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from weft.rng import mix, seeded
+
+__all__ = ["epoch_order", "generators_of", "tell_epoch"]
+
+
+def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
+    """Run a sampler with all random sources set to a function of (seed, epoch), and restored after.
+
+    Args:
+        sampler: Any sampler or batch sampler. If it has `set_epoch`, it is told the epoch; if it
+            has a `generator`, that is seeded too.
+        seed: Any integer.
+        epoch: Number of the epoch.
+
+    Returns:
+        All that the sampler yields in this epoch.
+    """
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return _permutation(len(sampler.data_source), sampler.generator, mix(seed, epoch, "order"))
+    tell_epoch(sampler, epoch)
+    with seeded(mix(seed, epoch, "order"), generators_of(sampler)):
+        return list(sampler)
+
+
+def _permutation(count: int, own: torch.Generator | None, seed: int) -> Sequence[int]:
+    """What a `RandomSampler` yields whose random source was seeded, without one call per sample."""
+    if own is None:
+        source = torch.Generator().manual_seed(seed)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
+
+
+def tell_epoch(obj: object, epoch: int) -> None:
+    """Call `obj.set_epoch(epoch)` if there is such a method."""
+    method = getattr(obj, "set_epoch", None)
+    if callable(method):
+        method(epoch)
+
+
+def generators_of(source: Any) -> list[torch.Generator]:
+    """The generators of a sampler or stream, and of the sampler it draws from (a `BatchSampler` has one inside)."""
+    found = [getattr(source, "generator", None), getattr(getattr(source, "sampler", None), "generator", None)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]

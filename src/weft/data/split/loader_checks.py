@@ -1,0 +1,143 @@
+"""What `shard_data` refuses, before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from weft.context import DistContext
+from weft.data.loader_copy import split_already
+from weft.data.split.sharded_loader import DataPlan, is_stock
+from weft.data.split.stream_samples import shards_of
+from weft.errors import message
+
+__all__ = ["check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
+
+_MODES = ("batches", "split", "dispatch", "shards")
+_RESIZED = ("error", "next_epoch")
+_UNEVEN = ("balance", "empty", "pad", "drop", "error", "join")
+
+
+def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, already_sharded: bool) -> None:
+    """Raise if this is not a loader that can be shared out here.
+
+    Raises:
+        TypeError: It is no `DataLoader`.
+        ValueError: It cannot be shared out; the text says why.
+    """
+    problem = None
+    if not isinstance(loader, DataLoader):
+        problem = (
+            type(loader).__name__,
+            "a torch.utils.data.DataLoader",
+            "loader = DataLoader(dataset, batch_size=32)",
+        )
+    elif mode not in _MODES:
+        problem = (
+            f"mode={mode!r}",
+            "'batches', 'split', 'dispatch' or 'shards'",
+            'weft.shard_data(loader, ctx, mode="batches")',
+        )
+    elif uneven is not None and uneven not in _UNEVEN:
+        problem = (f"uneven={uneven!r}", ", ".join(map(repr, _UNEVEN)), 'uneven="balance"')
+    elif resized not in _RESIZED:
+        problem = (f"resized={resized!r}", " or ".join(map(repr, _RESIZED)), 'resized="next_epoch"')
+    else:
+        problem = _mode_problem(loader, mode) or _split_problem(loader, mode, uneven, already_sharded=already_sharded)
+    if problem is not None:
+        found, expected, fix = problem
+        raise (TypeError if not isinstance(loader, DataLoader) else ValueError)(
+            message("shard_data: this loader cannot be shared out", found=found, expected=expected, fix=fix)
+        )
+
+
+def _mode_problem(loader: DataLoader[Any], mode: str) -> tuple[str, str, str] | None:
+    fix = 'weft.shard_data(loader, ctx, mode="batches")'
+    if mode == "shards" and shards_of(loader.dataset) is None:
+        found = f'mode="shards" with {type(loader.dataset).__name__}, which has no shards'
+        return found, "an iterable dataset with `num_shards` and `shard(num_shards=, index=)`", fix
+    if mode != "split":
+        return None
+    if loader.batch_sampler is None and loader.batch_size is None:
+        return 'mode="split" with batch_size=None', "a loader with batch_size", fix
+    if not isinstance(loader.dataset, IterableDataset) and not is_stock(loader):
+        kind = type(loader.batch_sampler).__name__
+        return f'mode="split" with {kind}, whose batch size is unknown', "a loader with batch_size", fix
+    return None
+
+
+def _split_problem(
+    loader: DataLoader[Any], mode: str, uneven: str | None, *, already_sharded: bool
+) -> tuple[str, str, str] | None:
+    who = split_already(loader)
+    if who is not None and not already_sharded:
+        return (
+            f"{who}: the data would be split twice",
+            "a source of the whole data, or already_sharded=True",
+            "weft.shard_data(loader, ctx, already_sharded=True)",
+        )
+    if already_sharded and mode != "batches":
+        return (
+            f"already_sharded=True with mode={mode!r}",
+            "a source of the whole data for it",
+            "weft.shard_data(loader, ctx, already_sharded=True)",
+        )
+    if (already_sharded or mode == "shards") and uneven == "pad":
+        return (
+            ("already_sharded=True" if already_sharded else 'mode="shards"') + ' with uneven="pad"',
+            "'error', 'drop' or 'join': the samples of other ranks are not known here",
+            'weft.shard_data(loader, ctx, already_sharded=True, uneven="join")',
+        )
+    return None
+
+
+def check_divisible(batch_size: int, size: int) -> None:
+    """Raise if a batch cannot be cut into equal pieces.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if batch_size % size:
+        raise ValueError(
+            message(
+                f"shard_data: a batch of {batch_size} cannot be split among {size} ranks",
+                found=f"batch_size={batch_size}, {size} ranks",
+                expected=f"a batch size divisible by {size}",
+                fix=f"DataLoader(..., batch_size={-(-batch_size // size) * size})",
+            )
+        )
+
+
+def check_uneven(uneven: str | None, total: int | None, ctx: DistContext, *, already_sharded: bool) -> None:
+    """Raise if nobody said what happens at the end of a stream whose end nobody knows.
+
+    Raises:
+        ValueError: The text names the choices.
+    """
+    if uneven is None and total is None and ctx.data_size > 1 and not already_sharded:
+        raise ValueError(
+            message(
+                "shard_data: the end of a stream of unknown length needs a choice",
+                found=f"no __len__, {ctx.data_size} ranks, and no uneven=",
+                expected='uneven="drop", "pad", "empty", "balance" or "error", or a __len__ that is true',
+                fix='weft.shard_data(loader, ctx, uneven="empty")',
+            )
+        )
+
+
+def warn_of_no_steps(units: int | None, plan: DataPlan) -> None:
+    """Warn that an epoch of data has no step, so that a loop over it does nothing."""
+    if not units:
+        return  # there are no data
+    warnings.warn(
+        message(
+            "shard_data: an epoch has no step, a loop over the loader does nothing",
+            found=f"{units} {'batches' if plan.source in ('batches', 'split already') else 'samples'} for {plan.ranks} "
+            f"ranks x {plan.per_rank}, of which too small steps are left out",
+            expected="enough for one step on every rank",
+            fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
+        ),
+        stacklevel=4,
+    )

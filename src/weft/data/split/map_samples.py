@@ -1,0 +1,259 @@
+"""What a loader's own machinery reads from: map-style datasets, and what is put around any dataset.
+
+The `DataLoader` of torch does the work: workers, collating, pinning. It is handed a view of the user's
+loader in which dataset and sampler are those of this file or of streams.py. What was asked for is noted
+in a queue (`Given`), so that each batch that comes out can be told which samples it holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, Sampler, get_worker_info
+
+from weft.data.split.epoch_order import epoch_order, tell_epoch
+from weft.data.split.split_plan import Plan, Stretch
+from weft.errors import ContractError, listed, message
+from weft.rng import mix, seeded, seeds_for
+
+__all__ = ["Epoch", "Given", "Samples", "StepIndices", "Units", "WorkerStart", "at_sample", "name_samples"]
+
+
+class Given(NamedTuple):
+    """What is known of one batch besides its values.
+
+    Attributes:
+        epoch: Whose order it is a part of.
+        ids: Of its samples: indices into the dataset, or numbers in the stream.
+        valid: How many of them, from the first on, are no repetition.
+        empty: One sample was read although this rank gets none: no row of it counts.
+        last: Of a stream: nothing comes after it.
+        state: Of a stream: its own state after the samples of this step.
+        everyone: Samples that all ranks are given in this step; None where the plan tells, or nobody knows.
+    """
+
+    epoch: int
+    ids: Sequence[Any]
+    valid: int
+    empty: bool = False
+    last: bool = False
+    state: Any = None
+    everyone: int | None = None
+
+
+class Epoch:
+    """The number of the epoch, also in workers that outlive one; `start` is where a stream begins."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self._here = (0, 0)
+        # Persistent workers are not sent a new dataset: they look there.
+        self._there = torch.zeros(2, dtype=torch.int64).share_memory_() if shared else None
+
+    def set(self, number: int, start: int = 0) -> None:
+        """Go to an epoch."""
+        if self._there is None:
+            self._here = number, start
+        else:
+            self._there[0], self._there[1] = number, start
+
+    def get(self) -> tuple[int, int]:
+        """The epoch, and where to start in it."""
+        if self._there is None:
+            return self._here
+        number, start = self._there.tolist()
+        return number, start
+
+
+class Samples(Dataset[Any]):
+    """A map-style dataset, with the name of the sample in each error and, if asked for, keyed randomness."""
+
+    def __init__(self, dataset: Any, rank: int, epoch: Epoch, seed: int | None, *, told: bool) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.epoch = epoch
+        self.seed = seed  # of keyed randomness
+        self.told = -1 if told else None  # the epoch the dataset was told of in this process
+        self.fetch = getattr(dataset, "__getitems__", None)
+
+    def __getitems__(self, indices: Sequence[Any]) -> Sequence[Any]:
+        if self.told is not None or self.seed is not None:
+            self._follow()
+        if self.seed is not None:
+            return self._keyed(indices)
+        if self.fetch is not None:
+            try:
+                found: Sequence[Any] = self.fetch(indices)
+            except Exception as error:
+                at_sample(error, listed(indices), self.rank)
+                raise
+            return found
+        dataset, rest = self.dataset, iter(indices)
+        try:
+            return [dataset[index] for index in rest]
+        except Exception as error:
+            at_sample(error, indices[len(indices) - len(list(rest)) - 1], self.rank)
+            raise
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getitems__([index])[0] if self.fetch is None else self._one(index)
+
+    def _one(self, index: Any) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            at_sample(error, index, self.rank)
+            raise
+
+    def _follow(self) -> None:
+        number, _ = self.epoch.get()
+        if self.told is not None and self.told != number and get_worker_info() is not None:
+            tell_epoch(self.dataset, number)
+            self.told = number
+
+    def _keyed(self, indices: Sequence[Any]) -> list[Any]:
+        number, _ = self.epoch.get()
+        samples = []
+        index: Any = None
+        try:
+            for index in indices:
+                with seeded(mix(self.seed, number, index, "sample")):
+                    samples.append(self.dataset[index])
+        except Exception as error:
+            at_sample(error, index, self.rank)
+            raise
+        return samples
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def at_sample(error: BaseException, sample: object, rank: int) -> None:
+    """Add to an error which sample was read; once."""
+    if not getattr(error, "__notes__", None):
+        error.add_note(f"while sample {sample} was read on rank {rank}")
+
+
+class WorkerStart:
+    """What a worker process does first: seeds of its own, then the user's `worker_init_fn`."""
+
+    def __init__(self, user: Callable[[int], None] | None, seed: int, epoch: int, rank: int) -> None:
+        self.user = user
+        self.seed = seed
+        self.epoch = epoch
+        self.rank = rank
+
+    def __call__(self, worker: int) -> None:
+        """Seed, and call the user's function."""
+        seeds = seeds_for(self.seed, self.epoch, self.rank, worker)
+        seeds.apply()
+        info = get_worker_info()
+        if info is not None:  # the user's dataset, and not what is put around it
+            object.__setattr__(info, "seed", seeds.torch)
+            object.__setattr__(info, "dataset", getattr(info.dataset, "dataset", info.dataset))
+        if self.user is not None:
+            self.user(worker)
+
+
+class Units:
+    """The order of each epoch of a map-style dataset: of samples, or of whole batches.
+
+    Attributes:
+        source: The user's sampler or batch sampler.
+        known: How many units it says there are; None if it does not tell.
+    """
+
+    def __init__(self, source: Any, known: int | None) -> None:
+        self.source = source
+        self.known = known
+        self._last: tuple[tuple[int, int], Sequence[Any]] | None = None
+
+    def order(self, seed: int, epoch: int) -> Sequence[Any]:
+        """All units of an epoch.
+
+        Raises:
+            ContractError: They are not as many as the sampler says.
+        """
+        if self._last is not None and self._last[0] == (seed, epoch):
+            return self._last[1]
+        order = epoch_order(self.source, seed, epoch)
+        if self.known is not None and len(order) != self.known:
+            raise ContractError(
+                message(
+                    "shard_data: the sampler does not yield what its length says",
+                    found=f"{len(order)} in epoch {epoch}, {self.known} at set-up",
+                    expected="the same number in every epoch",
+                    fix="give the sampler a __len__ that is true, or none",
+                )
+            )
+        self._last = ((seed, epoch), order)
+        return order
+
+    def total(self, seed: int, epoch: int) -> int:
+        """Number of units of an epoch."""
+        return len(self.order(seed, epoch)) if self.known is None else self.known
+
+
+class StepIndices(Sampler[Any]):
+    """Yields the indices of one rank (or, for dispatch, of all in turn), in the order of the epochs.
+
+    Attributes:
+        reading: What an iterator that is made now yields.
+        given: Where it notes what it asked for.
+    """
+
+    def __init__(self, units: Units, plans: Sequence[Plan], *, whole: bool, single: bool) -> None:
+        self.units = units
+        self.plans = tuple(plans)
+        self.whole = whole
+        self.single = single  # batch_size=None: a unit is read alone
+        self.seed = 0
+        self.reading: Sequence[Stretch] = ()
+        self.given: deque[Given] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for
+
+    def _indices(self, stretches: Sequence[Stretch], given: deque[Given]) -> Iterator[Any]:
+        for stretch in stretches:
+            order = self.units.order(self.seed, stretch.epoch)
+            if len(self.plans) == 1 and not self.whole and not self.single:
+                yield from self._plain(order, stretch, given)
+                continue
+            pieces = [plan.pieces(order, stretch.start, stretch.stop) for plan in self.plans]
+            for step in zip(*pieces, strict=True):
+                everyone = sum(self._samples(piece) for piece, _ in step) if len(step) == self.plans[0].size else None
+                for piece, valid in step:
+                    # A rank without a sample reads one, of which no row is used: collating needs something.
+                    units = piece if len(piece) else [order[stretch.start]]
+                    if self.whole:
+                        ids: Sequence[Any] = [index for batch in units for index in batch]
+                        kept = sum(map(len, units[:valid]))
+                    else:
+                        ids, kept = list(units), valid
+                    given.append(Given(stretch.epoch, ids, kept, empty=not len(piece), everyone=everyone))
+                    yield units[0] if self.single else ids
+
+    def _samples(self, units: Sequence[Any]) -> int:
+        return sum(map(len, units)) if self.whole else len(units)
+
+    def _plain(self, order: Sequence[Any], stretch: Stretch, given: deque[Given]) -> Iterator[Any]:
+        """The most frequent case, in as few words as it can be said."""
+        note, epoch, instead = given.append, stretch.epoch, [order[stretch.start]] if stretch.start < len(order) else []
+        for piece, valid in self.plans[0].pieces(order, stretch.start, stretch.stop):
+            if len(piece):
+                note(Given(epoch, piece, valid))
+                yield piece
+            else:
+                note(Given(epoch, instead, 0, empty=True))
+                yield instead
+
+
+def name_samples(error: Exception, given: deque[Given], rank: int) -> None:
+    """Add to an error of the loader what was being read: a worker that dies cannot say it."""
+    if given and "while sample" not in str(error):
+        # A worker may have died over any batch that it was asked for, also one ahead of its turn.
+        asked = given if "exited unexpectedly" in str(error) else [given[0]]
+        at_sample(error, ", ".join(str(one) for batch in asked for one in batch.ids), rank)

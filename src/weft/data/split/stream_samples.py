@@ -1,0 +1,427 @@
+"""Iterable datasets: which samples of a stream a rank, and a worker of it, gets in which step.
+
+[Note: streams] A stream is read by every rank (and every worker) from its beginning, and each keeps its
+pieces, so that order and union are those of one process; what that costs is `DataPlan.reads`. The
+stream is read with random states of its own, a function of (seed, epoch), and sees no worker: ranks and
+workers would disagree about what it holds otherwise. A stream that can begin anywhere (`iter_from`) and
+knows its length is read only where this rank's pieces are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from weft.context import DistContext
+from weft.contract import Stateful
+from weft.data.split.epoch_order import generators_of, tell_epoch
+from weft.data.split.map_samples import Epoch, Given, at_sample
+from weft.data.split.split_plan import Plan
+from weft.errors import ContractError, message
+from weft.rng import mix, seeded
+
+__all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state", "shards_of", "with_own_shards"]
+
+_READ_AHEAD_S = 1e-3  # changing random states costs some 15 us; cheap samples share them
+_END = object()
+
+
+@runtime_checkable
+class SeekableStream(Protocol):
+    """An iterable dataset that can begin anywhere, at no cost: going on in the middle takes no reading.
+
+    With `__len__` as well, each rank reads its own samples only.
+    """
+
+    def iter_from(self, start: int) -> Iterator[Any]:
+        """Yield the samples from number `start` on, those that `__iter__` yields after `start` others."""
+        ...
+
+
+class Step(NamedTuple):
+    """One step as it comes from a worker: the samples, later the batch, of each rank it is read for."""
+
+    parts: list[Any]
+    given: list[Given]
+
+
+class CollateSteps:
+    """Makes batches of the samples of a step, with the user's function."""
+
+    def __init__(self, collate: Callable[[Any], Any], *, single: bool) -> None:
+        self.collate = collate
+        self.single = single
+
+    def __call__(self, step: Step) -> Step:
+        """The same step with batches in it."""
+        collate, single = self.collate, self.single
+        return Step([collate(part[0] if single else part) for part in step.parts], step.given)
+
+
+class StreamSteps(IterableDataset[Step]):
+    """Yields the steps of one epoch of a stream.
+
+    Attributes:
+        dataset: The user's.
+        total: Its length; None if it does not tell.
+        start_state: A state of the stream to go on from; it belongs to where `epoch` says it begins.
+    """
+
+    def __init__(
+        self, dataset: Any, total: int | None, plans: Sequence[Plan], rank: int, epoch: Epoch, seed: int, *, keyed: bool
+    ) -> None:
+        self.dataset = dataset
+        self.total = total
+        self.plans = tuple(plans)
+        self.rank = rank
+        self.epoch = epoch
+        self.seed = seed
+        self.keyed = keyed
+        self.stateful = has_state(dataset)
+        self.begin_state = copy.deepcopy(dataset.state_dict()) if self.stateful else None
+        self.start_state: Any = None
+
+    @property
+    def seekable(self) -> bool:
+        """Whether it can begin anywhere."""
+        return isinstance(self.dataset, SeekableStream)
+
+    @property
+    def selective(self) -> bool:
+        """Whether each rank reads its own samples only."""
+        return self.seekable and self.total is not None
+
+    def __iter__(self) -> Iterator[Step]:
+        worker = torch_worker.get_worker_info()
+        place, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        number, start = self.epoch.get()
+        if worker is not None:
+            tell_epoch(self.dataset, number)
+        if self.selective:
+            return self._selected(number, start, place, stride)
+        reader = _Reader(self, number, start)
+        return _a_while_at_a_time(reader.steps(place, stride), mix(self.seed, number, "order"), self)
+
+    def _selected(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
+        """The steps of a stream in which one can jump, so that it is read like a map-style dataset."""
+        total = self.total or 0
+        order = range(total)
+        if len(self.plans) == 1 and not self.keyed and self.plans[0].uneven != "pad":
+            yield from self._plain(number, start, place, stride)
+            return
+        pieces = [plan.pieces(order, start, total) for plan in self.plans]
+        steps = self.plans[0].num_steps(total - start)
+        samples: Iterator[Any] = iter(())
+        at = -1
+        for index, step in enumerate(zip(*pieces, strict=True)):
+            if index % stride != place:
+                continue
+            parts, given = [], []
+            for piece, valid in step:
+                ids: Sequence[int] = piece if len(piece) else range(start, start + 1)
+                part: list[Any] = []
+                for first, count in _runs(ids):
+                    if first != at:
+                        samples = iter(self.dataset.iter_from(first))
+                    at = first
+                    try:
+                        if self.keyed:
+                            part += self._keyed(samples, first, count, number)
+                        else:
+                            part.extend(itertools.islice(samples, count))
+                    except Exception as error:
+                        at_sample(error, ids[min(len(part), len(ids) - 1)], self.rank)
+                        raise
+                    at += count
+                if len(part) < len(ids):
+                    raise _untrue_length(ids[len(part)], total)
+                parts.append(part)
+                given.append(Given(number, ids, valid, empty=not len(piece), last=index == steps - 1))
+            yield Step(parts, given)
+
+    def _plain(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
+        """The most frequent case, in as few words as it can be said."""
+        plan, total, begin, at = self.plans[0], self.total or 0, self.dataset.iter_from, -1
+        samples: Iterator[Any] = iter(())
+        last, pieces = plan.num_steps(total - start) - 1, plan.pieces(range(total), start, total)
+        for index, (piece, valid) in itertools.islice(enumerate(pieces), place, None, stride):
+            ids: Any = piece or range(start, start + 1)
+            if ids.start != at:
+                samples = iter(begin(ids.start))
+            at = ids.stop
+            given = Given(number, ids, valid, not piece, index == last)
+            yield Step([self._taken(samples, ids, total)], [given])  # held here no longer than until it is given
+
+    def _taken(self, samples: Iterator[Any], ids: Sequence[int], total: int) -> list[Any]:
+        part: list[Any] = []
+        try:
+            part.extend(itertools.islice(samples, len(ids)))
+        except Exception as error:
+            at_sample(error, ids[len(part)], self.rank)
+            raise
+        if len(part) < len(ids):
+            raise _untrue_length(ids[len(part)], total)
+        return part
+
+    def _keyed(self, samples: Iterator[Any], first: int, count: int, number: int) -> list[Any]:
+        found: list[Any] = []
+        for sample in range(first, first + count):
+            with seeded(mix(self.seed, number, sample, "sample")):
+                found.extend(itertools.islice(samples, 1))
+        return found
+
+
+def has_state(dataset: Any) -> bool:
+    """Whether a stream can be put back to where it was by a state of its own, without losing a sample."""
+    if isinstance(dataset, SeekableStream) or not isinstance(dataset, Stateful):
+        return False
+    # A shuffle buffer of `datasets` is no part of its state: what is in it would be lost, so it is read again.
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if "BufferShuffled" in type(part).__name__:
+            return False
+        inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+        parts += [each for each in inner if each is not None]
+    return True
+
+
+def shards_of(dataset: Any) -> int | None:
+    """The number of parts a stream can be split into by itself; None if it cannot."""
+    number = getattr(dataset, "num_shards", None)
+    return number if type(number) is int and callable(getattr(dataset, "shard", None)) else None
+
+
+def with_own_shards(loader: DataLoader[Any], ctx: DistContext) -> DataLoader[Any]:
+    """A copy of a loader over a stream that reads the shards of this rank only.
+
+    Raises:
+        ValueError: There are fewer shards than ranks.
+    """
+    dataset: Any = loader.dataset
+    number = shards_of(dataset)
+    if number is None or number < ctx.data_size:
+        raise ValueError(
+            message(
+                "shard_data: the stream has fewer shards than there are ranks",
+                found=f"{number} shards, {ctx.data_size} ranks",
+                expected="at least one shard for each rank",
+                fix='weft.shard_data(loader, ctx, mode="batches")  # every rank reads all, or "dispatch": rank 0 does',
+            )
+        )
+    new = copy.copy(loader)
+    new.__dict__["dataset"] = dataset.shard(num_shards=ctx.data_size, index=ctx.data_rank)
+    return new
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut indices into runs of consecutive ones: first, and how many."""
+    if isinstance(ids, range):
+        yield ids.start, len(ids)
+        return
+    first = 0
+    for index in range(1, len(ids) + 1):
+        if index == len(ids) or ids[index] != ids[index - 1] + 1:
+            yield ids[first], index - first
+            first = index
+
+
+class _Reader:
+    """Reads all of a stream and keeps the pieces."""
+
+    def __init__(self, owner: StreamSteps, number: int, start: int) -> None:
+        self.owner = owner
+        self.number = number
+        self.start = start
+        self.plan = owner.plans[0]
+        self.begin: list[Any] = []  # the first samples of the epoch, for uneven="pad"
+
+    def steps(self, place: int, stride: int) -> Iterator[Step]:
+        """Every step of the worker number `place` of `stride`."""
+        owner, size, position = self.owner, self.plan.per_step, self.start
+        samples = self._samples()
+        ahead = self._read(samples, 1, position)
+        for index in itertools.count():
+            if not ahead:
+                break
+            chunk = ahead + self._read(samples, size - 1, position + 1)
+            state = copy.deepcopy(owner.dataset.state_dict()) if owner.stateful else None
+            if self.plan.uneven == "pad" and len(self.begin) < size and not self.start:
+                self.begin += chunk[: size - len(self.begin)]
+            ahead = self._read(samples, 1, position + len(chunk)) if len(chunk) == size else []
+            if len(chunk) < size:
+                self.check_end(position + len(chunk), len(chunk))
+                if not self.plan.rest_counts(len(chunk)):
+                    break
+            else:
+                rest_known = bool(ahead)
+                if not rest_known:
+                    self.check_end(position + size, 0)
+            if index % stride == place:
+                yield self._step(chunk, position, state, last=not ahead)
+            position += len(chunk)
+
+    def check_end(self, total: int, rest: int) -> None:
+        """Raise if the stream may not end here."""
+        owner = self.owner
+        if owner.total is not None and total != owner.total:
+            raise _untrue_length(total, owner.total)
+        self.plan.check(rest, f"the stream, {total} samples long,")
+        if total == rest > 0 and not self.plan.rest_counts(rest):
+            warnings.warn(
+                message(
+                    "shard_data: the stream ended before there was a step, a loop over the loader does nothing",
+                    found=f"{total} samples for {self.plan.size} ranks x {self.plan.per_rank}",
+                    expected="enough for one step on every rank",
+                    fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
+                ),
+                stacklevel=2,
+            )
+
+    def _samples(self) -> Iterator[Any]:
+        dataset, owner = self.owner.dataset, self.owner
+        for generator in generators_of(dataset):
+            generator.manual_seed(mix(owner.seed, self.number, "order"))
+        if owner.seekable:
+            begun: Iterator[Any] = iter(dataset.iter_from(self.start))
+            return begun
+        if owner.stateful:
+            dataset.load_state_dict(
+                copy.deepcopy(owner.begin_state if owner.start_state is None else owner.start_state)
+            )
+        samples: Iterator[Any] = iter(dataset)
+        if self.start and owner.start_state is None:
+            self.begin = self._read(samples, min(self.start, self.plan.per_step), 0)
+            left = self.start - len(self.begin)
+            skipped = sum(len(self._read(samples, 1, self.start - left + n)) for n in range(left)) if owner.keyed else 0
+            skipped = skipped or sum(1 for _ in itertools.islice(samples, left))
+            if skipped < left:
+                raise _untrue_length(len(self.begin) + skipped, self.start)
+        return samples
+
+    def _read(self, samples: Iterator[Any], count: int, position: int) -> list[Any]:
+        """The next samples; fewer at the end of the stream."""
+        found: list[Any] = []
+        try:
+            if self.owner.keyed:
+                return self.owner._keyed(samples, position, count, self.number)
+            found.extend(itertools.islice(samples, count))
+        except Exception as error:
+            at_sample(error, position + len(found), self.owner.rank)
+            raise
+        return found
+
+    def _step(self, chunk: list[Any], position: int, state: Any, *, last: bool) -> Step:
+        parts, given = [], []
+        for plan in self.owner.plans:
+            if len(chunk) == plan.per_step:
+                first, count = plan.rank * plan.per_rank, plan.per_rank
+            else:
+                first, count = plan.share(len(chunk))
+            part = chunk[first : first + count]
+            ids: Sequence[int] = range(position + first, position + first + count)
+            if plan.uneven == "pad" and count < plan.per_rank:
+                total = position + len(chunk)
+                begin = self._beginning(total)
+                repeated = [(first + i - len(chunk)) % total for i in range(count, plan.per_rank)]
+                part = part + [begin[i] for i in repeated]
+                ids = [*ids, *repeated]
+            empty = not part
+            parts.append(chunk[:1] if empty else part)
+            everyone = plan.used(len(chunk))
+            given.append(Given(self.number, [position] if empty else ids, count, empty, last, state, everyone))
+        return Step(parts, given)
+
+    def _beginning(self, total: int) -> list[Any]:
+        """The first samples of the epoch; read again by a run that went on in the middle."""
+        if len(self.begin) < min(total, self.plan.per_step):
+            dataset = self.owner.dataset
+            if self.owner.stateful:
+                dataset.load_state_dict(copy.deepcopy(self.owner.begin_state))
+            again = dataset.iter_from(0) if self.owner.seekable else dataset
+            with seeded(mix(self.owner.seed, self.number, "order"), generators_of(dataset)):
+                self.begin = list(itertools.islice(again, self.plan.per_step))
+        return self.begin
+
+
+def _untrue_length(found: int, said: int) -> ContractError:
+    return ContractError(
+        message(
+            "shard_data: the stream does not yield what its length says",
+            found=f"{found} samples, and not {said}",
+            expected="a __len__ that is true in every epoch, or none; the same samples when it is read again",
+            fix="def __len__(self): return ...  # the true number of samples of this epoch",
+        )
+    )
+
+
+def _a_while_at_a_time(steps: Iterator[Step], seed: int, owner: StreamSteps) -> Iterator[Step]:
+    """Run a reader with the random states of the stream, for about a millisecond, and hand out what came."""
+    states = _States(seed)
+    failure: Exception | None = None
+    going = True
+    while going and failure is None:
+        ready: list[Step] = []
+        with states:
+            end = time.perf_counter() + _READ_AHEAD_S
+            try:
+                while True:
+                    step = next(steps, _END)
+                    if not isinstance(step, Step):
+                        going = False
+                        break
+                    ready.append(step)
+                    if time.perf_counter() >= end:
+                        break
+            except Exception as error:  # noqa: BLE001  (raised when its turn comes, after what was read before)
+                failure = error
+        yield from ready
+    if failure is not None:
+        raise failure
+
+
+class _States(contextlib.AbstractContextManager[None]):
+    """Random states of python, numpy and torch that are put in place for a while; and no worker to see."""
+
+    def __init__(self, seed: int) -> None:
+        source = random.Random(seed)  # noqa: S311  (not for secrets)
+        self._python = source.getstate()
+        self._numpy = np.random.MT19937([seed % 2**32, seed >> 32])
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._outside: tuple[Any, Any, torch.Tensor, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = (
+            random.getstate(),
+            _numpy_random().get_bit_generator(),
+            torch.default_generator.get_state(),
+            torch_worker._worker_info,
+        )
+        random.setstate(self._python)
+        _numpy_random().set_bit_generator(self._numpy)
+        torch.default_generator.set_state(self._torch)
+        torch_worker._worker_info = None
+
+    def __exit__(self, *failure: object) -> None:
+        assert self._outside is not None
+        self._python, self._torch = random.getstate(), torch.default_generator.get_state()
+        python, numpy, torch_state, info = self._outside
+        random.setstate(python)
+        _numpy_random().set_bit_generator(numpy)
+        torch.default_generator.set_state(torch_state)
+        torch_worker._worker_info = info
+
+
+def _numpy_random() -> Any:
+    return np.random  # whose stubs lack the two functions

@@ -1,0 +1,127 @@
+"""Data that somebody else split: ranks may have different numbers of batches, and still make the same steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from weft.collectives import broadcast, reduce
+from weft.context import DistContext
+from weft.data.split.map_samples import Given
+from weft.data.split.split_plan import Stretch
+from weft.errors import ContextError, PeerError, listed, message
+from weft.peers.agreement import exchange
+from weft.tensors.nested import without_rows
+
+__all__ = ["Meeting", "uneven_counts"]
+
+Read = Iterator[tuple[Any, Given]]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How ranks come together.
+
+    Attributes:
+        uneven: "error" raises, "drop" ends with the shortest rank, "join" goes on to the longest.
+        counts: Batches per epoch of each rank; None where nobody knows.
+        per_step: Units of a full batch.
+    """
+
+    uneven: Literal["error", "drop", "join"]
+    counts: tuple[int, ...] | None
+    per_step: int
+
+    def steps(self, own: int, done: int) -> int:
+        """Steps that all ranks make, of which so many are done and this rank has so many left."""
+        if self.counts is None or self.uneven == "error":
+            return own
+        return max((min if self.uneven == "drop" else max)(self.counts) - done, 0)
+
+    def batches(self, read: Read, stretch: Stretch, ctx: DistContext) -> Read:
+        """This rank's batches, as many as all ranks make steps."""
+        line = ctx.on(ctx.data_axes)
+        if self.uneven == "error":
+            return read if self.counts is not None else self._checked(read, stretch, line)
+        done = stretch.start // self.per_step
+        if self.counts is not None and self.uneven == "drop":
+            return itertools.islice(read, self.steps(0, done))
+        if self.counts is not None:
+            return self._joined(read, stretch, line, [max(count - done, 0) for count in self.counts])
+        return self._counted(read, stretch, line)
+
+    def _checked(self, read: Read, stretch: Stretch, line: DistContext) -> Read:
+        """Raise on all ranks if one ends before the others; nothing is sent before the end of the epoch."""
+        number = stretch.start // self.per_step
+        for pair in read:
+            number += 1
+            yield pair
+        if line.world.store is None or line.world_size == 1:
+            return
+        try:
+            counts = exchange(line.world, "the end of an epoch", number)
+        except PeerError as error:
+            if "waits in a collective" not in error.text:
+                raise
+            raise _uneven(f"rank {line.rank} ended after {number} batches, while rank {error.rank} goes on") from error
+        if len(set(counts)) > 1:
+            raise uneven_counts(counts)
+
+    def _joined(self, read: Read, stretch: Stretch, line: DistContext, left: Sequence[int]) -> Read:
+        """With numbers known beforehand nothing has to be sent, but to a rank that never had a batch."""
+        source = next((rank for rank, count in enumerate(left) if count), 0)
+        last: Any = None
+        for step in range(max(left)):
+            if step < left[line.rank]:
+                pair = next(read)
+                last = pair
+            if step == 0 and not all(left):
+                last = _shown(last, source, line)
+            yield last if step < left[line.rank] else (last[0], _nothing(stretch, last[1]))
+
+    def _counted(self, read: Read, stretch: Stretch, line: DistContext) -> Read:
+        """One all-reduce of three numbers per step: who goes on, who ends, who needs to see a batch."""
+        last: Any = None
+        while True:
+            pair = next(read, None)
+            last = pair or last
+            has = pair is not None
+            lowest = line.world_size - line.rank if has else 0
+            flags = torch.tensor([has, not has, last is None, lowest], dtype=torch.int64, device=line.device)
+            going, ended, needs, lowest = reduce(flags, line, "max").tolist()
+            if not going or (ended and self.uneven == "drop"):
+                return
+            if needs:
+                last = _shown(last, line.world_size - lowest, line)
+            yield pair if pair is not None else (last[0], _nothing(stretch, last[1]))
+
+
+def _shown(last: Any, source: int, line: DistContext) -> Any:
+    """Give a rank that never had a batch one without rows."""
+    shape: Any = None if line.rank != source else (without_rows(last[0], len(last[1].ids)), [])
+    sent: Any = broadcast(shape, line, source=source)
+    return last if last is not None else (sent[0], Given(0, [], 0))
+
+
+def _nothing(stretch: Stretch, given: Given) -> Given:
+    return Given(stretch.epoch, given.ids, 0, empty=True)
+
+
+def uneven_counts(counts: Sequence[int]) -> ContextError:
+    """The error for ranks with so many batches each."""
+    return _uneven(listed(f"{count} batches on rank {rank}" for rank, count in enumerate(counts)))
+
+
+def _uneven(found: str) -> ContextError:
+    return ContextError(
+        message(
+            "shard_data: the ranks have different numbers of batches",
+            found=found,
+            expected="the same number on every rank, or a choice what to do",
+            fix='weft.shard_data(loader, ctx, already_sharded=True, uneven="join"), or "drop"',
+        )
+    )

@@ -1,0 +1,129 @@
+"""Make one of DeepSpeed's engines around a module and an optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfStages12
+from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, quietly, without_broadcasts
+from weft.engines.deepspeed.optimizer_state import State
+from weft.engines.deepspeed.partition import Order, Partition
+from weft.errors import message
+
+__all__ = ["Order", "check_config", "partition"]
+
+# What DeepSpeed hangs on parameters in stages 1 and 2 and does not need afterwards; a module with them could
+# be neither copied nor pickled.
+_HUNG_ON = (
+    "_hp_mapping", "_dp_group", "_zero_optimizer", "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param",
+    "set_full_hp_grad", "load_hp_checkpoint_state",
+)  # fmt: skip
+
+
+def check_config(config: Mapping[str, Any], group: dist.ProcessGroup, local_rank: int) -> None:
+    """Let DeepSpeed look at a configuration; nothing is made.
+
+    Raises:
+        ValueError: It refuses.
+    """
+    deepspeed()
+    kind = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
+    view = GroupView(group)
+    try:
+        with quietly(local_rank):
+            kind(dict(config), view)
+    except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            message(
+                "zero_partition: DeepSpeed does not take the configuration",
+                found=f"{type(error).__name__}: {error}",
+                expected="keys and values of DeepSpeed",
+                fix="config={...}  # without them",
+            )
+        ) from error
+
+
+def partition(
+    module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, mesh: DeviceMesh | None, order: Order
+) -> Partition:
+    """Make an engine, and hang it under the module and the optimizer."""
+    library = deepspeed()
+    view = GroupView(group)
+    if order.make_real is not None:
+        with quietly(order.local_rank), without_broadcasts():
+            _make_real(module, view, order)
+        order.moved()
+    attributes = Attributes(module)
+    inner, numbers = _twin(optimizer)
+    with quietly(order.local_rank), without_broadcasts():
+        engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(order.config), mpu=view)
+        # It keeps names of modules and parameters for its error texts, and with them the model.
+        importlib.import_module("deepspeed.utils.debug").debug_clear_module_and_param_names()
+    attributes.note()
+    zero = engine.optimizer
+    buffers: Buffers
+    gathering = None
+    if order.stage == 3:
+        buffers = BuffersOfStage3(zero)
+        gathering = library.zero.GatheredParameters
+    else:
+        buffers = BuffersOfStages12(zero)
+        for parameter in module.parameters():
+            for name in set(_HUNG_ON) & set(vars(parameter)):
+                delattr(parameter, name)
+    # Gradients are averaged in backward and not in its step, and around calls there are hooks of ours.
+    engine.enable_backward_allreduce = False
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    state = State(module, buffers, group, mesh, gathering, attributes)
+    return Partition(
+        module,
+        optimizer,
+        engine,
+        buffers,
+        state,
+        order=order,
+        group=group,
+        view=view,
+        options=list(zip(numbers, zero.optimizer.param_groups, strict=True)),
+    )
+
+
+def _make_real(module: nn.Module, view: GroupView, order: Order) -> None:
+    """Make a module on meta real, and cut it, part by part: no rank ever holds more than one part whole."""
+    library = deepspeed()
+    assert order.make_real is not None
+    init = library.zero.Init(config_dict_or_path=dict(order.config), mpu=view, mem_efficient_linear=False)
+    for part in reversed(list(module.modules())):  # inner ones first
+        cut = [p for p in part.parameters(recurse=False) if hasattr(p, "ds_id")]  # tied to one that was cut
+        with library.zero.GatheredParameters(cut, enabled=bool(cut)):
+            order.make_real(part)
+        init._convert_to_zero_parameters(list(part.parameters(recurse=False)))
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[int]]:
+    """An optimizer of the same kind over the trained parameters, for DeepSpeed to step; and which groups it has."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's
+    twin.__dict__.pop("_weft_marks", None)
+    for name, value in optimizer.__dict__.items():
+        if name.endswith("_hooks") and isinstance(value, OrderedDict):
+            twin.__dict__[name] = OrderedDict()
+    twin.state = defaultdict(dict)
+    groups, numbers = [], []
+    for number, entry in enumerate(optimizer.param_groups):
+        trained = [p for p in entry["params"] if p.requires_grad and getattr(p, "ds_numel", p.numel())]
+        if trained:
+            groups.append({**entry, "params": trained})
+            numbers.append(number)
+    twin.param_groups = groups
+    return twin, numbers

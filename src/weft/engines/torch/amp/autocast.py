@@ -1,0 +1,178 @@
+"""Run a module in a chosen precision: casts at its borders, autocast inside, fp16 with a scale.
+
+The scale itself is `loss_scale.py`.
+
+[Note: calls within calls] A listed method may call forward, forward a listed method, and a recursive
+module itself. Gradients are scaled at the borders of the outermost call only. torch does not run
+forward hooks after a KeyboardInterrupt, so a depth > 0 is believed only if such a call is really on
+the stack; otherwise the call was interrupted, and what it left switched on is switched off.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engines.options import CastOptions
+from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.hooks.method_hooks import Hook, Removable, around_methods
+from weft.tensors.nested import map_tensors
+
+__all__ = ["PreciseModule"]
+
+
+class PreciseModule:
+    """The hooks that give a module its precision.
+
+    Attributes:
+        scale: The fp16 scale; None in other precisions.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, options: CastOptions) -> None:
+        self._device_type = device.type
+        self._options = options
+        self._module = weakref.ref(module)
+        self._entered: list[Any] = []
+        self._calls = _Calls()
+        self._removable = Removable()
+        self.scale = LossScale(module, options.scale, device) if options.scale is not None else None
+        # A compiler has to stop here: it makes graphs of their own of a module's hooks, and what such
+        # a graph switches on (autocast) is off again when it ends.
+        self.before = torch.compiler.disable(self.before)  # type: ignore[method-assign]
+        self.after = torch.compiler.disable(self.after)  # type: ignore[method-assign]
+        before = module.register_forward_pre_hook(_Before(self), with_kwargs=True)
+        after = module.register_forward_hook(_After(self), always_call=True)
+        self._removable.add(before.remove)
+        self._removable.add(after.remove)
+        around_methods(module, options.methods, _Around(self), self._removable)
+
+    def undo(self) -> None:
+        """Take the hooks off; parameters keep their dtype."""
+        self._removable.remove()
+
+    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast and mark the inputs, switch autocast on or off."""
+        options = self._options
+        if options.inputs is not None:
+            args = tuple(_cast(value, options.inputs) for value in args)
+            kwargs = {name: _cast(value, options.inputs) for name, value in kwargs.items()}
+        if self.scale is not None:
+            self._forget_interrupted()
+            self._calls.depth += 1
+            if self._calls.depth == 1:
+                args, kwargs = self.scale.at_inputs((args, kwargs))
+        if options.autocast is not None:
+            self._enter(options.autocast)
+        elif options.inputs is not None:
+            # A part that computes in its own dtype, in a module that computes in a lower one.
+            outer = torch.is_autocast_enabled(self._device_type)
+            self._enter(torch.get_autocast_dtype(self._device_type), enabled=False) if outer else self._enter(None)
+        return args, kwargs
+
+    def after(self, output: Any) -> Any:
+        """Switch autocast back, cast and mark the outputs."""
+        outermost = self._calls.depth == 1
+        self.leave()
+        options = self._options
+        if options.outputs is not None:
+            output = _cast(output, options.outputs)
+        if self.scale is not None and outermost:
+            output = self.scale.at_outputs(output)
+        return output
+
+    def leave(self) -> None:
+        """Switch autocast back to what it was before the call."""
+        if self._entered:
+            mode = self._entered.pop()
+            if mode is not None:
+                torch.amp.autocast_mode._exit_autocast(mode)
+        if self.scale is not None and self._calls.depth:
+            self._calls.depth -= 1
+
+    def _enter(self, dtype: torch.dtype | None, *, enabled: bool = True) -> None:
+        mode = None
+        if dtype is not None:
+            cache = torch.is_autocast_cache_enabled() and not self._is_sharded()
+            mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
+        self._entered.append(mode)
+
+    def _is_sharded(self) -> bool:
+        """Whether the parameters are gathered for a moment only.
+
+        Autocast keeps what it has cast until the outermost module has computed: of all units, which are freed
+        one after the other for good reason.
+        """
+        loaded: Any = sys.modules.get("torch.distributed.fsdp")
+        return loaded is not None and isinstance(self._module(), loaded.FSDPModule)
+
+    def _forget_interrupted(self) -> None:
+        while self._calls.depth and not self._is_running():
+            self.leave()
+
+    def _is_running(self) -> bool:
+        """Whether a call of the module, besides the one that begins, is on the stack; see the note."""
+        module, found = self._module(), 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "compile_wrapper":
+                return True  # torch.compile: what runs in it does not show on the stack
+            if code is _FORWARD:
+                found += frame.f_locals.get("self") is module
+            elif code is _METHOD:
+                found += frame.f_locals["self"]._precise is self
+            frame = frame.f_back
+        return found > 1
+
+
+class _Calls(threading.local):
+    """How many calls of one module the running thread is in."""
+
+    depth = 0
+
+
+class _Before(Hook):
+    def __init__(self, precise: PreciseModule) -> None:
+        self._precise = precise
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._precise.before(args, kwargs)
+
+
+class _After(Hook):
+    def __init__(self, precise: PreciseModule) -> None:
+        self._precise = precise
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # Called with None too when forward raised: then only autocast has to be left.
+        return self._precise.after(output)
+
+
+class _Around(Hook):
+    def __init__(self, precise: PreciseModule) -> None:
+        self._precise = precise
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._precise.before(args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            self._precise.leave()
+            raise
+        return self._precise.after(output)
+
+
+_FORWARD = nn.Module._call_impl.__code__
+_METHOD = _Around.__call__.__code__
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of a nested value; integers and complex numbers stay."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)

@@ -1,0 +1,262 @@
+"""Compute what a block computes twice, instead of keeping it between forward and backward.
+
+The work is that of `torch.utils.checkpoint` in its non-reentrant form. It is laid around the block's
+`forward`, inside of all hooks of the block: those of `fully_shard` gather parameters once, and
+precision and reduction do not see the second run. A compiler traces right through it.
+
+[Note: twice] What forward changes besides its result, it changes twice. Running statistics are put
+back after the second run. Other buffers may matter to the result, so that a change of one raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from weft.engines.options import RecomputeOptions
+from weft.engines.torch.hooks.method_hooks import Removable, around_methods, arounds
+from weft.errors import ContractError, listed, message
+
+__all__ = ["Checkpoint", "Recomputed", "already_recomputed", "moves_statistics_twice", "no_cached_casts", "saved_ops"]
+
+# Composite operations, by what they come down to below autograd; those a version of torch lacks are left out.
+_GROUPS = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_attention_math_for_mps",
+    ),
+    "convolution": ("convolution",),
+}
+
+
+class Recomputed:
+    """Blocks that keep their inputs only, and compute the rest again in backward."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> None:
+        self._removable = Removable()
+        settings: dict[str, Any] = {
+            "preserve_rng_state": options.keep_rng,
+            "determinism_check": options.determinism_check,
+            "early_stop": options.early_stop,
+        }
+        if options.save:
+            policy = list(options.save) if isinstance(options.save, tuple) else options.save
+            settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        for name, block in blocks.items():
+            around_methods(block, ["forward"], Checkpoint(name, block, settings), self._removable)
+
+    def undo(self) -> None:
+        """Let the blocks keep their activations again."""
+        self._removable.remove()
+
+
+class Checkpoint:
+    """What is done around the forward of one block."""
+
+    def __init__(self, name: str, block: nn.Module, settings: dict[str, Any]) -> None:
+        self._name = name
+        self._block = weakref.ref(block)
+        self._settings = settings
+
+    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block, and let backward run it again."""
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        # What is compiled has no side effects in its second run, and keeps no Python state.
+        compiling = torch.compiler.is_compiling()
+        once = call if compiling else self._watched(call)
+        # By position, torch looks at all of them: for their device's random state, and for changes in place.
+        count, names = len(args), tuple(kwargs)
+
+        def run(*flat: Any) -> Any:
+            return once(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
+
+        if compiling or "context_fn" not in self._settings:
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
+        with no_cached_casts():
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The first call looks at which buffers change; those after it put them back; see [Note: twice]."""
+        block = self._block()
+        first = True
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            assert block is not None
+            if not first:
+                with _kept(_statistics(block)):
+                    return call(*args, **kwargs)
+            first = False
+            before = _buffers(block)
+            output = call(*args, **kwargs)
+            self._check_unchanged(before, _buffers(block))
+            return output
+
+        return watched
+
+    def _check_unchanged(self, before: dict[str, _Version], after: dict[str, _Version]) -> None:
+        changed = [
+            n for n, (buffer, i) in before.items() if n in after and (after[n][0] is not buffer or after[n][1] != i)
+        ]
+        if changed:
+            raise ContractError(
+                message(
+                    f"recompute: forward of block {self._name!r} changes buffers, and would change them twice",
+                    found=listed(changed),
+                    expected="blocks whose forward changes nothing but running statistics of norms",
+                    fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
+                )
+            )
+
+
+@contextlib.contextmanager
+def no_cached_casts() -> Iterator[None]:
+    """Let autocast cast weights at each use: both runs must do the same operations to pair them up."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _statistics(block: nn.Module) -> list[torch.Tensor]:
+    """Running statistics that a forward in training moves on, and that its result does not depend on."""
+    norms = [part for part in block.modules() if isinstance(part, _NormBase) and part.training]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
+_Version: TypeAlias = tuple[torch.Tensor, int]
+
+
+def _buffers(block: nn.Module) -> dict[str, _Version]:
+    """All other buffers, with the number of changes each has seen."""
+    others = [(name, part) for name, part in block.named_modules() if not isinstance(part, _NormBase)]
+    return {
+        f"{name}.{own}".lstrip("."): (buffer, 0 if buffer.is_inference() else buffer._version)
+        for name, part in others
+        for own, buffer in part.named_buffers(recurse=False)
+    }
+
+
+@contextlib.contextmanager
+def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
+    """Put values back afterwards, also if the run is stopped early."""
+    if not buffers:
+        yield
+        return
+    # Values are what they were, so autograd need not take what it saved of them for changed.
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        values = [buffer.detach().clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(value)
+
+
+def already_recomputed(module: nn.Module) -> list[str]:
+    """Name the parts of `module` that are checkpointed, by us or in another way that leaves a trace."""
+    return [name or "the module itself" for name, part in module.named_modules() if _is_checkpointed(part)]
+
+
+def moves_statistics_twice(module: nn.Module) -> bool:
+    """Whether norms with running statistics are in blocks that are run twice by `Recomputed`."""
+    blocks = [part for part in module.modules() if any(isinstance(one, Checkpoint) for one in arounds(part, "forward"))]
+    norms = [part for block in blocks for part in block.modules() if isinstance(part, _NormBase)]
+    return any(True for norm in norms for _ in norm.buffers(recurse=False))
+
+
+def _is_checkpointed(part: nn.Module) -> bool:
+    from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415  (costs 3 ms)
+
+    return (
+        any(isinstance(around, Checkpoint) for around in arounds(part, "forward"))
+        # torch.distributed._composable.checkpoint, checkpoint_wrapper, and the switch of transformers
+        or "checkpoint" in (_get_registry(part) or ())
+        or any(cls.__name__ == "CheckpointWrapper" for cls in type(part).__mro__)
+        or getattr(part, "gradient_checkpointing", False) is True
+    )
+
+
+def saved_ops(save: Any) -> tuple[Any, ...]:
+    """Resolve operations to save to those that are seen when a block runs.
+
+    Raises:
+        ValueError: An unknown name, or an operation that is taken apart before it runs.
+        TypeError: Neither a name nor an operation.
+    """
+    found: dict[Any, None] = {}
+    for op in save:
+        found.update(dict.fromkeys(_resolve(op)))
+    return tuple(found)
+
+
+def _resolve(op: Any) -> list[Any]:
+    if isinstance(op, str):
+        if op in _GROUPS:
+            return [o for name in _GROUPS[op] if hasattr(torch.ops.aten, name) for o in _resolve(f"aten.{name}")]
+        return _resolve(_named(op))
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads = [getattr(op, name) for name in op.overloads()]
+        overloads = [o for o in overloads if torch._C._dispatch_has_kernel(o.name())]  # others are for TorchScript
+        # Those that write into a given tensor have no gradient.
+        usable = [o for o in overloads if "out" not in o._overloadname.split("_") and not _is_composite(o)]
+        return usable or _resolve(overloads[0])
+    if isinstance(op, torch._ops.OpOverload):
+        if _is_composite(op):
+            raise ValueError(
+                message(
+                    f"recompute: {op} cannot be saved",
+                    found="an operation that torch takes apart into others before they run",
+                    expected=f"those others, or one of {', '.join(map(repr, _GROUPS))}",
+                    fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
+                )
+            )
+        return [op]
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return [op]
+    raise TypeError(
+        message(
+            f"recompute: save = {op!r} is no operation",
+            found=type(op).__name__,
+            expected="names, torch.ops.<library>.<name>, or one function (ctx, op, *args, **kwargs) for all",
+            fix='weft.recompute(model, ctx, blocks=..., save=["matmul", torch.ops.aten.gelu])',
+        )
+    )
+
+
+def _is_composite(op: Any) -> bool:
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def _named(name: str) -> Any:
+    value: Any = torch.ops
+    for part in name.split(".") if "." in name else ("aten", name):
+        value = getattr(value, part, None)
+    kinds = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    if isinstance(value, kinds):
+        return value
+    raise ValueError(
+        message(
+            f"recompute: save = {name!r} is no operation of torch",
+            found=repr(name),
+            expected=f"one of {', '.join(map(repr, _GROUPS))}, or a name below torch.ops such as 'aten.gelu'",
+            fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
+        )
+    )

@@ -1,0 +1,123 @@
+"""Compile the forward of modules in place, inside of all their hooks.
+
+[Note: inside of hooks] `nn.Module.compile` compiles a call together with the module's hooks. Those of
+precision, reduction and FSDP2 do what a compiler cannot look at: the graph would break at each. So
+here `forward` is compiled, and hooks run as they always do, around it. The gradient that a hook sees
+is the same, and one graph is enough under any of them.
+
+[Note: one code per class] The compiler remembers what it compiled per code object, up to a limit
+(8 by default). Each class gets a code object of its own here: its instances share what was compiled,
+and other classes, or other calls of `compiled`, do not use up the limit.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engines.options import CompileOptions
+from weft.engines.torch.compute.activation_checkpoint import already_recomputed, moves_statistics_twice, no_cached_casts
+from weft.engines.torch.hooks.method_hooks import Removable, around_methods, arounds
+from weft.errors import listed, message
+
+__all__ = ["Compiled", "already_compiled", "check_backend"]
+
+
+class Compiled:
+    """Modules whose forward is compiled when it is called first."""
+
+    def __init__(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> None:
+        self._removable = Removable()
+        codes: dict[type[nn.Module], types.CodeType] = {}
+        settings: dict[str, Any] = {"backend": options.backend, "fullgraph": options.fullgraph}
+        settings |= {"dynamic": options.dynamic, "mode": options.mode}
+        settings |= {"options": None if options.options is None else dict(options.options)}
+        for part in parts.values():
+            settings["backend"] = _backend(part, options.backend)
+            code = codes.setdefault(type(part), _new_code(type(part)))
+            compiled = torch.compile(_with_code(part.forward, code), **settings)
+            once = not already_recomputed(part)
+            around_methods(part, ["forward"], _Compiled(compiled if once else _steady(compiled)), self._removable)
+
+    def undo(self) -> None:
+        """Let the modules run uncompiled."""
+        self._removable.remove()
+
+
+def _backend(part: nn.Module, wanted: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    """The wanted backend; or, for "eager" if running statistics are in a graph that runs twice, "aot_eager".
+
+    "eager" runs the second time with all its side effects, and statistics are arguments of the graph there.
+    """
+    return "aot_eager" if wanted == "eager" and moves_statistics_twice(part) else wanted
+
+
+class _Compiled:
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self._compiled = compiled
+
+    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._compiled(*args, **kwargs)
+
+
+def _steady(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """For a part that is computed twice: a weight that autocast has cast for an earlier call is cast again."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with no_cached_casts():
+            return compiled(*args, **kwargs)
+
+    return forward
+
+
+def _calling(call: Callable[..., Any]) -> types.FunctionType:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    assert isinstance(forward, types.FunctionType)
+    return forward
+
+
+def _new_code(cls: type[nn.Module]) -> types.CodeType:
+    return _calling(cls).__code__.replace(co_name=f"forward_of_{cls.__name__}")
+
+
+def _with_code(call: Callable[..., Any], code: types.CodeType) -> Callable[..., Any]:
+    """A function that calls `call`, with a given code object; see [Note: one code per class]."""
+    forward = _calling(call)
+    return types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
+
+
+def already_compiled(module: nn.Module) -> list[str]:
+    """Name the parts of `module` that are compiled, by us or by torch."""
+    return [name or "the module itself" for name, part in module.named_modules() if _is_compiled(part)]
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return (
+        any(isinstance(around, _Compiled) for around in arounds(part, "forward"))
+        or part._compiled_call_impl is not None
+        or isinstance(part, torch._dynamo.OptimizedModule)
+    )
+
+
+def check_backend(backend: str) -> None:
+    """Raise if there is no compiler of this name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(
+            message(
+                f"compiled: backend = {backend!r} is unknown",
+                found=repr(backend),
+                expected=f"one of {listed(known)}, or a function",
+                fix='weft.compile(model, ctx, backend="inductor")',
+            )
+        )

@@ -1,0 +1,99 @@
+"""Gradients in buckets: torch's DDP reducer, used directly.
+
+Source: `torch.distributed.Reducer` (torch/csrc/distributed/c10d/reducer.cpp), Li et al., "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engines.torch.ddp.pairwise import as_real
+
+__all__ = ["Buckets", "sparse_gradients"]
+
+
+class Buckets:
+    """Averages gradients bucket by bucket, while backward still runs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int,
+        find_unused: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._needs_rebuild = True
+        by_name = sparse_gradients(module)
+        sparse = [name in by_name for name in names]
+        limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
+        buckets, sizes = dist._compute_bucket_assignment_by_size(list(parameters), limits, sparse)
+        self._reducer = dist.Reducer(
+            list(parameters),
+            list(reversed(buckets)),  # gradients come last layer first
+            list(reversed(sizes)),
+            group,
+            sparse,
+            bucket_bytes,
+            find_unused,
+            True,  # noqa: FBT003  (gradients are views of the buckets: one copy less)
+            dict(enumerate(names)),
+            limits[0],
+        )
+        if dtype is not None:
+            dist._register_comm_hook(self._reducer, group, _in_dtype(dtype))
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    def begin(self, outputs: list[torch.Tensor]) -> None:
+        """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""
+        self._reducer.prepare_for_backward(outputs)
+
+    def end(self, got: bytearray) -> None:
+        """Check that all buckets have travelled; once, reorder them as the gradients really came."""
+        self._reducer._check_reducer_finalized()
+        if self._needs_rebuild:
+            self._needs_rebuild = not self._reducer._rebuild_buckets()
+
+    def undo(self) -> None:
+        """Nothing to undo: the parameters were not touched."""
+
+
+def sparse_gradients(module: nn.Module) -> list[str]:
+    """Names of the trained parameters of `module` whose gradients are sparse tensors."""
+    sparse = {
+        id(child.weight)
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    }
+    return [name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad]
+
+
+def _in_dtype(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+    """A communication hook that rounds a bucket to `dtype`, averages it, and widens it again."""
+
+    def reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer()
+        buffer = as_real(whole)  # rounding a complex number itself would lose its imaginary part
+        small = (buffer / dist.get_world_size(group)).to(dtype)
+        work = dist.all_reduce(small, group=group, async_op=True)
+        assert work is not None
+
+        def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            buffer.copy_(done.value()[0])
+            return whole
+
+        widened: torch.futures.Future[torch.Tensor] = work.get_future().then(widen)
+        return widened
+
+    return reduce

@@ -1,0 +1,186 @@
+"""Batch normalisation over the batch of all ranks, on every device.
+
+torch's own `SyncBatchNorm` refuses CPU tensors; its kernels are used where they exist. Same
+formula: Ioffe and Szegedy, "Batch Normalization", 2015, with sums taken over the ranks.
+Shapes: x [N, C, ...]; statistics [C].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm as _NativeSyncBatchNorm
+
+from weft.engines.torch.hooks.method_hooks import Removable
+from weft.errors import message
+
+__all__ = ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "synchronize_batch_norms"]
+
+
+class _Ranks:
+    """The group of a module; a copy of the module has none and normalises alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def release(self) -> None:
+        self.group = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
+        return _Ranks(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Ranks, (None,)
+
+
+class _OverRanks(nn.modules.batchnorm._BatchNorm):
+    """Mixed in before one of torch's batch norms."""
+
+    weft_ranks: _Ranks
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        group = self.weft_ranks.group
+        if not self.training or group is None:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        factor = self.momentum
+        running_mean = running_var = None
+        if self.track_running_stats:
+            assert self.num_batches_tracked is not None
+            running_mean, running_var = self.running_mean, self.running_var
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # a cumulative mean instead of an exponential one
+                factor = 1.0 / float(self.num_batches_tracked)
+        arguments = (input, self.weight, self.bias, running_mean, running_var, self.eps, factor or 0.0, group)
+        if input.is_cpu:
+            output: torch.Tensor = _BatchNormOverRanks.apply(*arguments)  # type: ignore[no-untyped-call]
+        else:
+            output = _NativeSyncBatchNorm.apply(*arguments, dist.get_world_size(group))
+        return output
+
+
+class SyncBatchNorm1d(_OverRanks, nn.BatchNorm1d):
+    """`BatchNorm1d` over all ranks."""
+
+
+class SyncBatchNorm2d(_OverRanks, nn.BatchNorm2d):
+    """`BatchNorm2d` over all ranks."""
+
+
+class SyncBatchNorm3d(_OverRanks, nn.BatchNorm3d):
+    """`BatchNorm3d` over all ranks."""
+
+
+_TWINS: dict[type[nn.Module], type[_OverRanks]] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
+}
+
+
+class Synchronized:
+    """The batch norms of a module that were changed, and the way back."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._removable = Removable()
+        self._ranks = _Ranks(group)
+        for child in module.modules():
+            plain = _plain_class(child)
+            if plain is not None:
+                child.__dict__["weft_ranks"] = self._ranks
+                self._removable.add(_back(child, plain))
+                child.__class__ = _TWINS[plain]
+
+    def undo(self) -> None:
+        """Give every batch norm its class back."""
+        self._removable.remove()
+
+    def release(self) -> None:
+        """Let the process group go; batch norms normalise alone from now on."""
+        self._ranks.release()
+
+
+def synchronize_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> Synchronized:
+    """Make every batch norm of `module` compute its statistics over the ranks of `group`."""
+    return Synchronized(module, group)
+
+
+def _plain_class(child: nn.Module) -> type[nn.Module] | None:
+    """The class of a batch norm to synchronize; of a copy of a synchronized one, its class before."""
+    kind = type(child)
+    if isinstance(child, _OverRanks):
+        alone = child.weft_ranks.group is None
+        return next(plain for plain, twin in _TWINS.items() if twin is kind) if alone else None
+    return kind if kind in _TWINS else None
+
+
+def _back(child: nn.Module, old: type[nn.Module]) -> Any:
+    def undo() -> None:
+        child.__class__ = old
+        del child.__dict__["weft_ranks"]
+
+    return undo
+
+
+class _BatchNormOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        eps: float,
+        factor: float,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        # The mean first, then the squares around it: as accurate as one process, for one more message.
+        first = torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])])
+        dist.all_reduce(first, group=group)
+        count = first[-1]
+        if count <= 1:
+            raise ValueError(
+                message(
+                    "sync_batch_norm: a single value has no variance",
+                    found=f"{int(count)} value per channel over all ranks, {tuple(x.shape)} on this one",
+                    expected="more than 1 value per channel when training",
+                    fix="a larger batch, or model.eval()",
+                )
+            )
+        mean = first[:-1] / count
+        centred = x - mean.view(shape)
+        squares = (centred * centred).sum(dims)
+        dist.all_reduce(squares, group=group)
+        var = squares / count
+        scale = torch.rsqrt(var + eps)
+        normal = centred * scale.view(shape)
+        if running_mean is not None and running_var is not None:
+            running_mean.mul_(1 - factor).add_(mean, alpha=factor)
+            running_var.mul_(1 - factor).add_(var * (count / (count - 1)), alpha=factor)
+        ctx.save_for_backward(normal, weight, scale, count)
+        ctx.dims, ctx.shape, ctx.group = dims, shape, group
+        output = normal if weight is None else normal * weight.view(shape)
+        return output if bias is None else output + bias.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        normal, weight, scale, count = ctx.saved_tensors
+        by_weight = (gradient * normal).sum(ctx.dims)
+        by_bias = gradient.sum(ctx.dims)
+        sums = torch.stack([by_weight, by_bias])
+        dist.all_reduce(sums, group=ctx.group)
+        means = sums / count
+        inner = gradient - means[1].view(ctx.shape) - normal * means[0].view(ctx.shape)
+        factor = scale if weight is None else scale * weight
+        return (
+            inner * factor.view(ctx.shape),
+            None if weight is None else by_weight,
+            by_bias if ctx.needs_input_grad[2] else None,
+            *[None] * 5,
+        )

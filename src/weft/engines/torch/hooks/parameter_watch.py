@@ -1,0 +1,88 @@
+"""Notice that a module has other parameters than a strategy was applied to, or trains others of them.
+
+Looked at once per step. In the common case nothing changed, and that is seen in one pass over the modules' own
+dictionaries, without names.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from weft.errors import ContractError, listed, message
+
+__all__ = ["ParameterWatch"]
+
+
+class ParameterWatch:
+    """The parameters of a module as they were when they were last looked at.
+
+    Attributes:
+        trained: The parameters with `requires_grad`, by name.
+    """
+
+    def __init__(
+        self, what: str, module: nn.Module, *, stands_in: Callable[[nn.Parameter], bool] | None = None
+    ) -> None:
+        """Look at a module.
+
+        Args:
+            what: Name of the strategy, for errors.
+            module: Is not kept alive; its parts and parameters are.
+            stands_in: Whether a parameter stands in for one of them while the module computes.
+        """
+        self._what = what
+        self._class_name = type(module).__name__
+        self._stands_in = stands_in
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Take the parameters as they are."""
+        parts = list(module.modules())
+        self._children: list[dict[str, Any]] = [part._modules for part in parts]
+        self._slots: list[dict[str, Any]] = [part._parameters for part in parts]
+        self._parts = list(chain.from_iterable(map(dict.values, self._children)))
+        self._held = list(chain.from_iterable(map(dict.values, self._slots)))
+        named = dict(module.named_parameters())
+        self.trained = {name: p for name, p in named.items() if p.requires_grad}
+        self._parameters = list(named.values())
+        self._flags = [p.requires_grad for p in self._parameters]
+
+    def changed_flags(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since."""
+        return [p.requires_grad for p in self._parameters] != self._flags
+
+    def check_same(self, module: nn.Module) -> None:
+        """Raise if the module has parameters that it had not.
+
+        Raises:
+            ContractError: A layer or a parameter was added, or put in place of another.
+        """
+        parts = list(chain.from_iterable(map(dict.values, self._children)))
+        held = list(chain.from_iterable(map(dict.values, self._slots)))
+        if _same(parts, self._parts) and _same(held, self._held):
+            return
+        known = set(map(id, self._parameters))
+        others = [(name, p) for name, p in module.named_parameters() if id(p) not in known]
+        new = [name for name, p in others if self._stands_in is None or not self._stands_in(p)]
+        if not others:
+            self.look(module)  # a part was taken away, or moved to another place
+        if not new:
+            return
+        raise ContractError(
+            message(
+                f"{self._what}: {self._class_name} has parameters that it had not when {self._what} was applied",
+                found=f"{listed(new)}; their gradients would not be averaged",
+                expected=f"all layers in the module before {self._what}",
+                fix=f"model, ctx = weft.undo(model, ctx); model.{new[0].partition('.')[0]} = ...; "
+                f"model, ctx = weft.{self._what}(model, ctx)",
+            )
+        )
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))

@@ -1,0 +1,355 @@
+"""Step on what this rank holds of each parameter, as plain tensors.
+
+Of a whole parameter these are its rows; then the others' are gathered (ZeRO stage 1). Of a sharded
+parameter it is the shard, and nothing is sent: torch lacks some operations of its optimizers for
+DTensors, and takes longer for the others.
+
+Between steps everything looks as always: the optimizer's groups hold the module's parameters. Its
+state holds DTensors, cut as sharded parameters are and else along the first dimension, so that
+`state_dict` needs no communication and can be loaded at any number of ranks. For optimizers whose
+update of an element depends on that element alone; see `WholeStep` for the others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.engines.torch.ddp.pairwise import PairGather, as_real
+from weft.engines.torch.optim.rebind import like
+from weft.errors import ContractError, listed, message
+from weft.tensors.dtensor import local
+
+__all__ = ["PartitionedStep"]
+
+_BUCKET_BYTES = 25 * 2**20
+_LARGE_BYTES = 2**17
+_KEPT_BYTES = 2**20  # messages of small parameters, kept from step to step
+
+
+class _Part:
+    """What this rank updates of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.values = nn.Parameter(values, parameter.requires_grad)  # the same memory
+        self.place = 0
+        self.state: dict[str, Any] = {}
+        self._shown: dict[str, tuple[Any, Any]] = {}
+
+    def follow(self) -> None:
+        """Take this rank's part as it is now: somebody may have given the parameter other memory."""
+        raise NotImplementedError
+
+    def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the state as others see it."""
+        raise NotImplementedError
+
+    def hidden(self, value: Any) -> Any:
+        """State as the step sees it: this rank's part."""
+        raise NotImplementedError
+
+    def shown(self) -> dict[str, Any]:
+        """The state as others see it; optimizers update it in place, so a DTensor is made once."""
+        for key, value in self.state.items():
+            if key not in self._shown or self._shown[key][0] is not value:
+                cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == self.values.shape
+                self._shown[key] = (value, self.as_dtensor(value) if cut else value)
+        return {key: self._shown[key][1] for key in self.state}
+
+
+class _Shard(_Part):
+    """The shard of one parameter that is a DTensor."""
+
+    def __init__(self, parameter: DTensor) -> None:
+        self._sharded = parameter
+        super().__init__(cast("nn.Parameter", parameter), local(parameter).detach())
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        values = local(self.parameter)
+        if self.place != values.data_ptr():
+            self.values.data = values
+            self.place = values.data_ptr()
+        gradient = self.parameter.grad
+        self.values.grad = None if gradient is None else local(gradient)
+
+    def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
+        whole = self._sharded
+        return DTensor.from_local(
+            value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def hidden(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self._sharded.shape:
+            return value
+        alike = isinstance(value, DTensor) and value.placements == self._sharded.placements
+        return local(value if alike else like(value, self.parameter))
+
+
+class _Rows(_Part):
+    """The rows of one whole parameter."""
+
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        size, rank = mesh.size(), mesh.get_local_rank()
+        total = parameter.shape[0]
+        self.per_rank = -(-total // size)  # as torch.chunk and FSDP2 cut
+        start = min(rank * self.per_rank, total)
+        self._start, self._count = start, min(start + self.per_rank, total) - start
+        super().__init__(parameter, self.mine(parameter.data))
+        self.nbytes = parameter.numel() * parameter.element_size()
+        # Whether all ranks hold as many rows, enough of them to be sent without packing.
+        self.is_large = total == self.per_rank * size and parameter.is_contiguous() and self.nbytes >= _LARGE_BYTES
+        self.place = parameter.data_ptr()
+        self._gradient: tuple[int, torch.Tensor] | None = None
+        self._exchange: tuple[int, PairGather] | None = None
+
+    def mine(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor of the parameter's shape, in the same memory."""
+        return tensor.narrow(0, self._start, self._count)
+
+    def follow(self) -> None:
+        if self.place != self.parameter.data_ptr():
+            self.values.data = self.mine(self.parameter.data)
+            self.place = self.parameter.data_ptr()
+        gradient = self.parameter.grad
+        if gradient is None:
+            self.values.grad = None
+        elif self._gradient is not None and self._gradient[0] == gradient.data_ptr():
+            self.values.grad = self._gradient[1]
+        else:
+            self.values.grad = self.mine(gradient)
+            # A view of a bucket comes back step after step; anything else is to be freed.
+            self._gradient = (gradient.data_ptr(), self.values.grad) if gradient._is_view() else None
+
+    def exchange(self, group: dist.ProcessGroup) -> PairGather:
+        """Fills the other ranks' rows in place, where `is_large`."""
+        if self._exchange is None or self._exchange[0] != self.place:
+            self._exchange = (self.place, PairGather(group, as_real(self.parameter.data.view(-1))))
+        return self._exchange[1]
+
+    def forget_group(self) -> None:
+        """Let the process group go."""
+        self._exchange = None
+
+    def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
+        whole = self.parameter
+        return DTensor.from_local(
+            value, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def hidden(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self.parameter.shape:
+            return value
+        if isinstance(value, DTensor):
+            value = value.full_tensor() if value.placements != (Shard(0),) else value.to_local()
+            return self.mine(value).clone() if value.shape != self.values.shape else value
+        return self.mine(value).clone()
+
+
+class PartitionedStep:
+    """The hooks on one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> None:
+        """Hang it on.
+
+        Args:
+            optimizer: Over plain or sharded parameters.
+            mesh: The rows of plain parameters are shared out over it; None: each rank steps on all of them.
+        """
+        self._mesh = mesh
+        self._group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
+        self._parts = [[_part(p, mesh) for p in entry["params"]] for entry in optimizer.param_groups]
+        self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
+        self._plain: list[list[torch.Tensor]] | None = None
+        self._kept: tuple[list[int], _Message] | None = None
+        self._take_state(optimizer)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_load_state_dict_post_hook(self._take_state),
+        ]
+        self._optimizer = weakref.ref(optimizer)
+
+    def release(self) -> None:
+        """Let the process group go."""
+        self._group = None
+        self._kept = None
+        for part in self._all():
+            if isinstance(part, _Rows):
+                part.forget_group()
+
+    def undo(self) -> None:
+        """Take the hooks off and make the state of plain parameters whole: one all-gather per tensor of it."""
+        for handle in self._handles:
+            handle.remove()
+        optimizer = self._optimizer()
+        for part in self._all():
+            state = {} if optimizer is None or isinstance(part, _Shard) else optimizer.state.get(part.parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = like(value, part.parameter)
+        self._parts = []
+        self.release()
+
+    def _all(self) -> Iterator[_Part]:
+        for group in self._parts:
+            yield from (part for part in group if part is not None)
+
+    def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut whole state into this rank's parts, and show it cut."""
+        for part in self._all():
+            state = optimizer.state.get(part.parameter)
+            if state:
+                part.state = {key: part.hidden(value) for key, value in state.items()}
+                optimizer.state[part.parameter] = part.shown()
+            else:
+                part.state = {}
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._plain is not None:
+            self._put_back(optimizer)  # the last step raised
+        positional = len(args) > 1  # args[0] is the optimizer itself
+        closure = args[1] if positional else kwargs.get("closure")
+        if not callable(closure):
+            self._exchange(optimizer)
+            return None
+
+        def exchanged() -> Any:
+            loss = closure()  # sees the parameters whole
+            self._exchange(optimizer)
+            return loss
+
+        return ((args[0], exchanged, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": exchanged})
+
+    def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer hold this rank's parts."""
+        self._check_groups(optimizer)
+        for part in self._all():
+            part.follow()
+            optimizer.state.pop(part.parameter, None)
+            if part.state:
+                optimizer.state[part.values] = part.state
+        self._plain = [entry["params"] for entry in optimizer.param_groups]
+        for entry, group in zip(optimizer.param_groups, self._parts, strict=True):
+            entry["params"] = [
+                p if part is None else part.values for p, part in zip(entry["params"], group, strict=True)
+            ]
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stepped = self._put_back(optimizer)
+        self._gather([part for part in stepped if isinstance(part, _Rows)])
+        # The parameters changed without torch noticing: their version is what tells others.
+        torch.autograd.graph.increment_version([part.parameter for part in stepped])
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[_Part]:
+        """Let the optimizer hold whole parameters again; returns what was stepped."""
+        assert self._plain is not None
+        for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
+            entry["params"] = plain
+        self._plain = None
+        stepped = []
+        for part in self._all():
+            state = optimizer.state.pop(part.values, None)
+            if state:
+                part.state = state
+            if part.state:
+                optimizer.state[part.parameter] = part.shown()
+            if part.values.grad is not None:
+                stepped.append(part)
+                part.values.grad = None
+        return stepped
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer holds other parameters than it did."""
+        now = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
+        if now != self._held:
+            raise ContractError(
+                message(
+                    "zero_partition: the optimizer got other parameters after it was partitioned",
+                    found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
+                    f"before {len(self._held)} of {listed(map(len, self._held))}, or other ones",
+                    expected="add_param_group before zero_partition",
+                    fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
+                )
+            )
+
+    def _gather(self, stepped: list[_Rows]) -> None:
+        if not stepped:
+            return
+        assert self._group is not None
+        assert self._mesh is not None
+        PairGather.run([rows.exchange(self._group) for rows in stepped if rows.is_large])
+        small = [rows for rows in stepped if not rows.is_large]
+        places = [rows.place for rows in small]
+        if self._kept is not None and self._kept[0] == places:
+            self._kept[1].gather()
+            return
+        self._kept = None
+        buckets = _cut(small)
+        for bucket in buckets:
+            sent = _Message(bucket, self._mesh, self._group)
+            sent.gather()
+            if len(buckets) == 1 and sum(rows.nbytes for rows in bucket) <= _KEPT_BYTES:
+                self._kept = (places, sent)
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh | None) -> _Part | None:
+    if isinstance(parameter, DTensor):
+        return _Shard(parameter)
+    return None if mesh is None or not parameter.dim() else _Rows(parameter, mesh)
+
+
+def _cut(small: list[_Rows]) -> list[list[_Rows]]:
+    """Cut parameters into buckets of one dtype and a limited size, in their order."""
+    buckets: list[list[_Rows]] = []
+    filled = 0
+    for rows in small:
+        if not buckets or filled > _BUCKET_BYTES or buckets[-1][0].parameter.dtype != rows.parameter.dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(rows)
+        filled += rows.nbytes
+    return buckets
+
+
+class _Message:
+    """One all-gather for the rows of several parameters: what is sent, and where it belongs."""
+
+    def __init__(self, bucket: list[_Rows], mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+        size, rank = mesh.size(), mesh.get_local_rank()
+        wholes = [rows.parameter.data for rows in bucket]
+        widths = [
+            rows.per_rank * (whole.numel() // max(whole.shape[0], 1))
+            for rows, whole in zip(bucket, wholes, strict=True)
+        ]
+        everyone = wholes[0].new_zeros(size * sum(widths))
+        self._exchange = PairGather(group, as_real(everyone))
+        self._mine = [rows.values.data for rows in bucket]
+        self._sent_parts = [
+            part[: mine.numel()].view(mine.shape)
+            for mine, part in zip(self._mine, everyone.view(size, -1)[rank].split(widths), strict=True)
+        ]
+        self._theirs: list[torch.Tensor] = []
+        self._received: list[torch.Tensor] = []
+        for rows, whole, parts in zip(bucket, wholes, everyone.view(size, -1).split(widths, dim=1), strict=True):
+            for sender, theirs in enumerate(whole.split(rows.per_rank)):
+                if sender != rank:
+                    self._theirs.append(theirs)
+                    self._received.append(parts[sender, : theirs.numel()].view(theirs.shape))
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Send this rank's rows, and write the others' into the parameters."""
+        torch._foreach_copy_(self._sent_parts, self._mine)
+        PairGather.run([self._exchange])
+        if self._theirs:  # none, where this rank holds all rows that there are
+            torch._foreach_copy_(self._theirs, self._received)

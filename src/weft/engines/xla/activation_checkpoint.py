@@ -1,0 +1,88 @@
+"""Compute what a block computes twice on XLA.
+
+The work is that of `torch_xla.utils.checkpoint`: it puts a barrier between both runs, without which the compiler
+would find that they are the same and keep the activations after all. It is of the reentrant kind, which sees
+tensors only that are arguments or results themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engines.options import RecomputeOptions
+from weft.engines.torch.compute.activation_checkpoint import Checkpoint, no_cached_casts
+from weft.engines.torch.hooks.method_hooks import Removable, around_methods
+from weft.errors import ContractError, message
+from weft.tensors.nested import tensors
+
+__all__ = ["RecomputedOnXla"]
+
+
+class RecomputedOnXla:
+    """Blocks that keep their inputs only, and compute the rest again in backward."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> None:
+        if options.save:
+            raise ValueError(
+                message(
+                    "recompute: save cannot be used on xla",
+                    found="operations whose results are to be kept",
+                    expected="whole blocks that are computed again: torch-xla knows no other way",
+                    fix="weft.recompute(model, ctx, blocks=...)  # smaller blocks keep more",
+                )
+            )
+        self._removable = Removable()
+        for name, block in blocks.items():
+            around = _CheckpointOnXla(name, block, {"preserve_rng_state": options.keep_rng})
+            around_methods(block, ["forward"], around, self._removable)
+
+    def undo(self) -> None:
+        """Let the blocks keep their activations again."""
+        self._removable.remove()
+
+
+class _CheckpointOnXla(Checkpoint):
+    """What is done around the forward of one block."""
+
+    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block = self._block()
+        assert block is not None
+        given = (*args, *kwargs.values())
+        trained = [p for p in block.parameters() if p.requires_grad]
+        wanted = trained or any(t.requires_grad for value in given for t in tensors(value))
+        if not (torch.is_grad_enabled() and wanted):
+            return call(*args, **kwargs)
+        self._check_flat("takes", [v for v in given if not isinstance(v, torch.Tensor)], only_with_gradient=True)
+        once, count, names = self._watched(call), len(args), tuple(kwargs)
+
+        def run(_: torch.Tensor, *flat: Any) -> Any:
+            output = once(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
+            parts = output if isinstance(output, tuple) else (output,)
+            self._check_flat("returns", [part for part in parts if not isinstance(part, torch.Tensor)])
+            return output
+
+        # The graph goes through the block only if one of its arguments wants a gradient.
+        device = trained[0].device if trained else next(t for value in given for t in tensors(value)).device
+        entry = torch.zeros((), device=device, requires_grad=True)
+        checkpoint: Any = importlib.import_module("torch_xla.utils.checkpoint").checkpoint
+        # A cast of a weight that the first run, without gradients, has cached would be used outside of the block too.
+        with no_cached_casts():
+            return checkpoint(run, entry, *given, **self._settings)
+
+    def _check_flat(self, verb: str, others: list[Any], *, only_with_gradient: bool = False) -> None:
+        """Raise if tensors are hidden in other values: they would get no gradient, in silence."""
+        hidden = [v for v in others if any(t.requires_grad or not only_with_gradient for t in tensors(v))]
+        if hidden:
+            raise ContractError(
+                message(
+                    f"recompute: block {self._name!r} {verb} tensors inside of other values",
+                    found=type(hidden[0]).__name__,
+                    expected="tensors as arguments, and a tensor or a tuple of tensors as the result, on xla",
+                    fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
+                )
+            )

@@ -1,0 +1,144 @@
+"""The launcher proper: torch's agent, which starts the ranks, watches them and starts them again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.launcher.api import elastic_launch
+
+from weft.launching.failures import PREEMPTED_TEXT, Ending, before, first_failure
+from weft.launching.plan import Plan
+from weft.launching.rank_main import ROUND
+from weft.peers.connect import interface_to, is_here
+from weft.peers.world import PREEMPTED
+
+__all__ = ["supervise"]
+
+_COUNTED = "weft-c10d"
+
+
+def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, folder: Path) -> Ending:
+    """Run `target` on all ranks of this node until they have ended, one way or the other.
+
+    Args:
+        plan: How many ranks and nodes.
+        target: A function that can be imported, or a program.
+        arguments: Of the target, the same for all ranks.
+        folder: In which ranks leave their reports.
+
+    Returns:
+        How it ended; the text has the traceback of the rank that failed first.
+    """
+    # The agent logs every failure at length; the one that came first is told instead.
+    for talker in (
+        "distributed.elastic.multiprocessing.api",
+        "distributed.elastic.agent.server.api",
+        "multiprocessing.spawn",
+    ):
+        logging.getLogger(f"torch.{talker}").setLevel(logging.CRITICAL)
+    config = plan.torch_config()
+    if plan.most_nodes > 1 and config.rdzv_backend == "c10d":
+        rendezvous_handler_registry.register(_COUNTED, partial(_counted, folder=folder))
+        # torch takes the name of the machine, which other machines often cannot resolve.
+        host = config.rdzv_endpoint.rpartition(":")[0]
+        mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
+        config = replace(config, rdzv_backend=_COUNTED, local_addr=mine)
+    try:
+        with _ranks_watched():
+            elastic_launch(config, target)(*arguments)
+    except ChildFailedError as error:
+        ending = first_failure(error, folder, attempt=plan.max_restarts)
+    except SignalException as error:
+        if len(list(folder.glob("*.preempted"))) >= plan.nproc:
+            ending = Ending(PREEMPTED, PREEMPTED_TEXT)
+        else:
+            ending = Ending(128 + error.sigval, f"weft launch: ended by {error.sigval.name}")
+    except RendezvousError as error:
+        text = f"weft launch: the nodes did not meet at {plan.rdzv}: {error.__cause__ or error}"
+        ending = Ending(1, f"{text}\n  fix:      weft doctor --rdzv {plan.rdzv}, on each node")
+    else:
+        ending = Ending()
+    return ending._replace(text=(before(folder, ending.trace) + ending.text).rstrip())
+
+
+class _Ranks(MultiprocessContext):
+    """The ranks of this node. One that ended without a word, by `os._exit(0)` or so, has ended."""
+
+    def _poll(self) -> RunProcsResult | None:
+        # torch waits for the return value of each, which such a rank never sends.
+        processes = [] if self._pc is None else self._pc.processes
+        for local_rank, process in enumerate(processes):
+            ended = process.exitcode == 0  # as the system has it; a value was sent before
+            if ended and local_rank not in self._return_values and self._ret_vals[local_rank].empty():
+                self._return_values[local_rank] = None
+        if any(process.exitcode for process in processes):
+            self._wake()
+        return super()._poll()
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self._wake()
+        super()._close(death_sig, timeout)
+
+    def _wake(self) -> None:
+        """All are about to be ended; one that is stopped would not see it, and be waited for."""
+        for pid in self.pids().values() if self._pc is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _ranks_watched() -> Iterator[None]:
+    """Let torch's agent start its ranks as `_Ranks`."""
+    module: Any = multiprocessing
+    before, module.MultiprocessContext = module.MultiprocessContext, _Ranks
+    try:
+        yield
+    finally:
+        module.MultiprocessContext = before
+
+
+def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
+    """The rendezvous of torch's agent, which also tells the ranks of this node how often the nodes have met."""
+    # torch compares names to find out which node serves the store; a machine may have more addresses than names.
+    host = parameters.endpoint.rpartition(":")[0]
+    parameters.config["is_host"] = is_here(host)
+    try:
+        backend, store = create_backend(parameters)
+    except RendezvousConnectionError:
+        if not parameters.config["is_host"]:
+            raise
+        parameters.config["is_host"] = False  # another launcher on this machine was first
+        backend, store = create_backend(parameters)
+    handler = create_handler(store, backend, parameters)
+    meet = handler.next_rendezvous
+
+    def meet_and_tell() -> RendezvousInfo:
+        found = meet()
+        (folder / ROUND).write_text(str(handler._state_holder.state.round), encoding="utf-8")
+        return found
+
+    handler.next_rendezvous = meet_and_tell  # type: ignore[method-assign]
+    # torch compares it with what was asked for.
+    handler.get_backend = lambda: _COUNTED  # type: ignore[method-assign]
+    return handler

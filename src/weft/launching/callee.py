@@ -1,0 +1,77 @@
+"""The other side of `weft.launch_function`: its launcher, and what its ranks do. See calling.py for the files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.errors import MissingExtra
+from weft.launching.agent import supervise
+from weft.launching.failures import before
+from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
+from weft.launching.plan import cores_here, make_plan
+from weft.launching.rank_main import as_rank
+
+__all__ = ["main", "run_call"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Launch the ranks of one call, and write down how it ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-n", type=int)
+    parser.add_argument("--max-restarts", type=int)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args(arguments)
+    threading.Thread(target=_end_with_the_caller, args=(options.folder,), daemon=True).start()
+    given = {"nproc": options.n, "max_restarts": options.max_restarts}
+    threads = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
+    plan = make_plan(given, None, cores=len(cores_here()), omp_num_threads=threads)
+    os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
+    ending = supervise(plan, run_call, str(options.folder), folder=options.folder)
+    sys.stderr.write(before(options.folder, ending.trace))
+    if options.folder.exists():
+        (options.folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
+    return ending.code
+
+
+def _end_with_the_caller(folder: Path) -> None:
+    """A caller that was killed has closed its end; then all ranks end, and what it left for them is removed."""
+    while os.read(0, 1):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_call(folder: str) -> None:
+    """Call the function; called on every rank."""
+    place = Path(folder)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)  # a pipe; whole lines, and at once
+    with as_rank(place) as here:
+        call = Call(*pickle.loads((place / CALL_FILE).read_bytes()))
+        sys.path[:], sys.argv[:] = call.path, call.arguments
+        try:
+            fn, args = pickle.loads(call.pickled)
+            result = dumps(fn(*args), f"launch_function: the result of rank {here.rank}")
+        except Exception as error:
+            _keep(error, place / f"error-{here.attempt}-{here.rank}")
+            raise
+        path = place / f"result-{here.rank}"
+        path.with_suffix(".part").write_bytes(result)
+        path.with_suffix(".part").replace(path)
+
+
+def _keep(error: Exception, path: Path) -> None:
+    with contextlib.suppress(TypeError, MissingExtra):  # then the caller gets the traceback alone
+        path.write_bytes(dumps(error, "the exception"))

@@ -1,0 +1,70 @@
+"""What `launch_function` and the ranks it starts leave for each other, as files in one folder."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+from weft.errors import MissingExtra, message
+
+__all__ = ["CALL_FILE", "ENDING_FILE", "Call", "dumps"]
+
+CALL_FILE, ENDING_FILE = "call", "ending.json"
+
+
+class Call(NamedTuple):
+    """What a rank does.
+
+    Attributes:
+        path: Where it finds modules.
+        arguments: `sys.argv`.
+        pickled: Function and arguments; read once modules are found.
+    """
+
+    path: list[str]
+    arguments: list[str]
+    pickled: bytes
+
+
+def dumps(value: Any, what: str) -> bytes:
+    """Pickle, by cloudpickle if it is there.
+
+    Raises:
+        MissingExtra: Only cloudpickle could do it.
+        TypeError: Nothing can.
+    """
+    try:
+        import cloudpickle  # noqa: PLC0415  (an extra)
+    except ImportError:
+        return _plainly(value, what)
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            message(
+                f"{what} cannot be sent to another process",
+                found=f"{type(error).__name__}: {error}",
+                expected="values that can be pickled",
+                fix="make files, locks and connections inside of the function, and return plain values",
+            )
+        ) from error
+    return data
+
+
+def _plainly(value: Any, what: str) -> bytes:
+    data = b""
+    try:
+        data = pickle.dumps(value)
+        found = "something that is defined in __main__" if b"__main__" in data else ""
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is told)
+        found = f"{type(error).__name__}: {error}"
+    if found:
+        raise MissingExtra(
+            message(
+                f"{what} cannot be sent to another process without cloudpickle",
+                found=found,
+                expected="a function of a module, or the extra weft[notebook]",
+                fix="pip install 'weft[notebook]'",
+            )
+        )
+    return data

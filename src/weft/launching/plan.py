@@ -1,0 +1,234 @@
+"""What `weft launch` will do: options of the command line, else of the file, else the defaults. Pure functions."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig
+
+from weft.context.config import LAUNCH, Config, is_nodes
+from weft.errors import ContextError, message
+
+__all__ = ["FLAGS", "MEETING_S", "Plan", "cores_here", "cores_of", "make_plan"]
+
+FLAGS = {"script": "", "module": "-m", "program": "--no-python"}  # of the command line, by kind of target
+MEETING_S = 900  # the nodes wait so long for each other
+# Besides those that end a job: the ones by which schedulers say that the time is nearly over. Passed on to the ranks.
+_PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+
+
+class Plan(NamedTuple):
+    """Everything that is decided before a process is started.
+
+    Attributes:
+        nproc: Processes on this node.
+        least_nodes: Nodes without which the job does not begin.
+        most_nodes: Nodes that it takes at most; fewer than that leave room for late ones.
+        node_rank: Rank of this node; None lets the rendezvous give ranks as nodes come.
+        rdzv: Where the nodes meet, `host:port`; None for one node: a free port of this machine.
+        max_restarts: How often all ranks are started again after one of them failed.
+        threads: CPU threads of each process.
+        affinity: Whether each process keeps to cores of its own.
+        sources: Where each of these came from, by name of the option.
+    """
+
+    nproc: int = 1
+    least_nodes: int = 1
+    most_nodes: int = 1
+    node_rank: int | None = None
+    rdzv: str | None = None
+    max_restarts: int = 0
+    threads: int = 1
+    affinity: bool = False
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def torch_config(self) -> LaunchConfig:
+        """The same for torch's launcher; ranks are forked where the system can, else spawned."""
+        static = self.most_nodes > 1 and self.node_rank is not None
+        newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON}
+        newer = {name: value for name, value in newer.items() if name in LaunchConfig.__dataclass_fields__}
+        return LaunchConfig(
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which nobody takes away
+            min_nodes=self.least_nodes,
+            max_nodes=self.most_nodes,
+            nproc_per_node=self.nproc,
+            run_id="weft" if self.rdzv is not None else str(uuid.uuid4()),
+            rdzv_backend="static" if static else "c10d",
+            rdzv_endpoint=self.rdzv or "localhost:0",
+            rdzv_configs={"rank": self.node_rank or 0, "timeout": MEETING_S} if static else {"timeout": MEETING_S},
+            max_restarts=self.max_restarts,
+            monitor_interval=0.1,
+            start_method="forkserver" if sys.platform.startswith("linux") else "spawn",
+            **newer,
+        )
+
+    def variables(self, local_rank: int, named: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """What a rank of this node finds in its environment, as far as that is known before the nodes have met.
+
+        Args:
+            local_rank: Of the rank.
+            named: Variables that the launcher sets besides.
+
+        Returns:
+            Names and values; a pure function of the plan.
+        """
+        found: dict[str, object] = {}
+        alone = self.most_nodes == 1
+        if alone or self.node_rank is not None:
+            found["RANK"] = (self.node_rank or 0) * self.nproc + local_rank
+            found["GROUP_RANK"] = self.node_rank or 0
+        if self.least_nodes == self.most_nodes:
+            found["WORLD_SIZE"] = self.nproc * self.most_nodes
+            found["GROUP_WORLD_SIZE"] = self.most_nodes
+        if not alone and self.node_rank is not None and self.rdzv is not None:
+            found["MASTER_ADDR"], _, found["MASTER_PORT"] = self.rdzv.rpartition(":")
+        found |= {"TORCHELASTIC_MAX_RESTARTS": self.max_restarts, "LOCAL_WORLD_SIZE": self.nproc}
+        found |= {**named, "LOCAL_RANK": local_rank, "OMP_NUM_THREADS": self.threads}
+        return {name: str(value) for name, value in found.items()}
+
+    def nodes(self, between: str) -> str:
+        """The number of nodes, or the least and the most."""
+        most = f"{between}{self.most_nodes}" if self.least_nodes != self.most_nodes else ""
+        return f"{self.least_nodes}{most}"
+
+    def text(
+        self,
+        script: Sequence[str],
+        *,
+        cores: Sequence[int],
+        kind: str = "script",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
+        """What `--dry-run` prints."""
+        nodes = (
+            str(self.least_nodes) if self.least_nodes == self.most_nodes else f"{self.least_nodes}:{self.most_nodes}"
+        )
+        values = {
+            "nproc": self.nproc, "nnodes": nodes,
+            "node_rank": "as they come" if self.node_rank is None else self.node_rank,
+            "rdzv": self.rdzv or "a free port of this machine", "max_restarts": self.max_restarts,
+            "threads": self.threads, "affinity": "on" if self.affinity else "off",
+        }  # fmt: skip
+        lines = [f"  {name:<14}{value!s:<30}from {source}" for (name, source), value in self._with(values)]
+        most = self.nproc * self.most_nodes
+        least = self.nproc * self.least_nodes
+        lines.append(f"world size: {most}" if least == most else f"world size: {least} to {most}")
+        python = {"script": ["python"], "module": ["python", "-m"], "program": []}[kind]
+        command = shlex.join([*python, *script])
+        for rank in range(self.nproc):
+            mine = cores_of(rank, self.nproc, cores) if self.affinity else ()
+            place = " ".join(f"{name}={shlex.quote(text)}" for name, text in self.variables(rank, variables).items())
+            lines.append(f"{place} {command}{'  # cores ' + ','.join(map(str, mine)) if mine else ''}")
+        return "\n".join(["weft launch would start, on this node:", *lines])
+
+    def _with(self, values: Mapping[str, object]) -> list[tuple[tuple[str, str], object]]:
+        return [((name, source), values[name]) for name, source in self.sources]
+
+
+def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_num_threads: str | None) -> Plan:
+    """Take each option from its highest layer, and see whether they fit together.
+
+    Args:
+        given: Options of the command line; None means "not given".
+        file: A configuration file.
+        cores: Of this machine.
+        omp_num_threads: The variable of this name, which somebody may have set.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ContextError: Numbers out of range, or several nodes without `rdzv`.
+    """
+    of_file = file.launch if file is not None else {}
+    values: dict[str, Any] = {}
+    sources: list[tuple[str, str]] = []
+    for name, key in LAUNCH.items():
+        if given.get(name) is not None:
+            values[name], source = given[name], "the command line"
+        elif name in of_file and file is not None:
+            values[name], source = of_file[name], file.path
+        else:
+            values[name], source = key.default, "default"
+        if name == "threads" and values[name] is None:
+            values[name], source = _threads(omp_num_threads, cores, values["nproc"])
+        sources.append((name, source))
+    least, most = _nodes(values["nnodes"])
+    _check(values, least, most)
+    return Plan(
+        nproc=values["nproc"],
+        least_nodes=least,
+        most_nodes=most,
+        node_rank=values["node_rank"],
+        rdzv=values["rdzv"],
+        max_restarts=values["max_restarts"],
+        threads=values["threads"],
+        affinity=values["affinity"],
+        sources=tuple(sources),
+    )
+
+
+def _threads(variable: str | None, cores: int, nproc: int) -> tuple[int, str]:
+    if variable is not None and variable.isdecimal() and int(variable) > 0:
+        return int(variable), "environment OMP_NUM_THREADS"
+    return max(cores // max(nproc, 1), 1), f"default: {cores} cores, shared out"
+
+
+def _nodes(value: Any) -> tuple[int, int]:
+    if not is_nodes(value):
+        return 0, 0
+    least, _, most = str(value).partition(":")
+    return int(least), int(most or least)
+
+
+def _check(values: Mapping[str, Any], least: int, most: int) -> None:
+    wrong = None
+    node_rank = values["node_rank"]
+    if values["nproc"] < 1 or least < 1 or not 0 <= (node_rank or 0) < most:
+        found = f"-n {values['nproc']} --nnodes {values['nnodes']} --node-rank {node_rank}"
+        wrong = (found, "counts >= 1, 0 <= node rank < nodes")
+    elif values["max_restarts"] < 0:
+        wrong = (f"--max-restarts {values['max_restarts']}", "0 or more")
+    elif values["threads"] < 1:
+        wrong = (f"--threads {values['threads']}", "1 or more")
+    elif most > 1 and values["rdzv"] is None:
+        wrong = (f"--nnodes {values['nnodes']}, no --rdzv", "the address of the first node")
+    elif values["rdzv"] is not None and not _is_address(values["rdzv"], most):
+        wrong = (f"--rdzv {values['rdzv']}", "host:port; port 0, a free one, for one node only")
+    elif least < most and node_rank is not None:
+        wrong = (f"--nnodes {values['nnodes']} --node-rank {node_rank}", "no node rank where nodes come and go")
+    if wrong is not None:
+        fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
+        raise ContextError(
+            message("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
+        )
+
+
+def _is_address(text: str, nodes: int) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and (nodes > 1) <= int(port) < 2**16
+
+
+def cores_of(local_rank: int, nproc: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """The cores that a process keeps to: a stretch of those there are, so that neighbours share a memory.
+
+    Example:
+        >>> [cores_of(rank, 2, [0, 1, 2, 3, 4]) for rank in (0, 1)], cores_of(2, 4, [7])
+        ([(0, 1), (2, 3)], (7,))
+    """
+    share = len(cores) // nproc
+    return tuple(cores[local_rank * share : (local_rank + 1) * share]) if share else (cores[local_rank % len(cores)],)
+
+
+def cores_here() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

@@ -1,0 +1,67 @@
+"""The script for SLURM: one launcher per node, which starts its ranks, restarts them and says why they failed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from weft.launching.plan import FLAGS, Plan
+
+__all__ = ["batch_script"]
+
+
+def batch_script(
+    plan: Plan,
+    script: Sequence[str],
+    *,
+    name: str,
+    kind: str = "script",
+    options: Sequence[str] = (),
+    config: str | None = None,
+) -> str:
+    """Write what `sbatch` takes. A pure function.
+
+    The nodes meet at the first node of the job, at a port that follows from the job's number. SIGUSR1 comes two
+    minutes before the time is over, for `weft.on_preemption`.
+
+    Args:
+        plan: How many processes and nodes.
+        script: The script and its arguments.
+        name: Of the job.
+        kind: What the first of them is: "script", "module" or "program".
+        options: More options of sbatch, such as "--partition=gpu"; the last one of a kind counts.
+        config: A configuration file, for the ranks.
+
+    Returns:
+        The text of the script.
+    """
+    head = [
+        f"--job-name={name}",
+        f"--nodes={plan.nodes('-')}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={plan.nproc * plan.threads}",
+        f"--output={name}-%j.log",
+        "--signal=USR1@120",
+    ]
+    given = {option.partition("=")[0] for option in options}
+    lines = [*(option for option in head if option.partition("=")[0] not in given), *options]
+    command = ["weft", "launch", "-n", str(plan.nproc), "--nnodes", plan.nodes(":"), "--threads", str(plan.threads)]
+    command += ["--max-restarts", str(plan.max_restarts)] if plan.max_restarts else []
+    command += ["--affinity"] if plan.affinity else []
+    command += ["--config", config] if config is not None else []
+    words = [shlex.join(command), '--rdzv "$first:$port"' if plan.most_nodes > 1 else "", FLAGS[kind]]
+    launch = " ".join(word for word in [*words, shlex.join(script)] if word)
+    meeting = [
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 20000))",
+    ]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            "set -euo pipefail",
+            *(meeting if plan.most_nodes > 1 else []),
+            f"srun --kill-on-bad-exit=1 {launch}",
+            "",
+        ]
+    )

@@ -1,0 +1,322 @@
+"""Predictions, labels and means over all ranks, exactly: `gather_metrics`, `weighted_mean`, `denominator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, overload
+
+import torch
+
+from weft.collectives.packed_gather import exchange_columns
+from weft.collectives.primitives import enter, peers_named
+from weft.collectives.tensors import reduce
+from weft.context import DistContext
+from weft.errors import listed, message
+from weft.tensors.nested import leaves, map_leaves
+
+__all__ = ["SampleIds", "denominator", "gather_metrics", "samples_of_all", "weighted_mean"]
+
+T = TypeVar("T")
+Count = int | float | torch.Tensor
+_UNKNOWN = -(2**40)  # samples: negative also when added to those of all others
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleIds:
+    """Which samples a batch holds; what `shard_data(..., with_ids=True)` yields besides the batch.
+
+    Attributes:
+        ids: int64 [rows]: index into the dataset, or number in the stream.
+        valid: bool [rows]; False: the row repeats a sample to fill the batch, and does not count.
+        epoch: The epoch whose order it is a part of.
+    """
+
+    ids: torch.Tensor
+    valid: torch.Tensor
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@overload
+def gather_metrics(values: T, ctx: DistContext, *, ids: SampleIds) -> T: ...
+@overload
+def gather_metrics(values: Sequence[T], ctx: DistContext, *, ids: Sequence[SampleIds]) -> T: ...
+def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[SampleIds]) -> Any:
+    """Collect what belongs to the samples of all ranks: every sample once, in the order of the dataset.
+
+    Which rows count is said by `ids`, which came with the batch; no state of a "last batch" is
+    involved. Call it per batch, or once per epoch with the lists of all batches.
+
+    Changes: nothing. Collectives: one small all-gather, and one for each tensor that does not fit into it,
+    over the data axes: ranks that see the same batches count once.
+
+    Args:
+        values: Tensors [rows, ...] and lists of one entry per row (strings, numbers, dicts, tensors of
+            any shape), nested in dicts, tuples, named tuples and dataclasses. With a list of `ids`: a
+            list of such values, one per batch.
+        ctx: Where we run.
+        ids: Of the batch, or of every batch.
+
+    Returns:
+        The same structure on every rank, sorted by sample id; a sample that was drawn several times is
+        there as often. A tensor whose rows differ in shape between batches or ranks comes back as a
+        list of its rows. Of no batches at all, an empty list.
+
+    Raises:
+        TypeError: On all ranks, if an entry cannot be sent.
+        ValueError: A leaf has another number of rows than `ids`.
+        ContextError: The ranks bring different structures.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> ids = weft.metrics.SampleIds(ids=torch.tensor([2, 0, 1]), valid=torch.tensor([True, True, False]))
+        >>> weft.metrics.gather_metrics({"loss": torch.tensor([0.2, 0.0, 0.1])}, weft.local(), ids=ids)
+        {'loss': tensor([0.0000, 0.2000])}
+    """
+    batches = [(values, ids)] if isinstance(ids, SampleIds) else list(zip(values, ids, strict=True))
+    line = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
+    world = enter("gather_metrics", line, None, {})
+    shape, structure, columns, everyone = _columns(batches)
+    if world.group is None:
+        parts = [([column.clone() if isinstance(column, torch.Tensor) else column for column in columns], everyone)]
+    else:
+        with peers_named("gather_metrics", world):
+            parts = exchange_columns(structure, columns, everyone, line)
+    if not batches:
+        return []
+    return _ordered(shape, [part for part, _ in parts], [found for _, found in parts])
+
+
+def _columns(batches: Sequence[tuple[Any, SampleIds]]) -> tuple[Any, str, list[Any], torch.Tensor]:
+    """An example of the structure, also as text; one tensor or list per leaf, of the rows that count; and their ids."""
+    found: list[list[Any]] = []
+    shape: Any = None
+    structure = "no batches"
+    ids: list[torch.Tensor] = []
+    for number, (value, rows) in enumerate(batches):
+        every = bool(rows.valid.all())
+        ids.append(rows.ids if every else rows.ids[rows.valid])
+        keep = None if every else rows.valid.nonzero().flatten().tolist()
+        leaf_list = _entries(value)
+        wrong = [
+            f"{'.'.join(path) or 'value'}: {len(leaf) if isinstance(leaf, list) else list(leaf.shape)}"
+            for path, leaf in leaf_list
+            if not (isinstance(leaf, list) or leaf.dim()) or len(leaf) != len(rows)
+        ]
+        if wrong:
+            raise ValueError(
+                message(
+                    "gather_metrics: leaves do not have one entry per row",
+                    found=f"{listed(wrong)}; {len(rows)} rows",
+                    expected="tensors [rows, ...] and lists of one entry per row",
+                    fix="weft.metrics.gather_metrics({'loss': losses}, ctx, ids=ids)  # losses: one per sample",
+                )
+            )
+        picked = [leaf if keep is None else _pick(leaf, keep) for _, leaf in leaf_list]
+        if number == 0:
+            shape, found = value, [[leaf] for leaf in picked]
+            structure = "; ".join([".".join(path) for path, _ in leaf_list])
+        else:
+            for column, leaf in zip(found, picked, strict=True):
+                column.append(leaf)
+    return shape, structure, [_joined(column) for column in found], _joined_ids(ids)
+
+
+def _joined_ids(ids: list[torch.Tensor]) -> torch.Tensor:
+    if len(ids) == 1:
+        return ids[0]
+    return torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
+
+
+def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """The leaves: tensors, and lists as they are."""
+    items = _plain_items(value)
+    if items is not None:
+        return [((str(key),), item.detach()) for key, item in items]
+    held: list[tuple[tuple[str, ...], Any]] = []
+    for where, leaf in leaves(value, whole=_is_list):
+        if isinstance(leaf, list):
+            held.append((where, leaf))
+        elif isinstance(leaf, torch.Tensor):
+            held.append((where, list(leaf.unbind()) if leaf.is_nested else leaf.detach()))
+        else:
+            raise TypeError(
+                message(
+                    f"gather_metrics: {'.'.join(where) or 'the value'} is neither a tensor nor a list",
+                    found=f"{type(leaf).__name__} {leaf!r:.60}",
+                    expected="tensors [rows, ...] and lists of one entry per row",
+                    fix="weft.metrics.weighted_mean(value, ctx, weight=len(rows)) for a number per batch",
+                )
+            )
+    return held
+
+
+def _plain_items(value: Any) -> Iterable[tuple[Any, torch.Tensor]] | None:
+    """The most frequent case, a dict or tuple of tensors alone: found without a walk."""
+    kind = type(value)
+    items = value.items() if kind is dict else list(enumerate(value)) if kind is tuple else None
+    if items is None or any(type(item) is not torch.Tensor or item.is_nested for _, item in items):
+        return None
+    return items
+
+
+def _is_list(value: object) -> bool:
+    """Whether this is a list of one entry per row, which is a leaf."""
+    return isinstance(value, list)
+
+
+def _pick(leaf: Any, keep: list[int]) -> Any:
+    return [leaf[i] for i in keep] if isinstance(leaf, list) else leaf[keep]
+
+
+def _joined(parts: list[Any]) -> Any:
+    """One column of several batches: a tensor if all rows have one shape, else a list of rows."""
+    if len(parts) == 1:
+        return parts[0]
+    full = [part for part in parts if len(part)] or parts[:1]
+    if all(isinstance(part, torch.Tensor) for part in full) and len({(p.shape[1:], p.dtype) for p in full}) == 1:
+        return torch.cat(full)
+    return [row for part in full for row in part]
+
+
+def _ordered(shape: Any, parts: list[list[Any]], ids: list[torch.Tensor]) -> Any:
+    """Join the columns of all ranks and sort the rows by sample id; the columns may be returned themselves."""
+    every = ids[0] if len(ids) == 1 else torch.cat(ids)
+    columns = parts[0] if len(parts) == 1 else [_joined(list(pieces)) for pieces in zip(*parts, strict=True)]
+    if not _is_sorted(every):
+        order = torch.argsort(every, stable=True)
+        columns = [
+            column[order.to(column.device)] if isinstance(column, torch.Tensor) else _pick(column, order.tolist())
+            for column in columns
+        ]
+    if _plain_items(shape) is not None:
+        return dict(zip(shape, columns, strict=True)) if isinstance(shape, dict) else tuple(columns)
+    found = iter(columns)
+    return map_leaves(lambda *_: next(found), shape, whole=_is_list)
+
+
+def _is_sorted(ids: torch.Tensor) -> bool:
+    if ids.device.type == "cpu":
+        numbers = ids.numpy()  # comparing in numpy is the cheaper for a batch
+        return bool((numbers[1:] >= numbers[:-1]).all())
+    return bool((ids[1:] >= ids[:-1]).all())
+
+
+# -- means -------------------------------------------------------------------------------------------
+
+
+def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
+    """Average over all ranks what each averaged over a number of samples or tokens of its own.
+
+    The mean of the ranks' means is not the mean over the samples when they have different numbers.
+
+    Changes: nothing. Collectives: one all-reduce over the data axes: ranks that see the same batches
+    count once.
+
+    Args:
+        value: A nested value of tensors, each a mean over this rank's samples or tokens.
+        ctx: Where we run.
+        weight: How many there were; >= 0. A rank with none may bring anything, also not-a-number.
+
+    Returns:
+        The same structure, in float64 where there is such; not-a-number if all weights are 0.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ValueError: A weight is negative or not finite.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> weft.metrics.weighted_mean({"loss": torch.tensor(0.5)}, weft.local(), weight=3)
+        {'loss': tensor(0.5000, dtype=torch.float64)}
+    """
+    wide = torch.float32 if ctx.device.type == "mps" else torch.float64
+    weights = torch.as_tensor(weight).detach().to(ctx.device, wide).sum()
+    usable = bool((weights >= 0) & torch.isfinite(weights))
+    factor = weights if usable else torch.full_like(weights, torch.nan)
+
+    def scaled(path: tuple[str, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        here = leaf.detach().to(ctx.device, wide)
+        return here * factor if not usable or factor > 0 else torch.zeros_like(here)
+
+    total: Any = reduce({"value": map_leaves(scaled, value), "weight": factor}, ctx.on(ctx.data_axes), "sum")
+    if not bool(torch.isfinite(total["weight"])):
+        raise ValueError(
+            message(
+                "weighted_mean: a weight is negative or not finite",
+                found=f"{weight!r} on rank {ctx.rank}",
+                expected="a finite number >= 0 on every rank",
+                fix="weft.metrics.weighted_mean(loss, ctx, weight=len(batch))",
+            )
+        )
+    return cast("T", map_leaves(lambda _, leaf: leaf / total["weight"], total["value"]))
+
+
+def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None) -> float:
+    """What a summed loss is divided by, so that its gradient is that of the mean over all ranks' samples.
+
+    Gradients are averaged over ranks. Ranks with different numbers of samples, or with none, get the
+    exact mean by `loss_sum / denominator`; in windows use `window.denominator`.
+
+    Changes: nothing. Collectives: one all-reduce of one number over the data axes.
+
+    Args:
+        count: Samples or tokens of this rank's batch; >= 0.
+        ctx: Where we run.
+        mean_over: Ranks over which gradients are averaged; default: all that see different batches.
+            1 for a module that is not replicated.
+
+    Returns:
+        The count over all ranks, divided by `mean_over`; 1 if it is zero.
+
+    Raises:
+        ValueError: A count is negative or not finite.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> weft.metrics.denominator(8, weft.local())
+        8.0
+    """
+    device = ctx.device if ctx.device.type != "mps" else torch.device("cpu")
+    mine = torch.as_tensor(count).detach().to(device).double().sum()
+    total = float(reduce(torch.where(mine >= 0, mine, torch.nan), ctx.on(ctx.data_axes), "sum"))
+    if not 0 <= total < float("inf"):
+        raise ValueError(
+            message(
+                "denominator: a count is negative or not finite",
+                found=f"{count!r} on rank {ctx.rank}, {total} over all ranks",
+                expected="finite numbers >= 0 on all ranks",
+                fix="weft.metrics.denominator(len(batch), ctx)",
+            )
+        )
+    return total / (ctx.data_size if mean_over is None else mean_over) if total > 0 else 1.0
+
+
+def samples_of_all(counts: Sequence[int | None], ctx: DistContext) -> int:
+    """How many samples the ranks that see different batches have together; one all-reduce of one number.
+
+    Raises:
+        ValueError: On all ranks, if a count is None: the samples of a batch could not be counted.
+    """
+    mine = sum(_UNKNOWN if count is None else count for count in counts)
+    total = int(reduce(torch.tensor(mine, dtype=torch.int64, device=ctx.device), ctx.on(ctx.data_axes), "sum"))
+    if total < 0:
+        raise ValueError(
+            message(
+                "share: the samples of a batch cannot be counted",
+                found="tensors that do not agree about the number of rows, or objects without them"
+                if mine < 0
+                else "a batch of another rank",
+                expected="tensors [samples, ...] in each batch, or a count of your own",
+                fix='loss = cross_entropy(model(x), y, reduction="sum") / window.denominator(count)',
+            )
+        )
+    return total

@@ -1,0 +1,81 @@
+"""A run as numbers: logged, timed, profiled, watched, and rendered as a page.
+
+log.py          `log`, and trackers made of trackers: `every`, `chosen`, `averaged`
+values.py       what a value may be: a number, a text, or one of `Image`, `Histogram`, `HParams`
+trackers/       where the numbers are written
+progress.py     `progress`: a bar in a terminal, lines elsewhere; one for all ranks
+logger.py       `logger`: Python's logging with the rank in it
+throughput.py   `throughput`: samples, tokens and steps per second, time spent waiting for data, MFU
+flops.py        floating-point operations of a function, and what a device can do
+profiler.py     `profile`: torch's profiler on a schedule, one trace per rank
+peak_memory.py  `peak_memory` by kind; memory given back; what is in memory, as a file
+health.py       `watch_health`: NaN, infinite and jumping losses, and where they arose
+report/         the folder of a run as one page of HTML
+
+Nothing here changes what is computed. A rank communicates where the docstring says so, and nowhere else.
+"""
+
+from weft.monitoring.flops import count_flops, peak_flops
+from weft.monitoring.health import Finding, Health, watch_health
+from weft.monitoring.log import averaged, chosen, every, log
+from weft.monitoring.logger import logger
+from weft.monitoring.peak_memory import PeakMemory, peak_memory, release_memory, save_memory_snapshot
+from weft.monitoring.profiler import Profile, profile
+from weft.monitoring.progress import progress
+from weft.monitoring.report import write_report
+from weft.monitoring.throughput import Throughput, throughput
+from weft.monitoring.trackers import (
+    EventFile,
+    aim,
+    clearml,
+    comet,
+    csv,
+    dvclive,
+    jsonl,
+    mlflow,
+    swanlab,
+    tensorboard,
+    trackio,
+    wandb,
+)
+from weft.monitoring.values import Histogram, HParams, Image, Tracker, numbers_of
+
+__all__ = [
+    "EventFile",
+    "Finding",
+    "HParams",
+    "Health",
+    "Histogram",
+    "Image",
+    "PeakMemory",
+    "Profile",
+    "Throughput",
+    "Tracker",
+    "aim",
+    "averaged",
+    "chosen",
+    "clearml",
+    "comet",
+    "count_flops",
+    "csv",
+    "dvclive",
+    "every",
+    "jsonl",
+    "log",
+    "logger",
+    "mlflow",
+    "numbers_of",
+    "peak_flops",
+    "peak_memory",
+    "profile",
+    "progress",
+    "release_memory",
+    "save_memory_snapshot",
+    "swanlab",
+    "tensorboard",
+    "throughput",
+    "trackio",
+    "wandb",
+    "watch_health",
+    "write_report",
+]

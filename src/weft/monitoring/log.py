@@ -1,0 +1,180 @@
+"""`log`: numbers of all ranks become one, and the main rank writes it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from weft.collectives import reduce
+from weft.context import DistContext
+from weft.errors import ContextError, listed, message
+from weft.monitoring.values import Tracker, numbers_of
+
+__all__ = ["averaged", "chosen", "every", "log"]
+
+_ROOM = 32  # numbers are reduced in vectors of such lengths, so that ranks with another number of names still meet
+
+
+def log(
+    values: Mapping[str, Any],
+    step: int,
+    ctx: DistContext,
+    trackers: Tracker | Iterable[Tracker] = (),
+    *,
+    weight: float = 1.0,
+    every: int = 1,
+) -> dict[str, Any]:
+    """Average numbers over the ranks that see different data, and let the main rank write them.
+
+    The mean of the ranks' values, each weighted by the samples or tokens it was computed from, is the value
+    of the whole batch, whatever it was cut into. Texts, pictures and histograms are those of the main rank.
+
+    Changes: nothing. Collectives: one all-reduce of the numbers over the data axes; none if `step` is left
+    out by `every`.
+
+    Args:
+        values: By name, the same names on all ranks: numbers, tensors with one element, texts, `Image`,
+            `Histogram`, `HParams`. A tensor on an accelerator is waited for.
+        step: Of the optimizer, >= 0; the same on all ranks.
+        ctx: Whose ranks.
+        trackers: One, or several: each is called as `tracker(values, step=step)` on the main rank only. An
+            error in one is raised on the main rank.
+        weight: What this rank's numbers were computed from, such as its number of tokens, >= 0.
+        every: Do this for every so many steps only, and otherwise nothing.
+
+    Returns:
+        The values as written, on every rank; empty for a step that is left out.
+
+    Raises:
+        ContextError: The names of the numbers differ between the ranks.
+        ValueError: `weight`, `every` or `step` cannot be used.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> seen = []
+        >>> log({"loss": torch.tensor(2.0)}, 1, weft.local(), lambda values, step: seen.append((step, values)))
+        {'loss': 2.0}
+        >>> seen
+        [(1, {'loss': 2.0})]
+    """
+    _check(step, weight, every)
+    if step % every:
+        return {}
+    numbers = numbers_of(values)
+    found = {**values, **_averages(numbers, ctx, weight)}
+    if ctx.is_main:
+        for tracker in [trackers] if callable(trackers) else trackers:
+            tracker(dict(found), step=step)
+    return found
+
+
+def _averages(numbers: Mapping[str, float], ctx: DistContext, weight: float) -> dict[str, float]:
+    there = ctx.on(ctx.data_axes) if ctx.data_axes else None
+    if there is None or there.world_size == 1:
+        return dict(numbers)
+    seal = float(int.from_bytes(hashlib.sha256("\0".join(numbers).encode()).digest()[:5]))  # exact in float64
+    sums = [weight, seal, *(weight * value if weight else 0.0 for value in numbers.values())]
+    sums += [0.0] * (-len(sums) % _ROOM)
+    total = reduce(torch.tensor(sums, dtype=torch.float64, device=ctx.device), there).tolist()
+    if total[1] != seal * there.world_size:
+        raise ContextError(
+            message(
+                "log: the names of the numbers differ between the ranks",
+                found=f"{listed(numbers) or 'none'} on rank {ctx.rank}",
+                expected="the same names, in the same order, on all ranks; weight=0 where a rank has no samples",
+                fix='weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens)',
+            )
+        )
+    return {
+        name: value / total[0] if total[0] else float("nan") for name, value in zip(numbers, total[2:], strict=False)
+    }
+
+
+def _check(step: int, weight: float, every: int) -> None:
+    wrong = None
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        wrong = (f"step = {step!r}", "a whole number >= 0")
+    elif not 0 <= weight < float("inf"):
+        wrong = (f"weight = {weight!r}", "a number >= 0")
+    elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        wrong = (f"every = {every!r}", "a whole number >= 1")
+    if wrong is not None:
+        raise ValueError(
+            message(
+                f"log: {wrong[0]} cannot be used",
+                found=wrong[0],
+                expected=wrong[1],
+                fix='weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens, every=10)',
+            )
+        )
+
+
+# -- trackers made of trackers -------------------------------------------------------------------------
+
+
+def every(n: int, tracker: Tracker) -> Tracker:
+    """A tracker that passes on every n-th step only.
+
+    Example:
+        >>> seen = []
+        >>> some = every(2, lambda values, step: seen.append(step))
+        >>> for step in range(5):
+        ...     some({}, step=step)
+        >>> seen
+        [0, 2, 4]
+    """
+
+    def passed_on(values: dict[str, Any], /, *, step: int) -> None:
+        if step % n == 0:
+            tracker(values, step=step)
+
+    return passed_on
+
+
+def chosen(names: Callable[[str], bool] | Iterable[str], tracker: Tracker) -> Tracker:
+    """A tracker that passes on some values only: those of these names, or for which a function is true.
+
+    Example:
+        >>> chosen(["loss"], lambda values, step: print(values))({"loss": 1.0, "lr": 0.1}, step=1)
+        {'loss': 1.0}
+    """
+    wanted = names if callable(names) else set(names).__contains__
+
+    def passed_on(values: dict[str, Any], /, *, step: int) -> None:
+        some = {name: value for name, value in values.items() if wanted(name)}
+        if some:
+            tracker(some, step=step)
+
+    return passed_on
+
+
+def averaged(n: int, tracker: Tracker) -> Tracker:
+    """A tracker that passes on the means of the last n calls, at every n-th; what is no number, as it comes last.
+
+    Example:
+        >>> mean = averaged(2, lambda values, step: print(step, values))
+        >>> for step in range(4):
+        ...     mean({"loss": float(step)}, step=step)
+        1 {'loss': 0.5}
+        3 {'loss': 2.5}
+    """
+    kept: list[dict[str, Any]] = []
+
+    def passed_on(values: dict[str, Any], /, *, step: int) -> None:
+        kept.append(values)
+        if len(kept) < n:
+            return
+        found: dict[str, Any] = {}
+        sums: dict[str, list[float]] = {}
+        for each in kept:
+            found.update(each)
+            for name, value in numbers_of(each).items():
+                sums.setdefault(name, []).append(value)
+        kept.clear()
+        tracker({**found, **{name: sum(each) / len(each) for name, each in sums.items()}}, step=step)
+
+    return passed_on

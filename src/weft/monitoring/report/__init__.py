@@ -1,0 +1,16 @@
+"""The folder of a run as one page of HTML, with nothing else to load.
+
+read_run.py            what trackers wrote: JSON lines, CSV, event files of TensorBoard
+tensorboard_events.py  the last of these
+trace_events.py        what profiles say: the operations that took most time
+charts.py              numbers over steps as SVG
+style.py               how the page looks
+page.py                everything on one page
+
+`weft report DIR` is the command; `write_report(folder)` is what it does.
+"""
+
+from weft.monitoring.report.page import render, write_report
+from weft.monitoring.report.read_run import Run, read
+
+__all__ = ["Run", "read", "render", "write_report"]

@@ -1,0 +1,230 @@
+"""What trackers wrote into the folder of a run, put together again.
+
+[Note: a run that went on] A log is added to by each program that goes on with a run. What was logged after the
+checkpoint that it went on from was computed again, so a step that goes back takes the later ones back. A text
+with the name "explain" says that a program started there.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.monitoring.report.tensorboard_events import read_events
+from weft.monitoring.report.trace_events import Trace, read_trace
+
+__all__ = ["Run", "read"]
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+EXPLAIN = "explain"
+
+
+@dataclass
+class Run:
+    """Everything that was found.
+
+    Attributes:
+        folder: Where.
+        series: Values by step, for each name.
+        texts: The last text of each name.
+        settings: Hyperparameters, by name.
+        starts: Steps that were done when a program began, if it said so.
+        resumes: Those of them that went on with something.
+        checkpoints: Names of folders with a manifest.
+        traces: What profiles say.
+        sources: Files that were read.
+        problems: What could not be read, and why.
+    """
+
+    folder: Path
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    resumes: list[int] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def read(folder: str | Path) -> Run:
+    """Read all that trackers and profiles left in a folder and below.
+
+    A number that several trackers wrote is taken from JSON lines first, then CSV, then event files.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+
+    Example:
+        >>> import tempfile, weft
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = weft.log({"loss": 0.5}, 3, weft.local(), weft.monitoring.jsonl(f"{folder}/run.jsonl"))
+        ...     read(folder).series
+        {'loss': {3: 0.5}}
+    """
+    run = Run(Path(folder))
+    if not run.folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder")
+    below = (path for path in run.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = sorted(below, key=lambda path: (len(path.parts), path))
+    for path in files:
+        if path.suffix == ".jsonl":
+            _take(run, path, _log_of_lines(run, path))
+    for path in files:
+        if path.suffix == ".csv":
+            _take(run, path, _log_of_table(run, path))
+    for place in dict.fromkeys(path.parent for path in files if path.name.startswith("events.out.tfevents.")):
+        _take(run, place, _log_of_events(run, place))
+    for path in files:
+        if path.suffix == ".json" and path.name.startswith("rank"):
+            _take_trace(run, path)
+    found = [path.parent for path in files if path.name == "manifest.json"]
+    run.checkpoints = [str(path.relative_to(run.folder)) for path in sorted(found, key=_natural)]
+    return run
+
+
+def _natural(path: Path) -> tuple[str, int]:
+    name, _, number = path.name.rpartition("-")
+    return (str(path.parent / name), int(number)) if number.isdecimal() else (str(path), 0)
+
+
+class _Log:
+    """One file, line by line."""
+
+    def __init__(self) -> None:
+        self.series: dict[str, dict[int, float]] = {}
+        self.texts: dict[str, str] = {}
+        self.settings: dict[str, Any] = {}
+        self.starts: list[int] = []
+        self.resumes: list[int] = []
+        self._last = -1
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        begins = EXPLAIN in values
+        if begins or step < self._last:
+            self._go_back(step, begins=begins)
+        self._last = step
+        for name, value in values.items():
+            number = _NOT_FINITE.get(value) if isinstance(value, str) else value
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                self.series.setdefault(name, {})[step] = float(number)
+            elif isinstance(value, dict):
+                self.settings.update(value)
+            elif isinstance(value, str):
+                self.texts[name] = value
+
+    def _go_back(self, step: int, *, begins: bool) -> None:
+        """Forget what comes after `step`, or at it if its values come now."""
+        if begins and step == 0:  # from the beginning: another run in the same folder
+            self.series.clear()
+            self.starts.clear()
+            self.resumes.clear()
+        for points in self.series.values():
+            for other in [each for each in points if each > step or (each == step and not begins)]:
+                del points[other]
+        if begins:
+            self.starts.append(step)
+        if step > 0 and self._last >= 0:
+            self.resumes.append(step if begins else step - 1)
+
+
+def _take(run: Run, path: Path, log: _Log | None) -> None:
+    """Add what a file holds and no better one did."""
+    if log is None:
+        return
+    run.sources.append(str(path.relative_to(run.folder)))
+    for name, points in log.series.items():
+        if points and (name not in run.series or _differs(run.series[name], points)):
+            place = path.parent if path.is_file() else path
+            below = "" if place == run.folder else f"{place.relative_to(run.folder)}/"
+            own = name if name not in run.series else f"{below}{name}"
+            run.series.setdefault(own, points)
+    run.texts = {**log.texts, **run.texts}
+    run.settings = {**log.settings, **run.settings}
+    run.starts = run.starts or log.starts
+    run.resumes = run.resumes or log.resumes
+
+
+def _differs(points: Mapping[int, float], others: Mapping[int, float]) -> bool:
+    """Whether these are other numbers, and not the same ones in a file of another kind (which may round)."""
+    both = points.keys() & others.keys()
+    return not both or any(
+        not math.isclose(points[step], others[step], rel_tol=1e-4, abs_tol=1e-30)
+        for step in both
+        if math.isfinite(points[step])
+    )
+
+
+def _log_of_lines(run: Run, path: Path) -> _Log | None:
+    log, bad = _Log(), 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+            step = values.pop("step")
+        except (ValueError, AttributeError, KeyError, TypeError):
+            bad += 1
+            continue
+        if isinstance(step, int):
+            log.add(step, values)
+    if bad:
+        run.problems.append(f"{path.relative_to(run.folder)}: {bad} lines are not JSON with a step")
+    return log if log.series or log.texts else None
+
+
+def _log_of_table(run: Run, path: Path) -> _Log | None:
+    log = _Log()
+    try:
+        for step, values in _rows(path):
+            log.add(step, values)
+    except (ValueError, csv.Error) as error:
+        run.problems.append(f"{path.relative_to(run.folder)}: {error}")
+    return log if log.series else None
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if not (row.get("step") or "").isdecimal():
+                return  # a table of something else
+            filled = {name: text for name, text in row.items() if text and name and name != "step"}
+            yield int(row["step"]), {name: _number(text) for name, text in filled.items()}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _log_of_events(run: Run, place: Path) -> _Log | None:
+    log = _Log()
+    try:
+        scalars, texts = read_events(place)
+    except ImportError:
+        run.problems.append(f"event files were not read: pip install 'weft[tracking]' ({place})")
+        return None
+    log.series, log.texts = scalars, texts
+    return log if scalars or texts else None
+
+
+def _take_trace(run: Run, path: Path) -> None:
+    try:
+        trace = read_trace(path)
+    except ValueError as error:
+        run.problems.append(f"{path.relative_to(run.folder)}: {error}")
+        return
+    if trace is not None:
+        run.traces.append(trace)
+        run.sources.append(str(path.relative_to(run.folder)))
+
+
+def finite(points: Mapping[int, float]) -> Iterable[tuple[int, float]]:
+    """Steps and values that can be drawn, in order."""
+    return [(step, value) for step, value in sorted(points.items()) if math.isfinite(value)]

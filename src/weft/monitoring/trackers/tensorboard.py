@@ -1,0 +1,100 @@
+"""`tensorboard`: event files."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from weft.errors import MissingExtra, message
+from weft.monitoring.values import Histogram, HParams, Image, Tracker, numbers_of
+
+__all__ = ["EventFile", "tensorboard"]
+
+
+class EventFile(Tracker, Protocol):
+    """What `tensorboard` gives."""
+
+    def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
+        """Write values of a step."""
+
+    def close(self) -> None:
+        """Write everything, and close the file."""
+
+
+def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: int = 10) -> EventFile:
+    """A tracker that writes event files of TensorBoard: scalars, texts, pictures, histograms, hyperparameters.
+
+    The file is opened at the first step, so ranks that write nothing make none. It is complete when the tracker
+    is closed or dropped, and at the end of the program, also after an error; meanwhile it is written every `flush_s`
+    seconds, which is what a killed program loses. With `flush_s=0` it loses nothing: each call returns when its
+    values are in the file.
+
+    Args:
+        folder: Of the run.
+        purge_step: A run that goes on after a checkpoint: events from this step on, of the run before, are
+            hidden.
+        flush_s: Seconds between two times that events are written; 0: at each call.
+
+    Returns:
+        The tracker.
+
+    Raises:
+        MissingExtra: The package tensorboard is not installed.
+
+    Source: `torch.utils.tensorboard.SummaryWriter`.
+
+    Example:
+        >>> tracker = tensorboard("runs/example")
+        >>> tracker.close()  # nothing was written: there is no file
+    """
+    return _Events(Path(folder), purge_step, flush_s)
+
+
+class _Events:
+    def __init__(self, folder: Path, purge_step: int | None, flush_s: int) -> None:
+        try:
+            events: Any = importlib.import_module("torch.utils.tensorboard.writer")
+        except ImportError as error:
+            raise MissingExtra(
+                message(
+                    "tensorboard: the package tensorboard is not installed",
+                    found=str(error),
+                    expected="the package tensorboard",
+                    fix="pip install 'weft[tracking]'",
+                )
+            ) from error
+        self._options = {"purge_step": purge_step, "flush_secs": flush_s or 10}
+        self._at_once = flush_s == 0
+        self._folder = folder
+        self._make: Any = events.SummaryWriter
+        self._writer: Any = None
+        self._end: Any = None
+
+    def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
+        if self._writer is None:
+            self._writer = self._make(self._folder, **self._options)
+            self._end = weakref.finalize(self, self._writer.close)  # also at the end of the program
+        writer = self._writer
+        numbers = numbers_of(values)
+        for name, value in values.items():
+            if name in numbers:
+                writer.add_scalar(name, numbers[name], step)
+            elif isinstance(value, str):
+                writer.add_text(name, value, step)
+            elif isinstance(value, Image):
+                pixels = value.pixels.detach()
+                writer.add_images(name, pixels if pixels.ndim == 4 else pixels[None], step)
+            elif isinstance(value, (Histogram, torch.Tensor)):
+                writer.add_histogram(name, value.values if isinstance(value, Histogram) else value.detach(), step)
+            elif isinstance(value, HParams):
+                writer.add_hparams(dict(value.values), dict(value.metrics), run_name=".", global_step=step)
+        if self._at_once:
+            writer.flush()
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end()

@@ -1,0 +1,11 @@
+"""How ranks meet outside of collectives, through the store of the job.
+
+world.py             the ranks of a context, and what is alive of them
+agreement.py         meetings of all ranks: values exchanged, facts compared
+liveness.py          which ranks live, which left, and which is to blame
+board.py             the store, whose questions have a limit of time
+connect.py           can the address be reached at which ranks meet?
+straggler_watch.py   the threads that see who waits in vain
+gloo_connections.py  where this process listens, and cutting its connections
+ledger.py            facts of one strategy, compared with those of the other ranks
+"""

@@ -1,0 +1,99 @@
+"""`Ledger`: what the ranks of one strategy note for each other in the store.
+
+[Note: the ledger] Keys, below the prefix of the world:
+    ledger/<n>/facts/<k>   rank 0's facts of comparison k, until all others have read them
+    ledger/<n>/facts/<k>/read   how many have
+    ledger/<n>/count/<key> a number that all ranks add to
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from weft.peers.agreement import agree, compare, exchange
+from weft.peers.liveness import report_failure
+from weft.peers.world import World, arrives
+
+__all__ = ["Ledger"]
+
+_MAX_NOTED = 64  # of a rank that is so far ahead the oldest are let go
+
+
+class Ledger:
+    """One strategy on one module, as it is on the other ranks of a world; fulfils `weft.engines.Peers`.
+
+    All ranks make their ledgers in the same order, so that a number names the same one on each.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world = world
+        self._name = name
+        self._prefix = f"ledger/{world.next_ledger()}"
+        self._compared = 0
+        self._noted: deque[tuple[int, str, dict[str, object]]] = deque(maxlen=_MAX_NOTED)
+        world.root.ledgers.add(self)
+
+    def meet(self, what: str, mine: Any, *, kind: str | None = None) -> list[Any]:
+        """Wait for all ranks and return the JSON value of each, in rank order; see `exchange`."""
+        return exchange(self._world, f"{self._name}: {what}", mine, kind=kind)
+
+    def agree(self, what: str, facts: Mapping[str, object]) -> None:
+        """Wait for all ranks and compare facts; see `weft.peers.agreement.agree`."""
+        agree(self._world, f"{self._name}: {what}", facts)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others of an error of this rank, which they would wait for; see `report_failure`."""
+        report_failure(self._world, error)
+
+    def count(self, key: str, add: int) -> int:
+        """Add to a number that the ranks share, and return it."""
+        assert self._world.store is not None
+        return self._world.store.add(f"{self._prefix}/count/{key}", add)
+
+    def next_reduction(self) -> int:
+        """Count the reductions of gradients that all strategies over these ranks have made in this process."""
+        self._world.reductions += 1
+        return self._world.reductions
+
+    def compare(self, what: str, facts: Mapping[str, object]) -> None:
+        """Note facts for the others, and compare those noted before with rank 0's, as far as it has come.
+
+        Between two steps the ranks meet in a collective, so rank 0 is hardly ever behind.
+
+        Raises:
+            ContextError: They differ; the text names both values.
+        """
+        self.finish()
+        self._compared += 1
+        if self._world.store is None:
+            return
+        if self._world.rank == 0:
+            self._world.store.write(self._key(self._compared), facts)
+        else:
+            self._noted.append((self._compared, what, dict(facts)))
+
+    def finish(self, limit_s: float = 0.0) -> None:
+        """Compare what was noted and not compared yet.
+
+        Args:
+            limit_s: How long rank 0 is waited for, which may be a step behind.
+
+        Raises:
+            ContextError: It differs from what rank 0 noted.
+        """
+        store, ranks = self._world.store, self._world.ranks
+        while self._noted and store is not None and arrives(store, self._key(self._noted[0][0]), limit_s):
+            number, what, mine = self._noted.popleft()
+            key = self._key(number)
+            theirs = store.read(key)
+            if store.add(f"{key}/read", 1) == self._world.size - 1:  # the last one to read it
+                store.delete(key)
+                store.delete(f"{key}/read")
+            if theirs != json.loads(json.dumps(mine)):
+                compare(f"{self._name}: {what}", {ranks[0]: theirs, ranks[self._world.rank]: mine})
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/facts/{number}"

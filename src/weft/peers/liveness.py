@@ -1,0 +1,240 @@
+"""Which ranks live, which left, and which is to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from weft.errors import PeerError, listed
+from weft.peers.board import Board, StoreLost
+from weft.peers.gloo_connections import listening_ports
+from weft.peers.world import STUCK_S, World, arrives
+
+__all__ = [
+    "absent",
+    "announce",
+    "blame",
+    "check_failed",
+    "culprit",
+    "exception_text",
+    "failure_at",
+    "is_communication_error",
+    "late",
+    "part",
+    "report_failure",
+    "wait_for_parting",
+]
+
+SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
+
+_LEFT = "left the job while others still work"
+
+
+def announce(world: World) -> None:
+    """Write down who this rank is, so that the others can tell whether it lives."""
+    if world.store is not None:
+        me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
+        world.store.write(f"peer/{world.rank}", me)
+
+
+def absent(world: World) -> tuple[int, str] | None:
+    """Find a rank that already told the next meeting that it will not come, and why."""
+    key = f"meet/{world.meetings + 1}"
+    if world.store is None or not world.store.has(f"{key}/done") or world.store.get(f"{key}/done") == b"ok":
+        return None
+    return failure_at(world, key)
+
+
+def failure_at(world: World, key: str) -> tuple[int, str] | None:
+    """The rank that told a meeting that it will not come, and why."""
+    store = world.store
+    for rank in range(world.size) if store is not None else ():
+        assert store is not None
+        if store.has(f"{key}/{rank}"):
+            entry = store.read(f"{key}/{rank}")
+            if isinstance(entry, dict) and "error" in entry:
+                return int(entry["rank"]), str(entry["error"])
+    return None
+
+
+def late(world: World, what: str) -> tuple[int, str] | None:
+    """After a collective timed out: find the rank that is not waiting in it."""
+    store = world.store
+    if store is None:
+        return None
+    blamed = culprit(world)
+    if blamed is not None:
+        return blamed
+    store.set(f"stuck/{world.meetings}/{world.rank}", what)
+    time.sleep(STUCK_S)  # the others' time is over at the same moment, give or take
+    missing = [rank for rank in range(world.size) if not store.has(f"stuck/{world.meetings}/{rank}")]
+    if not missing:
+        return None
+    return missing[0], f"rank {listed(missing)} did not arrive within {world.timeout_s:g} s"
+
+
+def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str] | None:
+    """Find a rank that failed, left or died, and what it said; None if all of `ranks` look well."""
+    store = world.store
+    if store is None:
+        return None
+    left: tuple[int, str] | None = None
+    for rank in range(world.size) if ranks is None else ranks:
+        if rank == world.rank:
+            continue
+        if store.has(f"parted/{rank}"):
+            note = store.read(f"parted/{rank}", "rank", "error")
+            if note["error"] is not None:
+                return note["rank"], note["error"]
+            left = left or (rank, _LEFT)
+        elif _is_dead(store, rank):
+            return rank, "its process is gone (killed, out of memory, or crashed)"
+    return left
+
+
+def part(world: World, error: BaseException | None = None) -> None:
+    """Write down that this rank leaves, and why if it failed."""
+    if world.store is None:
+        return
+    rank, text = (world.rank, None) if error is None else blame(world, error)
+    with contextlib.suppress(StoreLost):
+        world.store.write(f"parted/{world.rank}", {"rank": rank, "error": text})
+        if error is not None:
+            world.store.set(f"gone/{world.rank}", "1")  # and asks nothing any more
+        _leave_note(world, rank, text or _LEFT, left=True)
+
+
+def report_failure(world: World, error: BaseException) -> None:
+    """Tell the others of an error of this rank, which they would otherwise wait for in a collective.
+
+    For errors that torch does not know of: whoever waits in a collective that this rank does not come to ends with a
+    `PeerError` that has the text. Nothing happens to ranks that do not wait, to those that had an error of their own,
+    and if this rank goes on and begins another collective. Waits for nobody.
+    """
+    root = world.root
+    if root.store is not None and root.size > 1 and not root.closed:
+        root.failures += 1
+        with contextlib.suppress(StoreLost):
+            _leave_note(root, *blame(root, error), left=False)
+
+
+def check_failed(world: World) -> None:
+    """Raise if this rank would wait for another one in vain in a collective.
+
+    Raises:
+        PeerError: The other one left, or has told of an error.
+    """  # noqa: DOC501  (an error made by a function)
+    if world.root.failure is not None:
+        raise peer_error("", *world.root.failure)
+
+
+def _leave_note(world: World, blamed: int, text: str, *, left: bool) -> None:
+    if world.store is None or world.group is None:
+        return
+    note = {
+        "from": world.rank,
+        "rank": blamed,
+        "error": text,
+        "left": left,
+        "failures": world.failures,
+        "collectives": world.collectives(),
+        "ports": listening_ports(),
+    }
+    world.store.write(f"note/{world.store.add('note/count', 1)}", note)
+
+
+def wait_for_parting(world: World, limit_s: float) -> None:
+    """Wait until every rank has parted or died, at most `limit_s`; never raises.
+
+    A gloo group that is destroyed while a peer still talks to it aborts that peer.
+    """
+    store = world.store
+    if store is None:
+        return
+    end = time.monotonic() + limit_s
+    waiting = [rank for rank in range(world.size) if rank != world.rank]
+    with contextlib.suppress(StoreLost):
+        while waiting and time.monotonic() < end:
+            arrives(store, f"parted/{waiting[0]}", SLICE_S)
+            waiting = [r for r in waiting if not store.has(f"parted/{r}") and not _is_dead(store, r)]
+        # The store lives in one of these processes: it may go only when all have read it.
+        store.set(f"gone/{world.rank}", "1")
+        for rank in range(world.size):
+            while not store.has(f"gone/{rank}") and not _is_dead(store, rank) and time.monotonic() < end:
+                time.sleep(0.01)
+
+
+def exception_text(error: BaseException) -> str:
+    """`Type: text` of an exception, with the notes on it."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+_COMMUNICATION_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket Timeout",
+    "NCCL",
+    "ProcessGroup",
+    "gloo",
+)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Say whether `error` is what torch.distributed raises when a peer is lost."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _COMMUNICATION_SIGNS)
+
+
+def blame(world: World, error: BaseException) -> tuple[int, str]:
+    """Who is at fault when this rank fails with `error`: the peer it names, or this rank."""
+    if isinstance(error, PeerError) and error.rank >= 0:
+        return error.rank, error.text
+    return world.rank, exception_text(error)
+
+
+def _is_dead(store: Board, rank: int) -> bool:
+    """Whether the process of `rank` ran on this host and does not any more."""
+    key = f"peer/{rank}"
+    if not store.has(key):
+        return False
+    peer = store.read(key, "host", "pid", "born")
+    return bool(peer["host"] == _host() and _born(peer["pid"]) != peer["born"])
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _born(pid: int) -> str | None:
+    """Start time of a process, which tells a recycled process id apart; None if there is none."""
+    try:
+        with pathlib.Path(f"/proc/{pid}/stat").open(encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else fields[19]  # a zombie is dead
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        pass
+    if pathlib.Path("/proc/self").is_dir():
+        return None
+    try:  # systems without /proc: the process id alone has to do
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "alive"
+    return "alive"
+
+
+def peer_error(what: str, rank: int, text: str) -> PeerError:
+    """The error of `what` for a rank that is to blame; -1 for another process."""
+    problem = f"rank {rank} failed: {text}" if rank >= 0 else text
+    return PeerError(f"{what}: {problem}" if what else problem, rank=rank, text=text)

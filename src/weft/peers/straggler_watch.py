@@ -1,0 +1,307 @@
+"""Who waits for whom: finds a rank that waits in a collective for one that will not come.
+
+A rank that does not come may be late, and is waited for; or it went another way. From outside the two look
+alike, so each rank has a thread, the watch. It tells two things apart that need no limit of time:
+
+- A rank waits at a meeting for one that waits in a collective for it. A rank that has begun more collectives than one
+  at the meeting ever will is not late. The rank at the meeting raises.
+- A rank waits in a collective for one that has left, or has told of an error (`report_failure`), with fewer
+  collectives begun. Nothing ends torch's own waits but the end of what they wait on: the watch cuts the connections
+  to that rank, or aborts the group, and whatever torch raises is turned into a `PeerError` that names it.
+
+One thing needs a limit: all ranks wait in collectives, but not in the same one. That may be messages of several groups
+which take long; after 6 seconds in which no rank has moved it is not.
+
+A second thread, the guard, never asks the store anything: it ends questions that the store does not answer, those of
+the watch included, see board.py.
+
+[Note: the watch] Keys, below the prefix of a root:
+    watch/asked      grows while somebody waits at a meeting
+    watch/at/<rank>  what a rank was doing when that grew
+    note/<k>         who left or failed, see world.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.errors import ContextError, PeerError, message
+from weft.peers.board import Board, StoreLost
+from weft.peers.gloo_connections import cut, listening_ports
+from weft.peers.world import World
+
+__all__ = ["Watch", "watch"]
+
+_PERIOD_S = 0.5
+_SURE_S = 1.5  # how long a rank has to stand still
+_STUCK_S = 4.0  # how long before it asks whether all the others do, too
+_STUCK_TOGETHER_S = 2.0  # and for how long they have to
+_RANKS_PER_S = 4000.0  # that may ask the store for news
+
+
+def watch(world: World) -> None:
+    """Start the threads of this rank. They end with the context."""
+    if world.store is not None and world.size > 1:
+        world.watch = Watch(world)
+        world.holders.add(world.watch)
+
+
+class Watch:
+    """The threads of one rank, and what is known of the others."""
+
+    def __init__(self, world: World) -> None:
+        self._world = weakref.ref(world)
+        self._seen: dict[int, _Seen] = {}
+        self._asked = 0
+        self._notes: list[dict[str, Any]] = []
+        self._still = _Still()
+        self._answers: list[dict[str, Any]] = []
+        self._answers_since = 0.0
+        self._end = threading.Event()
+        period_s = max(_PERIOD_S, world.size / _RANKS_PER_S)
+        targets = [("weft watch", self._tick), ("weft guard", self._guard)]
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(target, period_s), name=name, daemon=True)
+            for name, target in targets
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def release(self) -> None:
+        """End the threads."""
+        self._end.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=2 * _PERIOD_S)
+
+    def check(self, what: str, missing: Sequence[int], world: World) -> None:
+        """Raise if one of the ranks that are waited for at a meeting waits for this one elsewhere.
+
+        Raises:
+            PeerError: It does; the text names the rank and its line.
+        """  # noqa: DOC501  (an error made by a function)
+        root = self._world()
+        if root is None or root.store is None:
+            return
+        asked, mine = root.store.add("watch/asked", 1), world.collectives()
+        for rank in missing:
+            member = root.ranks.index(world.ranks[rank])
+            key = f"watch/at/{member}"
+            if not root.store.has(key):
+                continue
+            theirs = root.store.read(key, "asked", "collectives", "waits", "at")
+            if not theirs["waits"] or not _is_behind(mine, theirs["collectives"]):
+                continue
+            # Answers go on, and say the same.
+            seen = self._seen.get(member)
+            if seen is None or not seen.is_same(theirs, mine):
+                self._seen[member] = _Seen(theirs, mine, asked)
+            elif time.monotonic() - seen.since >= _SURE_S and theirs["asked"] > seen.asked:
+                raise _elsewhere(what, world, rank, theirs["at"])
+
+    # -- the threads -----------------------------------------------------------------------------
+
+    def _repeat(self, target: Any, period_s: float) -> None:
+        while not self._end.wait(period_s):
+            world = self._world()
+            if world is None or world.store is None or not target(world, world.store):
+                return
+            del world
+
+    def _guard(self, _: World, store: Board) -> bool:
+        store.guard()
+        return True
+
+    def _tick(self, world: World, store: Board) -> bool:
+        """Answer those who wait, and see whether this rank waits in vain itself; False to end."""
+        try:
+            asked = store.add("watch/asked", 0)
+            if asked != self._asked:
+                self._asked = asked
+                store.write(
+                    f"watch/at/{world.rank}",
+                    {
+                        "asked": asked,
+                        "collectives": world.collectives(),
+                        "at": _main_line(),
+                        "waits": _may_wait(world),
+                        "in": _collective(),
+                    },
+                )
+            for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1):
+                if not store.has(f"note/{number}"):  # is being written
+                    break
+                self._notes.append(
+                    store.read(f"note/{number}", "from", "rank", "error", "left", "failures", "collectives", "ports")
+                )
+            if not world.closed and world.failure is None:
+                self._look(world, store)
+        except (StoreLost, ContextError) as error:  # then nobody can be met any more
+            if not world.closed and not self._end.is_set():
+                _give_up(world, getattr(error, "rank", -1), getattr(error, "text", str(error)), [])
+            return False
+        return True
+
+    def _look(self, world: World, store: Board) -> None:
+        mine = world.collectives()
+        if not self._still.lasts(mine, _may_wait(world)):
+            return
+        behind = [
+            note
+            for note in self._notes
+            if note["from"] != world.rank
+            and _is_behind(note["collectives"], mine)
+            and (note["left"] or note["failures"] > world.failures)
+        ]
+        gone = [note["from"] for note in behind if note["left"]]
+        for note in behind:  # of a rank that failed and then left, the error is told
+            if note["from"] in gone or self._stands(store, note):
+                _give_up(world, note["rank"], note["error"], note["ports"])
+                return
+        if self._still.seconds >= _STUCK_S and _collective():
+            self._look_at_all(world, store)
+
+    def _look_at_all(self, world: World, store: Board) -> None:
+        """Give up if all ranks wait in collectives, and not in the same one."""
+        store.add("watch/asked", 1)
+        keys = [f"watch/at/{rank}" for rank in range(world.size)]
+        answers = [store.read(key, "collectives", "in", "at") for key in keys if store.has(key)]
+        answers = [{name: theirs[name] for name in ("collectives", "in", "at")} for theirs in answers]
+        if answers != self._answers:
+            self._answers, self._answers_since = answers, time.monotonic()
+        elif time.monotonic() - self._answers_since >= _STUCK_TOGETHER_S and len(answers) == world.size:
+            mine = answers[world.rank]["in"]
+            others = [rank for rank, theirs in enumerate(answers) if theirs["in"] != mine]
+            if others and all(theirs["in"] for theirs in answers):
+                place = answers[others[0]]
+                text = f"waits in {place['in']} at {place['at']}, while rank {world.ranks[world.rank]} waits in {mine}"
+                _give_up(world, world.ranks[others[0]], text, [])
+
+    def _stands(self, store: Board, note: dict[str, Any]) -> bool:
+        """Whether a rank that told of an error has begun no collective since."""
+        asked, key = store.add("watch/asked", 1), f"watch/at/{note['from']}"
+        if not store.has(key):
+            return False
+        theirs = store.read(key, "asked", "collectives")
+        went_on = _is_behind(note["collectives"], theirs["collectives"])
+        return bool(theirs["asked"] >= note.setdefault("since", asked) and not went_on)
+
+
+class _Seen:
+    """What a rank that is waited for was doing, since when."""
+
+    def __init__(self, theirs: dict[str, Any], mine: dict[str, int], asked: int) -> None:
+        self._text = self._key(theirs, mine)
+        self.asked = asked
+        self.since = time.monotonic()
+
+    def is_same(self, theirs: dict[str, Any], mine: dict[str, int]) -> bool:
+        return self._text == self._key(theirs, mine)
+
+    @staticmethod
+    def _key(theirs: dict[str, Any], mine: dict[str, int]) -> str:
+        return json.dumps([theirs["collectives"], theirs["at"], mine])
+
+
+class _Still:
+    """How long this rank has waited in one place."""
+
+    def __init__(self) -> None:
+        self._mine: dict[str, int] = {}
+        self._since = 0.0
+
+    def lasts(self, mine: dict[str, int], waits: bool) -> bool:
+        if not waits or mine != self._mine:
+            self._mine, self._since = mine if waits else {}, time.monotonic()
+            return False
+        return self.seconds >= _SURE_S
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._since
+
+
+def _is_behind(one: dict[str, int], other: dict[str, int]) -> bool:
+    """Whether `one` has begun fewer collectives than `other` on a group that both belong to."""
+    return any(other.get(name, 0) > count for name, count in one.items())
+
+
+def _give_up(world: World, rank: int, text: str, ports: Sequence[int]) -> None:
+    """Let what this rank waits for in a collective end with an error; `close_after` says which rank is to blame."""
+    world.failure = (rank, text)
+    group: Any = world.group
+    store_port = None if world.store is None else world.store.port
+    mine = set(listening_ports()) - {store_port}
+    theirs = set(ports) - {store_port}
+    cut(lambda local, remote: store_port not in (local, remote) and (local in mine or remote in theirs))
+    if group is not None and dist.get_backend(group) != "gloo":
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+
+def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
+    return PeerError(
+        message(
+            f"{what}: rank {rank} of {world.size} did not call it",
+            found=f"rank {rank} waits in a collective at {place}, for rank {world.rank}, which is in {what}",
+            expected="every rank makes the same calls in the same order",
+            fix=f"call {what} on all ranks: no `if ctx.is_main:` around it",
+        ),
+        rank=rank,
+        text=f"did not call {what}, but waits in a collective at {place}",
+    )
+
+
+def _may_wait(world: World) -> bool:
+    """Whether the main thread is inside of torch or of this package, and not in the user's own code.
+
+    Gloo counts messages between two ranks too, of which a rank in the middle has more than others: there
+    the counts alone are no proof. Other backends wait wherever a value is read, and count these apart.
+    """
+    group = world.root.group
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or group is None or dist.get_backend(group) != "gloo":
+        return True
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("weft", "torch")
+
+
+def _collective() -> str:
+    """The collective of gloo that the main thread is certainly in; empty if that cannot be told."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = ""
+    while frame is not None:
+        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        if module == "torch.distributed.distributed_c10d":
+            found = f"torch.distributed.{name}"
+        elif module in (
+            "weft.engines.torch.ddp.pairwise",
+            "weft.engines.torch.ddp.flat_buffer",
+        ):  # they call the group itself
+            found = found or "a message between pairs of ranks"
+        elif found and not module.startswith("weft.collectives"):
+            return found
+        elif module.startswith("weft.collectives"):
+            found = f"weft.{name}"
+        elif not module.startswith("torch"):
+            return ""
+        frame = frame.f_back
+    return found
+
+
+def _main_line() -> str:
+    """`file:line` of what the main thread does, outside of this package and of torch."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("weft", "torch", "contextlib"):
+            break
+        frame = frame.f_back
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,185 @@
+"""The live side of a context, and how its ranks meet.
+
+A `World` holds what cannot be a value: the process group, the key-value store, counters. Contexts
+that speak for the same ranks share one. Everything in this file talks through the *store*, never
+through a collective, so it works while a peer is busy, late, failed or dead, and always ends:
+either all ranks come together, or every one of them learns which rank is to blame. Who waits in a
+collective instead is looked after by a thread, see watching.py.
+
+[Note: the board] Keys, below the prefix of the world:
+    peer/<rank>         host, process id and its start time, written once
+    parted/<rank>       written by a rank that leaves: null, or what made it fail
+    meet/<n>/<rank>     what the rank brings to meeting n; counters make n equal on all ranks
+    meet/<n>/count      how many have come; the last one compares and writes meet/<n>/done
+    note/count          how many ranks have left or failed; on a root
+    note/<k>            which one, why, and how far it had come
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.peers.board import Board
+
+__all__ = ["PREEMPTED", "STUCK_S", "Background", "Holder", "Watcher", "World", "arrives"]
+
+PREEMPTED = 75  # exit code of a job that was told to end and can go on later; EX_TEMPFAIL of sysexits.h
+
+
+_PAUSE_S = 0.02  # longest pause between two looks at the store
+
+
+STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out
+
+
+class Holder(Protocol):
+    """Something that keeps the process group alive and can let it go."""
+
+    def release(self) -> None:
+        """Drop the group; what was built on it stops working."""
+
+
+class Watcher(Holder, Protocol):
+    """Knows of ranks that will not come to a meeting because they wait elsewhere; see watching.py."""
+
+    def check(self, what: str, missing: Sequence[int], world: World) -> None:
+        """Raise `PeerError` if one of `missing`, ranks of `world`, does."""
+
+
+class Background(Protocol):
+    """Work that goes on beside the program, such as a save; whoever leaves waits for it."""
+
+    def finish(self, limit_s: float) -> BaseException | None:
+        """Wait for it at most so long, then stop it; the error that nobody has seen yet."""
+
+
+class Comparison(Protocol):
+    """Facts that are compared now and then; see ledger.py."""
+
+    def finish(self, limit_s: float = 0.0) -> None:
+        """Compare what was noted last, and wait so long for it; raise `ContextError` if it differs."""
+
+
+class World:
+    """Group, store and counters of one set of ranks in this process.
+
+    Attributes:
+        ranks: Global rank of every member; a member's index is its rank in this world.
+        rank: This process's index, or -1 when it is not a member.
+        group: The process group; None when the world has one rank, or is only pretended.
+        store: Values that the ranks write for each other; None as `group`.
+        timeout_s: How long to wait for a peer that shows no sign of failure.
+        owner: Whether `close` destroys the group.
+        serves_store: Whether the store lives in this process.
+        root: The world that was started or adopted; this one is a part of it.
+        lines: The worlds of this rank's mesh axes by name.
+        made: On a root, every smaller world made of it.
+        disposable: On a root, the groups of those worlds that can be destroyed by themselves.
+        meshes: torch's meshes over the groups above.
+        meetings: How many meetings there were.
+        watch: On a root, tells late ranks from those that went another way.
+        failures: On a root, how many errors this rank has told the others of; see `report_failure`.
+        failure: On a root, the rank for which this one would wait in vain in a collective, and why.
+        process: Which one this is; a fork of it has nothing to do with the job.
+        background: On a root, what goes on beside the program.
+        checkpoints: On a root, what the job knows of directories of checkpoints; see checkpoint/history.py.
+        abandoned: On a root, whether a collective was left that not all ranks came to.
+        room: Bytes for values in the first message of a collective, if not the usual; the same on all ranks.
+        holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
+        reductions: How often gradients were reduced over these ranks.
+        ledgers: On a root, what is compared once more before the ranks part.
+        inside: Of the thread that is in a collective: who it is and what it does.
+        clash: What two threads tried to do at once; ends the wait of the first one.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        store: Board | None = None,
+        timeout_s: float = 1800.0,
+        owner: bool = False,
+        serves_store: bool = False,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.group = group
+        self.store = store
+        self.timeout_s = timeout_s
+        self.owner = owner
+        self.closed = False
+        self.serves_store = serves_store
+        self.root: World = self
+        self.lines: dict[str, World] = {}
+        self.made: list[World] = []
+        self.disposable: list[dist.ProcessGroup] = []
+        self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self.room: int | None = None
+        self.messages: dict[object, Any] = {}
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.ledgers: weakref.WeakSet[Comparison] = weakref.WeakSet()
+        self.meetings = 0
+        self.reductions = 0
+        self.watch: Watcher | None = None
+        self.failures = 0
+        self.failure: tuple[int, str] | None = None
+        self.process = os.getpid()
+        self.background: Background | None = None
+        self.checkpoints: object = None
+        self.abandoned = False
+        self.inside: dict[str, tuple[int, str]] = {}
+        self.clash: str | None = None
+        self._lines = 0
+        self._num_ledgers = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def next_meeting(self) -> int:
+        """Count the meetings; all ranks make the same ones, so the number is the same everywhere."""
+        self.meetings += 1
+        return self.meetings
+
+    def next_line(self) -> int:
+        """Count the smaller worlds made of this one, likewise."""
+        self._lines += 1
+        return self._lines
+
+    def next_ledger(self) -> int:
+        """Count what strategies note in the store, likewise."""
+        self._num_ledgers += 1
+        return self._num_ledgers
+
+    def collectives(self) -> dict[str, int]:
+        """How many collectives this rank has begun on each group."""
+        found = {}
+        for each in (self.root, *list(self.root.lines.values()), *list(self.root.made)):
+            group: Any = each.group
+            if group is not None:
+                found[str(group.group_name)] = int(group._get_sequence_number_for_group())
+        return found
+
+
+def arrives(store: Board, key: str, limit_s: float) -> bool:
+    """Wait for `key` at most `limit_s`; say whether it is there.
+
+    Not by `Store.wait`: torch prints two warnings whenever the time of that is over.
+    """
+    start = time.monotonic()
+    while not store.has(key):
+        waited = time.monotonic() - start
+        if waited >= limit_s:
+            return False
+        time.sleep(min(waited / 16 + 1e-4, _PAUSE_S, limit_s - waited))
+    return True

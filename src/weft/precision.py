@@ -1,0 +1,198 @@
+"""Which dtype where: `Precision`, `LossScaling` and the policies with names."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import NoneType
+from typing import Any, Literal
+
+import torch
+
+from weft.errors import listed, message
+
+__all__ = ["LOW", "NAMED", "LossScaling", "PolicyName", "Precision", "PrecisionOffer", "creation_dtype", "named_policy"]
+
+PolicyName = Literal["fp32", "fp64", "bf16", "fp16", "bf16-true", "fp16-true"]
+
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+def _is_float(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def _is_power_of_two(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the fp16 scale moves. Powers of two only, so that scaling and unscaling are exact.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018; `torch.amp.GradScaler`.
+
+    Attributes:
+        init: First scale.
+        growth: Factor after `growth_every` good steps in a row.
+        backoff: Factor after a step with a non-finite gradient.
+        growth_every: Good steps until the scale grows.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_every: int = 2000
+
+    def __post_init__(self) -> None:
+        factors = {"init": self.init, "growth": self.growth, "backoff": self.backoff}
+        wrong = [f"{name}={value!r}" for name, value in factors.items() if not _is_power_of_two(value)]
+        if not wrong:
+            wrong += [f"growth={self.growth}"] if self.growth < 1 else []
+            wrong += [f"backoff={self.backoff}"] if self.backoff >= 1 else []
+        if type(self.growth_every) is not int or self.growth_every < 1:
+            wrong += [f"growth_every={self.growth_every!r}"]
+        if wrong:
+            raise ValueError(
+                message(
+                    f"LossScaling: {listed(wrong)} cannot be used",
+                    found=listed(wrong),
+                    expected="powers of two; growth >= 1, backoff < 1; growth_every a whole number >= 1",
+                    fix="LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype is used where. None always means: leave it as it is.
+
+    Attributes:
+        param: Parameters that are trained are stored in it; frozen ones are left alone.
+        compute: Inside the module. If parameters are stored in another dtype, torch's autocast
+            picks the operations that are safe in it; otherwise inputs are cast to it, and an
+            autocast around the module does not reach inside.
+        reduce: In which gradients travel between ranks.
+        buffer: Floating-point buffers are stored in it; those of a layer whose own parameters are
+            all frozen are left alone, like these.
+        output: Floating-point outputs are cast to it.
+        scaling: For fp16: scale gradients inside of the module.
+    """
+
+    param: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+    output: torch.dtype | None = None
+    scaling: LossScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scaling, (LossScaling, NoneType)):
+            raise TypeError(
+                message(
+                    "Precision: scaling is no LossScaling",
+                    found=repr(self.scaling),
+                    expected="a weft.LossScaling or None",
+                    fix="Precision(compute=torch.float16, scaling=weft.LossScaling())",
+                )
+            )
+        fields = {"param": self.param, "compute": self.compute, "reduce": self.reduce}
+        fields |= {"buffer": self.buffer, "output": self.output}
+        wrong = [f"{name}={dtype}" for name, dtype in fields.items() if dtype is not None and not _is_float(dtype)]
+        if wrong:
+            raise ValueError(
+                message(
+                    f"Precision: {listed(wrong)} cannot be used",
+                    found=listed(wrong),
+                    expected="floating-point dtypes of 16 bits or more",
+                    fix="Precision(param=torch.float32, compute=torch.bfloat16)",
+                )
+            )
+        if self.scaling is not None and self.compute is not torch.float16:
+            raise ValueError(
+                message(
+                    "Precision: a loss scale has no effect here",
+                    found=f"compute={self.compute}",
+                    expected="compute=torch.float16 with scaling, or no scaling",
+                    fix="Precision(param=torch.float32, compute=torch.float16, scaling=LossScaling())",
+                )
+            )
+
+
+_FP32 = Precision(param=torch.float32, compute=torch.float32, buffer=torch.float32)
+NAMED: dict[PolicyName, Precision] = {
+    "fp32": _FP32,
+    "fp64": Precision(param=torch.float64, compute=torch.float64, buffer=torch.float64),
+    "bf16": replace(_FP32, compute=torch.bfloat16, output=torch.float32),
+    "fp16": replace(_FP32, compute=torch.float16, output=torch.float32, scaling=LossScaling()),
+    "bf16-true": Precision(param=torch.bfloat16, compute=torch.bfloat16, buffer=torch.bfloat16),
+    "fp16-true": Precision(param=torch.float16, compute=torch.float16, buffer=torch.float16),
+}
+
+
+class PrecisionOffer:
+    """What later transforms may ask of a module with a precision."""
+
+    def __init__(self, precision: Precision, precise: Any) -> None:
+        self.precision = precision
+        self.reduce_dtype = precision.reduce
+        self.precise = precise
+
+    def undo(self) -> None:
+        """Take casts and autocast off; parameters keep their dtype."""
+        if self.precise is not None:
+            self.precise.undo()
+
+
+def named_policy(policy: PolicyName | Precision | None) -> Precision:
+    """The policy of a name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(policy, Precision):
+        return policy
+    if isinstance(policy, str) and policy in NAMED:
+        return NAMED[policy]
+    raise ValueError(
+        message(
+            f"with_precision: policy = {policy!r} is unknown",
+            found=repr(policy),
+            expected=", ".join(repr(name) for name in NAMED) + ", or a weft.Precision",
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+        )
+    )
+
+
+@contextlib.contextmanager
+def creation_dtype(policy: PolicyName | Precision) -> Iterator[None]:
+    """Create parameters in the dtype in which the policy stores them.
+
+    Changes: torch's default dtype inside of the body; restored afterwards, also on an error.
+    Collectives: none.
+
+    Args:
+        policy: As for `with_precision`.
+
+    Raises:
+        ValueError: Unknown policy.
+
+    Example:
+        >>> with creation_dtype("bf16-true"):
+        ...     model = torch.nn.Linear(2, 2)
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+    before = torch.get_default_dtype()
+    dtype = named_policy(policy).param
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)

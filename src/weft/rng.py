@@ -1,0 +1,347 @@
+"""Random numbers that do not depend on who draws them: seeds without collisions, and numbers by counting.
+
+[Note: seeds] torch keeps 32 bits of a seed on the CPU. Hashes of 32 bits collide among some ten thousand
+workers, so the seeds of torch are counted up from one hash: rank and worker differ in the count.
+Python and numpy take seeds of any length, and get the whole hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from weft.collectives.objects import broadcast
+from weft.context import DistContext
+from weft.errors import message
+
+__all__ = ["Seeded", "Seeds", "keyed_uniform", "mix", "seeded", "set_seed", "sync_rng", "worker_seeds"]
+
+_WORKERS = 4096  # per rank: more would share a stream with the next rank
+
+
+def mix(*parts: object) -> int:
+    """Hash some facts into a seed, 0 <= seed < 2**63, the same in every process.
+
+    Example:
+        >>> mix(0, 1) == mix(0, 1), mix(0, 1) == mix(1, 0)
+        (True, False)
+    """
+    digest = hashlib.blake2b("/".join(map(repr, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def seeded(seed: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Seed python's, numpy's and torch's CPU generators for the body, and restore them."""
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_state = np.random.get_state()
+    states = [generator.get_state() for generator in generators]
+    try:
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.default_generator.set_state(torch_state)
+        np.random.set_state(numpy_state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+class Seeds(NamedTuple):
+    """One seed per library; what `worker_seeds` returns.
+
+    Attributes:
+        python: For `random.seed`.
+        numpy: For `np.random.seed`.
+        torch: For `torch.manual_seed`.
+    """
+
+    python: int
+    numpy: tuple[int, ...]
+    torch: int
+
+    def apply(self) -> None:
+        """Seed the generators of this process."""
+        random.seed(self.python)
+        np.random.seed(self.numpy)
+        torch.default_generator.manual_seed(self.torch)
+
+
+def worker_seeds(worker: int, ctx: DistContext, *, epoch: int = 0) -> Seeds:
+    """Seeds for a worker process of a data loader: no two workers of any two ranks share a stream.
+
+    `shard_data` seeds its workers with these before it calls your `worker_init_fn`; call it for
+    loaders of your own. Ranks that see the same batches get the same seeds.
+
+    Changes: nothing; `.apply()` of the result seeds. Collectives: none.
+
+    Args:
+        worker: Number of the worker, below 4096.
+        ctx: Where we run; its `seed` and `data_rank` count.
+        epoch: Workers that live for one epoch draw other numbers in the next.
+
+    Returns:
+        A seed for each of python, numpy and torch.
+
+    Raises:
+        ValueError: `worker` or `epoch` is out of range.
+
+    Example:
+        >>> import weft
+        >>> one, two = (weft.rng.worker_seeds(n, weft.local()) for n in range(2))
+        >>> one.torch != two.torch
+        True
+    """
+    for name, number, limit in (("worker", worker, _WORKERS), ("epoch", epoch, 2**62)):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < limit:
+            raise ValueError(
+                message(
+                    f"worker_seeds: {name} = {number!r} cannot be used",
+                    found=repr(number),
+                    expected=f"a whole number, 0 to {limit - 1}",
+                    fix="weft.rng.worker_seeds(0, ctx, epoch=0)",
+                )
+            )
+    return seeds_for(ctx.seed, epoch, ctx.data_rank, worker)
+
+
+def seeds_for(seed: int, epoch: int, rank: int, worker: int) -> Seeds:
+    """See `worker_seeds`; also for processes that have no context."""
+    base = mix(seed, epoch, "workers")
+    whole = mix(seed, epoch, rank, worker, "worker")
+    low = (base + rank * _WORKERS + worker) % 2**32
+    return Seeds(whole, (whole % 2**32, whole >> 32, rank, worker), (base >> 32 << 32) + low)
+
+
+# -- set_seed ----------------------------------------------------------------------------------------
+
+
+class Seeded:
+    """What `set_seed` leaves behind: as a context manager it puts the deterministic mode back.
+
+    Attributes:
+        seeds: The seeds that were set on this rank.
+    """
+
+    def __init__(self, seeds: Seeds, before: tuple[bool, bool, bool] | None) -> None:
+        self.seeds = seeds
+        self._before = before
+
+    def restore(self) -> None:
+        """Put deterministic mode and cuDNN's choice of algorithms back as they were."""
+        if self._before is not None:
+            deterministic, warn_only, benchmark = self._before
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            torch.backends.cudnn.benchmark = benchmark
+            self._before = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def set_seed(
+    seed: int, ctx: DistContext, *, ranks: Literal["same", "distinct"] = "same", deterministic: bool = False
+) -> Seeded:
+    """Seed python, numpy and torch, on all devices; the same on all ranks, or another for each.
+
+    Models are to be built with the same numbers everywhere, dropout and noise drawn with others: with one state
+    all ranks draw the same dropout masks, so call it again with "distinct" after the model is built. The order
+    of the data depends on neither: it is a function of (seed, epoch), see `shard_data`.
+
+    Changes: the global random states of this process; with `deterministic` torch's flag and
+    cuDNN's, until `.restore()` or the end of `with weft.rng.set_seed(...)`. Collectives: none.
+
+    Args:
+        seed: 0 <= seed < 2**63.
+        ctx: Where we run.
+        ranks: "same": all ranks get the same streams. "distinct": ranks that see different batches get
+            streams of their own.
+        deterministic: Let torch raise where an operation has no deterministic algorithm. CUDA needs
+            the variable CUBLAS_WORKSPACE_CONFIG=:4096:8 for it.
+
+    Returns:
+        The seeds, and the way back from `deterministic`.
+
+    Raises:
+        TypeError: `seed` is not a whole number.
+        ValueError: It is out of range, or `ranks` is unknown.
+
+    Example:
+        >>> import weft
+        >>> with weft.rng.set_seed(3, weft.local(), deterministic=True):
+        ...     first = torch.rand(1)
+        >>> weft.rng.set_seed(3, weft.local()) and torch.rand(1) == first
+        tensor([True])
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(
+            message(
+                f"set_seed: seed = {seed!r} is not a whole number",
+                found=type(seed).__name__,
+                expected="an int",
+                fix="weft.rng.set_seed(0, ctx)",
+            )
+        )
+    if not 0 <= seed < 2**63 or ranks not in ("same", "distinct"):
+        raise ValueError(
+            message(
+                "set_seed: this cannot be used",
+                found=f"seed={seed}, ranks={ranks!r}",
+                expected="0 <= seed < 2**63, ranks 'same' or 'distinct'",
+                fix='weft.rng.set_seed(0, ctx, ranks="same")',
+            )
+        )
+    seeds = (
+        seeds_for(seed, 0, ctx.data_rank, 0) if ranks == "distinct" else Seeds(seed, (seed % 2**32, seed >> 32), seed)
+    )
+    random.seed(seeds.python)
+    np.random.seed(seeds.numpy)
+    torch.manual_seed(seeds.torch)
+    ctx.engine.seed(ctx.device, seeds.torch)
+    if not deterministic:
+        return Seeded(seeds, None)
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+    torch.use_deterministic_algorithms(mode=True)
+    torch.backends.cudnn.benchmark = False
+    return Seeded(seeds, before)
+
+
+# -- numbers by counting -----------------------------------------------------------------------------
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def keyed_uniform(
+    ids: torch.Tensor, *, seed: int, epoch: int, shape: Sequence[int] = (), site: int = 0
+) -> torch.Tensor:
+    """Uniform random numbers that are a function of (seed, epoch, sample id), for masks and augmentation.
+
+    No state is read or changed: a sample gets the same numbers at every number of ranks and workers, in
+    any batch, on any device, and in a run that goes on from a checkpoint. For code that draws from the
+    global generators use `shard_data(..., keyed=True)`.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox4x32-10).
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        ids: Sample ids [rows], as in the `rows` of `shard_data(..., with_ids=True)`; int64, >= 0.
+        seed: Any integer, such as `ctx.seed`.
+        epoch: Number of the epoch, such as `rows.epoch`.
+        shape: Numbers per sample.
+        site: Tells several uses in one step apart.
+
+    Returns:
+        float32 [rows, ...] in [0, 1), the dots for `shape`, on the device of `ids`.
+
+    Raises:
+        TypeError: `ids` are not int64.
+
+    Example:
+        >>> ids = torch.tensor([7, 3])
+        >>> both, one = keyed_uniform(ids, seed=0, epoch=0), keyed_uniform(ids[1:], seed=0, epoch=0)
+        >>> both[1] == one[0]
+        tensor(True)
+    """
+    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TypeError(
+            message(
+                "keyed_uniform: ids cannot be used",
+                found=found,
+                expected="a tensor of int64 [rows]",
+                fix="weft.rng.keyed_uniform(rows.ids, seed=ctx.seed, epoch=rows.epoch)",
+            )
+        )
+    count = int(np.prod(shape, dtype=np.int64)) if shape else 1
+    key = mix(seed, epoch, site)
+    blocks = torch.arange(-(-count // 4), device=ids.device).expand(len(ids), -1)
+    rows = ids[:, None].expand_as(blocks)
+    words = _philox([blocks, rows & _MASK, rows >> 32, torch.zeros_like(blocks)], key & _MASK, key >> 32)
+    numbers = torch.stack(words, dim=-1).reshape(len(ids), -1)[:, :count]
+    return ((numbers >> 8).to(torch.float32) * 2.0**-24).reshape(len(ids), *shape)
+
+
+def _philox(counter: list[torch.Tensor], key_low: int, key_high: int) -> list[torch.Tensor]:
+    """Ten rounds on four words of 32 bits each, kept in int64."""
+    a, b, c, d = counter
+    for _ in range(10):
+        high_a, low_a = _product(a, _MULTIPLIERS[0])
+        high_c, low_c = _product(c, _MULTIPLIERS[1])
+        a, b, c, d = high_c ^ b ^ key_low, low_c, high_a ^ d ^ key_high, low_a
+        key_low, key_high = (key_low + _WEYL[0]) & _MASK, (key_high + _WEYL[1]) & _MASK
+    return [a, b, c, d]
+
+
+def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of word * factor, without the 64th bit that int64 lacks."""
+    low, high = word & 0xFFFF, word >> 16
+    first = low * factor
+    second = high * factor + (first >> 16)
+    return (second >> 16) & _MASK, ((second & 0xFFFF) << 16) | (first & 0xFFFF)
+
+
+def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), source: int = 0) -> None:
+    """Give every rank the random states of one: python, numpy, torch and the device; and generators.
+
+    For code that has drawn different numbers on the ranks and shall draw the same from now on.
+
+    Changes: the global random states and `generators`, on all ranks but `source`. Collectives: two
+    broadcasts.
+
+    Args:
+        ctx: Whose ranks.
+        generators: Generators of your own, the same number on all ranks.
+        source: The rank whose states count.
+
+    Raises:
+        ValueError: No such rank.
+        PeerError: A peer failed or died.
+
+    Example:
+        >>> import weft
+        >>> weft.rng.sync_rng(weft.local())
+    """
+    mine: dict[str, Any] | None = None
+    if ctx.rank == source or ctx.world_size == 1:
+        numpy: Any = np.random.get_state()
+        mine = {
+            "python": random.getstate(),
+            "numpy": [numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
+            "torch": torch.default_generator.get_state(),
+            "device": ctx.engine.rng_state(ctx.device),
+            "generators": [generator.get_state() for generator in generators],
+        }
+    states = broadcast(mine, ctx, source=source)
+    if ctx.rank == source or states is None:
+        return
+    name, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))
+    torch.default_generator.set_state(states["torch"].cpu())
+    if states["device"] is not None:
+        ctx.engine.set_rng_state(ctx.device, states["device"].cpu())
+    for generator, state in zip(generators, states["generators"], strict=True):
+        generator.set_state(state.cpu())

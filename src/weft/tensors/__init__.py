@@ -1,0 +1,7 @@
+"""Questions about tensors that know no device, rank or strategy.
+
+nested.py        nested values: their tensors, and their rows
+dtensor.py       is it sharded? its local part; without importing DTensor
+sharded_grad.py  a gradient that lies in the memory of another library
+host_memory.py   fresh memory
+"""

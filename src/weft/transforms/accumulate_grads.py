@@ -1,0 +1,180 @@
+"""`accumulate_grads`: the loader yields windows of micro-batches, one optimizer step per window.
+
+A window is a value: it has a length, can be asked for the number of tokens in it over all ranks,
+and knows which of its micro-batches is the last. Nothing outside of it changes.
+
+windows.py  a window, and how a loader is cut
+loaders.py  loaders that yield windows and know their position
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from weft.completeness import find_loaders, incomplete
+from weft.context import DistContext
+from weft.contract import GradSync, offered, transform
+from weft.data.window_loader import Windows, known_length, windowed
+from weft.data.windows import Cutting, Remainder, Steps, Window, check_steps
+from weft.errors import message
+
+__all__ = ["Window", "Windows", "accumulate_grads"]
+
+B = TypeVar("B")
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module])
+
+
+@overload
+def accumulate_grads(
+    modules: M,
+    loader: DataLoader[B],
+    ctx: DistContext,
+    *,
+    steps: Steps,
+    remainder: Remainder = "step",
+    reduce: Literal["last", "every"] = "last",
+) -> tuple[M, Windows[B], DistContext]: ...
+@overload
+def accumulate_grads(
+    modules: M,
+    loader: Iterable[B],
+    ctx: DistContext,
+    *,
+    steps: Steps,
+    remainder: Remainder = "step",
+    reduce: Literal["last", "every"] = "last",
+) -> tuple[M, Windows[B], DistContext]: ...
+@transform(after={"replicate", "fully_shard", "zero_partition", "shard_data"}, collective=True)
+def accumulate_grads(
+    modules: Any,
+    loader: Any,
+    ctx: DistContext,
+    *,
+    steps: Steps,
+    remainder: Remainder = "step",
+    reduce: Literal["last", "every"] = "last",
+) -> tuple[Any, Any, DistContext]:
+    """Let the loader yield windows of micro-batches: one optimizer step per window.
+
+    A window knows its micro-batches, also of the short window at the end of an epoch: mean losses times
+    `window.share` have exactly the gradient of the mean over all samples of all ranks, and gradients travel
+    only in the last backward of a window. For means over tokens there is `window.denominator(...)`. `break`,
+    exceptions and other loaders inside a window change nothing.
+
+        for window in loader:
+            for x, y in window:
+                loss = cross_entropy(model(x), y) * window.share
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Changes: nothing; a copy of the loader comes back. The modules are only marked.
+    Collectives: none here (a meeting through the store) and none while iterating.
+
+    Warns:
+        UserWarning: A `DataLoader` was not shared, on several ranks that average gradients; see `check`.
+
+    Args:
+        modules: The module, or a list, tuple or dict of several, whose gradients are accumulated
+            over a window. Parts of them may be replicated instead of the whole.
+        loader: A `DataLoader` (after `shard_data`), or any iterable of batches, with or without
+            length; without one, windows are read ahead.
+        ctx: Where we run.
+        steps: Micro-batches per window; or a function of the number of windows so far.
+        remainder: Of an epoch that does not fill the last window. "step": a short window; "drop":
+            leave it out; "carry": it begins the first window of the next epoch.
+        reduce: "last": gradients travel once per window; "every": in each backward (less memory
+            for sharded gradients).
+
+    Returns:
+        `modules` itself; the loader of windows, with `len` in windows; `ctx` with this transform
+        in `applied`.
+
+    Raises:
+        AlreadyApplied: A module or the loader is accumulated already.
+        OrderError: A strategy or `shard_data` is applied afterwards.
+        TypeError: The modules or the loader are something else.
+        ValueError: An option is out of range, or the modules average over different ranks.
+        ContextError: The ranks disagree.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.replicate(nn.Linear(1, 1), weft.local())
+        >>> model, windows, ctx = weft.accumulate_grads(model, [1, 2, 3], ctx, steps=2)
+        >>> [list(window) for window in windows]
+        [[1, 2], [3]]
+    """
+    if not callable(steps):
+        check_steps(steps, "steps")
+    for name, value, allowed in (
+        ("remainder", remainder, ("step", "drop", "carry")),
+        ("reduce", reduce, ("last", "every")),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                message(
+                    f"accumulate_grads: {name} = {value!r} is unknown",
+                    found=repr(value),
+                    expected=" or ".join(map(repr, allowed)),
+                    fix=f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})",
+                )
+            )
+    several = _flattened(modules)
+    if not several or not all(isinstance(m, nn.Module) for m in several) or not isinstance(loader, Iterable):
+        raise TypeError(
+            message(
+                "accumulate_grads: takes modules and a loader",
+                found=f"{', '.join(type(m).__name__ for m in several) or 'no module'}; {type(loader).__name__}",
+                expected="one module, or a list, tuple or dict of them, and an iterable of batches",
+                fix="model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
+            )
+        )
+    syncs = _grad_syncs(several)
+    # Without a strategy gradients are reduced by hand, if at all, and what the ranks read is not ours to judge.
+    findings = find_loaders([loader], ctx, sure=True) if syncs else []
+    if findings:  # the ranks may have datasets of their own
+        warnings.warn(str(incomplete("accumulate_grads", [findings])), stacklevel=3)
+    means = {sync.mean_over for sync in syncs} or {1}
+    if len(means) > 1:
+        raise ValueError(
+            message(
+                "accumulate_grads: the modules average their gradients over different numbers of ranks",
+                found=f"{sorted(means)} ranks",
+                expected="modules with one denominator in one window",
+                fix="one accumulate_grads per module, each with a loader of its own",
+            )
+        )
+    cutting: Cutting[Any] = Cutting(steps, remainder, reduce, syncs, means.pop(), ctx)
+    windows = windowed(loader, cutting)
+    ctx.agree("accumulate_grads", _facts(windows, cutting))
+    return modules, windows, ctx
+
+
+def _flattened(modules: Any) -> list[Any]:
+    """The modules in a module, list, tuple or dict."""
+    if isinstance(modules, nn.Module) or not isinstance(modules, (Mapping, Sequence)):
+        return [modules]
+    return list(modules.values() if isinstance(modules, Mapping) else modules)
+
+
+def _grad_syncs(modules: Sequence[nn.Module]) -> list[GradSync]:
+    """What reduces the gradients of these modules or of parts of them, each once."""
+    found = [sync for module in modules for part in module.modules() for sync in offered(part, GradSync)]
+    return list({id(sync): sync for sync in found}.values())
+
+
+def _facts(windows: Any, cutting: Cutting[Any]) -> dict[str, object]:
+    """What the ranks have to agree on, or they would wait for each other for ever."""
+    facts: dict[str, object] = {
+        "steps": f"schedule, at first {cutting.size_of(0)}" if callable(cutting.steps) else cutting.steps,
+        "remainder": cutting.remainder,
+        "reduce": cutting.reduce,
+    }
+    if cutting.syncs:
+        facts["windows per epoch"] = known_length(windows)
+    return facts

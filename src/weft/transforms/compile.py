@@ -1,0 +1,130 @@
+"""`compile`: torch.compile of a module, or of its repeated blocks, in place.
+
+Arguments and the choice of parts are here; the compiler is called by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import check_not_elsewhere, transform
+from weft.contract.select_modules import Selection, select_apart
+from weft.engines.options import CompileOptions
+from weft.errors import AlreadyApplied, listed, message
+
+__all__ = ["compile"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@transform(
+    after={"with_precision", "sync_batch_norm", "recompute", "replicate", "fully_shard", "zero_partition"},
+    collective=True,
+)
+def compile(
+    module: M,
+    ctx: DistContext,
+    *,
+    blocks: Selection | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[M, DistContext]:
+    """Compile the forward and backward of `module` with `torch.compile`, as a whole or by blocks.
+
+    Comes last, after everything that changes what is computed. By blocks is the better choice for
+    models that repeat one: each class is compiled once for all its instances, in a fraction of the
+    time, gradients are reduced while backward runs (a whole model gives them all at its end), and
+    units of `fully_shard` are gathered outside of the graphs, so that `fullgraph=True` holds.
+
+    Source: Ansel et al., "PyTorch 2", ASPLOS 2024; `torch.compile`.
+
+    Changes: `module` in place: `forward` of it, or of each block, is an attribute of the instance.
+    Unlike `torch.compile(model)` there is no wrapper: class, names and keys stay, no `_orig_mod.`,
+    and a copy or pickle is plain. Hooks run around the compiled forward, uncompiled.
+    Collectives: none. Each rank compiles for itself, in the first call.
+
+    Args:
+        module: With all other transforms applied.
+        ctx: Where we run.
+        blocks: The parts to compile, none inside of another: a class, a pattern of names
+            ("layers.*"), a number of parameters, a function (name, part) -> bool, parts, or
+            several of these; see `weft.contract.select_modules`. Default: the whole module.
+        backend: A name, see `torch.compiler.list_backends()`, or a function. Where `recompute` is
+            applied to norms with running statistics, "aot_eager" stands in for "eager".
+        fullgraph: Raise where a part needs more than one graph, instead of running in pieces.
+        dynamic: True: any size fits. False: one graph per size. None: as False, and as True for
+            sizes that have changed.
+        mode: A set of options of inductor: "reduce-overhead", "max-autotune", ...
+        options: Single options of the backend; not both `mode` and `options`.
+
+    Returns:
+        `module` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: A part of `module` is compiled already, by this or by `torch.compile`.
+        OrderError: On the same object, a transform that has to come earlier is applied later.
+        ValueError: No or nested parts, one that is never called, an unknown backend, `mode` and
+            `options` together or without effect.
+        ContextError: The ranks bring different options.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import torch, weft
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> model, ctx = weft.compile(model, weft.local(), backend="eager", fullgraph=True)
+        >>> model(torch.ones(1, 2)).shape, list(model.state_dict())
+        (torch.Size([1, 2]), ['0.weight', '0.bias'])
+    """
+    _check_new(module, ctx)
+    check_not_elsewhere("compile", module, "graphs are made of parameters that stay where they are")
+    parts = select_apart("compile", module, module if blocks is None else blocks)
+    _check_options(backend, mode, options)
+    if isinstance(backend, str):
+        ctx.engine.check_backend(backend)
+    told = CompileOptions(backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options)
+    ctx.agree("compile", {"parts": list(parts), "fullgraph": fullgraph, "dynamic": dynamic, "mode": mode})
+    return module, ctx.offering(ctx.engine.compile(parts, told))
+
+
+def _check_options(backend: object, mode: str | None, options: Mapping[str, Any] | None) -> None:
+    if mode is not None and options is not None:
+        raise ValueError(
+            message(
+                "compile: mode and options cannot be used together",
+                found=f"mode = {mode!r}, options = {dict(options)!r}",
+                expected="a set of options by its name, or single options",
+                fix=f"weft.compile(model, ctx, mode={mode!r})",
+            )
+        )
+    if backend in ("eager", "aot_eager") and (mode is not None or options is not None):
+        raise ValueError(
+            message(
+                f"compile: mode and options have no effect on backend {backend!r}",
+                found=f"mode = {mode!r}" if mode is not None else f"options = {options!r}",
+                expected="a backend that generates code",
+                fix=f"weft.compile(model, ctx, backend={backend!r})",
+            )
+        )
+
+
+def _check_new(module: nn.Module, ctx: DistContext) -> None:
+    done = ctx.engine.already_compiled(module)
+    if done:
+        wrapped = hasattr(module, "_orig_mod")
+        raise AlreadyApplied(
+            message(
+                f"compile: parts of {type(module).__name__} are compiled already",
+                found=listed(done),
+                expected="a module that is compiled here, and was not before",
+                fix="model, ctx = weft.compile(model._orig_mod, ctx)  # the module that torch.compile was given"
+                if wrapped
+                else "model, ctx = weft.compile(model, ctx)  # in place of module.compile(), once",
+            )
+        )

@@ -1,0 +1,101 @@
+"""`full_params`: whole parameters for a moment, wherever they lie."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import ComputesAlone, KeepsParameters, offered
+from weft.errors import ContractError, message
+
+__all__ = ["full_params"]
+
+
+def full_params(
+    module: nn.Module, ctx: DistContext, *, write: bool = False, forward: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Let a module have its parameters whole inside of the body, and as before after it.
+
+    For looking at weights, or changing them by hand (an initialisation, an embedding that is
+    replaced), when `fully_shard` or `zero_partition` have sharded them. Every rank enters it, and needs
+    the memory of the whole module meanwhile. Where parameters are whole anyway, reading costs nothing.
+
+    With `forward`, the module can also be called inside, without collectives: by one rank alone, or by each
+    rank as often as it likes (rollouts of different lengths, generation, an evaluation on the main rank).
+
+        with weft.full_params(model, ctx, forward=True), torch.no_grad():
+            while not done:
+                action = model(observation)
+
+    Source: DeepSpeed's `zero.GatheredParameters`.
+
+    Changes: the parameters of `module` inside of the body; with `write`, what rank 0 has done to
+    them stays, on all ranks.
+    Collectives: one all-gather per parameter that is cut; with `write`, a broadcast of each.
+
+    Args:
+        module: With or without transforms.
+        ctx: Where we run.
+        write: Keep changes. Those of rank 0 count, so it is enough if that makes them. Without it,
+            changes of parameters that are cut are lost.
+        forward: Let calls of `module` inside compute with the gathered parameters. Without gradients only:
+            a call under `torch.enable_grad()` raises `ContractError`.
+
+    Returns:
+        A context manager, for a `with` statement.
+
+    Raises:
+        TypeError: `module` is no module.
+        ContractError: With `forward`, an engine gathers the parameters in each call (DeepSpeed's stage 3).
+        CollectiveRefused: The context speaks for some ranks only.
+
+    Example:
+        >>> import torch, weft
+        >>> model, ctx = nn.Linear(2, 1, bias=False), weft.local()
+        >>> with weft.full_params(model, ctx, write=True), torch.no_grad():
+        ...     _ = model.weight.fill_(3.0)
+        >>> model.weight.tolist()
+        [[3.0, 3.0]]
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            message(
+                "full_params: this is not a module",
+                found=type(module).__name__,
+                expected="a torch.nn.Module",
+                fix="with weft.full_params(model, ctx): ...",
+            )
+        )
+    elsewhere = [part for part in module.modules() if any(o.elsewhere for o in offered(part, KeepsParameters))]
+    if forward and elsewhere:
+        raise ContractError(
+            message(
+                f"full_params: a {type(elsewhere[0]).__name__} cannot be called by one rank alone",
+                found="parameters that another engine keeps between steps, and gathers in each call",
+                expected="fully_shard, or zero_partition of torch's engine",
+                fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
+            )
+        )
+    group = ctx.require_collective("full_params").group if write else None
+    return _gathered(module, ctx, group, write=write, forward=forward)
+
+
+@contextlib.contextmanager
+def _gathered(
+    module: nn.Module, ctx: DistContext, group: dist.ProcessGroup | None, *, write: bool, forward: bool
+) -> Iterator[None]:
+    keepers = [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
+    kept = {id(p) for part, _ in keepers for p in part.parameters()}
+    with contextlib.ExitStack() as stack:
+        for _, offer in keepers:
+            stack.enter_context(offer.gathered(write=write))
+        others = [p for p in module.parameters() if id(p) not in kept]
+        stack.enter_context(ctx.engine.gathered(module, others, group, write=write))
+        for part in module.modules() if forward else ():
+            for sharded in offered(part, ComputesAlone):
+                stack.enter_context(sharded.alone())
+        yield

@@ -1,0 +1,289 @@
+"""`shard_data`: every rank reads its own part of the data.
+
+plan.py      which rank gets which units, in which step: pure arithmetic
+order.py     the order of an epoch, from (seed, epoch)
+samples.py   map-style datasets: indices in, samples out, errors with the name of the sample
+streams.py   iterable datasets: who keeps what, where a stream begins
+meeting.py   data that was split already: ranks with different numbers of batches
+dispatch.py  rank 0 reads, the others receive
+checks.py    what is refused
+loader.py    the loader that comes back, and its position
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, cast, overload
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from weft.context import DistContext
+from weft.contract import transform
+from weft.data.split.loader_checks import check_divisible, check_loader, check_uneven, warn_of_no_steps
+from weft.data.split.map_samples import Epoch, Units
+from weft.data.split.sharded_loader import DataPlan, Reading, ShardedLoader, is_stock, length_of, sharded_copy
+from weft.data.split.split_plan import Plan, Uneven
+from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, with_own_shards
+from weft.data.split.uneven_ranks import Meeting, uneven_counts
+from weft.metrics import SampleIds
+from weft.peers.agreement import exchange
+
+__all__ = ["DataPlan", "SeekableStream", "ShardedLoader", "shard_data"]
+
+T = TypeVar("T")
+Mode = Literal["batches", "split", "dispatch", "shards"]
+Resized = Literal["error", "next_epoch"]
+
+
+@overload
+def shard_data(
+    loader: DataLoader[T],
+    ctx: DistContext,
+    *,
+    mode: Mode = "batches",
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    already_sharded: bool = False,
+    resized: Resized = "error",
+    with_ids: Literal[False] = False,
+    keyed: bool = False,
+) -> tuple[ShardedLoader[T], DistContext]: ...
+@overload
+def shard_data(
+    loader: DataLoader[T],
+    ctx: DistContext,
+    *,
+    mode: Mode = "batches",
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    already_sharded: bool = False,
+    resized: Resized = "error",
+    with_ids: Literal[True],
+    keyed: bool = False,
+) -> tuple[ShardedLoader[tuple[T, SampleIds]], DistContext]: ...
+@overload
+def shard_data(
+    loader: DataLoader[T],
+    ctx: DistContext,
+    *,
+    mode: Mode = "batches",
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    already_sharded: bool = False,
+    resized: Resized = "error",
+    with_ids: bool,
+    keyed: bool = False,
+) -> tuple[ShardedLoader[Any], DistContext]: ...
+@transform(before={"accumulate_grads"}, collective=True)
+def shard_data(
+    loader: DataLoader[Any],
+    ctx: DistContext,
+    *,
+    mode: Mode = "batches",
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    already_sharded: bool = False,
+    resized: Resized = "error",
+    with_ids: bool = False,
+    keyed: bool = False,
+) -> tuple[ShardedLoader[Any], DistContext]:
+    """Let every rank read its own part of a dataset or stream, and bring batches to the device.
+
+    The order of an epoch is a pure function of (seed, epoch): `shuffle=True`, any sampler and any
+    stream run with their random sources seeded from these, and restored. All ranks cut the same
+    order into pieces, so the batches of all ranks, joined, are the batches of one process with the
+    global batch size. The position is the number of samples used globally; it can be loaded at any
+    number of ranks.
+
+    Ranks that differ on tensor, context or pipeline axes only read the same batches. What was decided
+    is `weft.contract.offered(loader, weft.data.DataPlan)[0]`.
+
+    Changes: nothing; a copy of the loader comes back, an instance of its class with every
+    attribute kept. Iterating leaves the global random state alone.
+    Collectives: none here (a meeting through the store) and none while iterating, but with
+    mode="dispatch" (two per step) and with `already_sharded` streams of unknown length and
+    uneven="join" or "drop" (one per step).
+
+    Args:
+        loader: A `DataLoader` or an instance of a subclass, over a map-style or iterable dataset; with
+            `batch_size`, with `batch_size=None`, or with a batch sampler, whose batches are then
+            given to the ranks in turn.
+        ctx: Where we run.
+        mode: "batches": `batch_size` is per rank. "split": it is global, each batch is cut into
+            one piece per rank and must be divisible. "dispatch": as "batches", but rank 0 alone
+            reads and sends the others theirs. "shards": each rank reads some of the shards of a stream that
+            has `num_shards` and `shard` (an `IterableDataset` of `datasets`), and nothing else; then the data
+            are `already_sharded`.
+        uneven: When the last step has too few samples for full batches (and not `drop_last`):
+            "balance" (default): they are shared out, ranks differ by at most one sample; raises if a
+            rank would get none. "empty" or "join": the same, and a rank may get a batch whose tensors
+            have no rows. "drop": as "balance", leaving out what does not give every rank the same
+            number. "pad": samples from the beginning repeat, all batches are full. "error": raises
+            unless all ranks get the same number. Has to be chosen for streams of unknown length.
+            With `already_sharded` it is about the number of batches, see there.
+        seed: Of the order; default: that of the sampler's generator, else `ctx.seed`.
+        already_sharded: The loader reads this rank's part already (a `DistributedSampler`, a stream
+            split by node). If ranks have different numbers of batches: "error" (default) raises on all,
+            "drop" ends with the shortest, "join" goes on to the longest with batches without rows.
+        resized: What `load_state_dict` does with a position in the middle of an epoch of a dataset that had another
+            length: "error", or "next_epoch": the epoch after it begins, in the order of the new length.
+        with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
+        keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
+            that random augmentation in the dataset is the same at any number of ranks and workers.
+
+    Returns:
+        The new loader, with `share`, `epoch`, `set_epoch`, `state_dict`, `load_state_dict`; and `ctx` with
+        this transform in `applied`. Each full iteration moves on by one epoch.
+
+    Raises:
+        AlreadyApplied: It was sharded before.
+        OrderError: After `accumulate_grads`.
+        TypeError: It is no `DataLoader`.
+        ValueError: Data that was split already, without `already_sharded`; an indivisible batch; fewer shards
+            than ranks; samples that cannot be shared out as `uneven` asks.
+        ContextError: The ranks bring different datasets or settings.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> loader = DataLoader(range(8), batch_size=2)
+        >>> mine, ctx = weft.shard_data(loader, weft.testing.fake(rank=1, world_size=2))
+        >>> [batch.tolist() for batch in mine]
+        [[2, 3], [6, 7]]
+    """
+    check_loader(loader, mode, uneven, resized, already_sharded=already_sharded)
+    if mode == "shards":
+        loader, already_sharded = with_own_shards(loader, ctx), True
+    iterable = isinstance(loader.dataset, IterableDataset)
+    single = loader.batch_sampler is None and not (iterable and loader.batch_size is not None)
+    whole = not single and not iterable and not is_stock(loader)
+    size, rank = (1, 0) if already_sharded else (ctx.data_size, ctx.data_rank)
+    units = None if iterable else _units_of(loader, whole=whole, single=single)
+    total = length_of(loader.dataset) if iterable else length_of(units)
+    chosen = _seed_of(loader.dataset if iterable else units, loader, ctx) if seed is None else seed
+    reads_here = mode != "dispatch" or ctx.rank == 0
+    per_rank = 1 if whole or single else _per_rank(loader, mode, size)
+    facts: dict[str, object] = {
+        "mode": mode,
+        "uneven": uneven,
+        "resized": resized,
+        "with_ids": with_ids,
+        "keyed": keyed,
+        "already sharded": already_sharded,
+    }
+    if mode == "dispatch":
+        total, chosen, per_rank = _as_rank_0(ctx, {"total": total, "seed": chosen, "per_rank": per_rank})
+    drop_last = _drop_last(loader, iterable=iterable, whole=whole)
+    check_uneven(uneven, total, ctx, already_sharded=already_sharded)
+    plan = Plan(rank, size, per_rank, drop_last, uneven or "balance")
+    if total is not None:
+        plan.check(total, "batches" if whole else "samples")
+    if not already_sharded:
+        facts |= {"length": total, "seed": chosen, "batch size per rank": per_rank, "drop_last": drop_last}
+        facts["sampler" if not iterable else "dataset"] = type(loader.dataset if iterable else units).__name__
+    if mode == "dispatch":
+        facts.pop("sampler", None)
+        facts.pop("dataset", None)
+    meeting = _meeting(plan, total, uneven, ctx, facts) if already_sharded else None
+    if meeting is None or meeting.counts is None or ctx.data_size == 1:
+        ctx.agree("shard_data", facts)
+    everyone = [plan._replace(rank=each) for each in range(size)] if mode == "dispatch" else [plan]
+    readers = tuple(everyone) if reads_here else ()
+    epochs = Epoch(shared=loader.persistent_workers and loader.num_workers > 0)
+    stream = None
+    if iterable and reads_here:
+        stream = StreamSteps(loader.dataset, total, readers, ctx.rank, epochs, chosen, keyed=keyed)
+    reading = Reading(
+        plan=plan,
+        readers=readers,
+        units=None if units is None or not reads_here else Units(units, total),
+        stream=stream,
+        seed=chosen,
+        single=single,
+        with_ids=with_ids,
+        keyed=keyed,
+        meeting=meeting,
+        epochs=epochs,
+        split_for=ctx.data_size if already_sharded else None,
+        scattered=mode == "dispatch",
+        total=total,
+        whole=whole,
+        resized=resized,
+    )
+    copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
+    if offer.steps == 0:
+        warn_of_no_steps(total if meeting is None or not meeting.counts else max(meeting.counts), offer)
+    return copied, ctx.offering(offer)
+
+
+def _units_of(loader: DataLoader[Any], *, whole: bool, single: bool) -> Any:
+    """What is shared out: a sampler, or a batch sampler."""
+    if single or (not whole and loader.batch_size is not None and loader.batch_sampler is None):
+        return loader.sampler
+    return loader.batch_sampler if whole else cast("Any", loader.batch_sampler).sampler
+
+
+def _drop_last(loader: DataLoader[Any], *, iterable: bool, whole: bool) -> bool:
+    if iterable:
+        return bool(loader.drop_last)
+    return bool(getattr(loader.batch_sampler, "drop_last", False))
+
+
+def _per_rank(loader: DataLoader[Any], mode: str, size: int) -> int:
+    batch_size = loader.batch_size or cast("Any", loader.batch_sampler).batch_size
+    if mode != "split":
+        return int(batch_size)
+    check_divisible(batch_size, size)
+    return int(batch_size) // size
+
+
+def _seed_of(source: Any, loader: DataLoader[Any], ctx: DistContext) -> int:
+    generator: object = getattr(source, "generator", None)
+    if loader.generator is None and type(source).__module__.startswith("torchdata."):
+        return ctx.seed  # torchdata's sampler has made itself one, another on each rank
+    return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else ctx.seed
+
+
+def _as_rank_0(ctx: DistContext, mine: dict[str, Any]) -> tuple[int | None, int, int]:
+    """What rank 0 knows of the data that it alone reads."""
+    first = exchange(ctx.world, "shard_data", mine)[0]
+    return first["total"], first["seed"], first["per_rank"]
+
+
+def _meeting(plan: Plan, total: int | None, uneven: Uneven | None, ctx: DistContext, facts: dict[str, Any]) -> Meeting:
+    """How the ranks come together that may have different numbers of batches."""
+    steps = None if total is None else plan.num_steps(total)
+    chosen: Any = {None: "error", "balance": "error", "empty": "join"}.get(uneven, uneven)
+    line = ctx.on(ctx.data_axes)
+    if line.world.store is None or line.world_size == 1:  # alone, or only pretending not to be
+        return Meeting(
+            chosen if line.world.group is not None else "error", None if steps is None else (steps,), plan.per_step
+        )
+    everyone = exchange(line.world, "shard_data", {"facts": facts, "steps": steps})
+    counts = [entry["steps"] for entry in everyone]
+    if any(count is None for count in counts):
+        return Meeting(chosen, None, plan.per_step)
+    if chosen == "error" and len(set(counts)) > 1:
+        raise uneven_counts(counts)
+    return Meeting(chosen, tuple(counts), plan.per_step)
+
+
+def _plan_of(loader: DataLoader[Any], reading: Reading, mode: str, uneven: str | None, *, iterable: bool) -> DataPlan:
+    seekable = isinstance(loader.dataset, SeekableStream)
+    jumps = not iterable or seekable
+    kind: Any = "seekable stream" if iterable and seekable else "stream" if iterable else "samples"
+    kind = "batches" if reading.whole else kind
+    copies = max(loader.num_workers, 1) * (1 if mode == "dispatch" else reading.plan.size)
+    whole_stream = iterable and not (seekable and reading.total is not None)
+    return DataPlan(
+        source="split already" if reading.split_for is not None else kind,
+        mode=mode,
+        ranks=reading.plan.size if reading.split_for is None else reading.split_for,
+        per_rank=reading.plan.per_rank,
+        per_step=reading.plan.per_rank * (reading.split_for or reading.plan.size),
+        uneven=uneven or ("error" if reading.split_for is not None else "balance"),
+        steps=None if reading.endless else reading.steps_in((reading.epoch(0),)),
+        reads=copies if whole_stream else 1,
+        resumes="jumps" if jumps else "state" if has_state(loader.dataset) else "reads again",
+        any_ranks=reading.split_for is None,
+    )

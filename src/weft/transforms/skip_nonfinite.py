@@ -1,0 +1,137 @@
+"""`skip_nonfinite`: steps with a non-finite gradient are skipped, on all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import offered, transform
+from weft.errors import ContractError, OrderError, listed, message
+from weft.precision import PrecisionOffer
+
+__all__ = ["skip_nonfinite", "was_skipped"]
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+class _SkipOffer:
+    def __init__(self, skipping: Any) -> None:
+        self.skipping = skipping
+
+    def undo(self) -> None:
+        """Let the optimizer step whatever the gradients are."""
+        if self.skipping is not None:
+            self.skipping.undo()
+
+    def release(self) -> None:
+        if self.skipping is not None:
+            self.skipping.release()
+
+
+@transform(before={"zero_partition", "fuse_step", "gather_step"}, collective=True)
+def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
+    """Let an optimizer skip the steps whose gradients are not finite, as fp16 with a moving scale needs.
+
+    A step with an infinite or NaN gradient on any rank is skipped on all ranks, and the fp16 scale of the modules backs
+    off; see `was_skipped`. Needed with "fp16": without it the second backward pass raises. It does nothing for modules
+    in other precisions, so a program may call it always.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018; `torch.amp.GradScaler`.
+
+    Changes: hooks on `optimizer`.
+    Collectives: none here; with fp16 modules on several ranks, one all-reduce of a few numbers per step.
+
+    Args:
+        optimizer: Over parameters of modules that `with_precision` was applied to.
+        ctx: The context that knows these modules.
+
+    Returns:
+        `optimizer` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: It was applied to `optimizer` before.
+        OrderError: Before `with_precision` of its modules, or after a transform of its step.
+        ValueError: LBFGS with an fp16 module: the loss is evaluated inside of its step.
+        TypeError: This is not an optimizer.
+        ContextError: The ranks pass different optimizers.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")
+        >>> optimizer, ctx = weft.skip_nonfinite(torch.optim.SGD(model.parameters()), ctx)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            message(
+                "skip_nonfinite: this is not an optimizer",
+                found=type(optimizer).__name__,
+                expected="a torch.optim.Optimizer",
+                fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
+            )
+        )
+    modules = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
+    pairs = [(module, offer) for module in modules for offer in offered(module, PrecisionOffer)]
+    wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+    if not any(wanted & {id(p) for p in cast("nn.Module", module).parameters()} for module, _ in pairs):
+        raise OrderError(
+            message(
+                "skip_nonfinite: the context knows no module with a precision that holds these parameters",
+                found=f"transforms so far: {listed(record.name for record in ctx.applied) or 'none'}",
+                expected="with_precision on the module, then the optimizer, then skip_nonfinite on the optimizer",
+                fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
+            )
+        )
+    scales = [
+        offer.precise.scale for _, offer in pairs if offer.precise is not None and offer.precise.scale is not None
+    ]
+    if scales and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            message(
+                "skip_nonfinite: LBFGS evaluates the loss inside of step, which cannot be skipped",
+                found="LBFGS with an fp16 module",
+                expected="an optimizer that is stepped after backward",
+                fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+            )
+        )
+    ctx.agree("skip_nonfinite", {"optimizer": type(optimizer).__name__, "fp16 modules": len(scales)})
+    if not scales:
+        return optimizer, ctx.offering(_SkipOffer(None))
+    group = ctx.require_collective("skip_nonfinite").group if ctx.world_size > 1 else None
+    return optimizer, ctx.offering(_SkipOffer(ctx.engine.skip_steps(optimizer, scales, group)))
+
+
+def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether the last step of an optimizer was skipped because of a non-finite gradient.
+
+    Changes: nothing. Collectives: none; the answer is the same on all ranks.
+
+    Args:
+        optimizer: One that `skip_nonfinite` was applied to.
+
+    Returns:
+        True after a skipped step, False after a good one and before the first.
+
+    Raises:
+        ContractError: `skip_nonfinite` was not applied to it.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "fp16")
+        >>> optimizer, ctx = weft.skip_nonfinite(torch.optim.SGD(model.parameters()), ctx)
+        >>> weft.was_skipped(optimizer)
+        False
+    """
+    offers = offered(optimizer, _SkipOffer)
+    if not offers:
+        raise ContractError(
+            message(
+                "was_skipped: this optimizer steps whatever the gradients are",
+                found=type(optimizer).__name__,
+                expected="an optimizer that skip_nonfinite was applied to",
+                fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
+            )
+        )
+    return bool(offers[-1].skipping is not None and offers[-1].skipping.skipped)

@@ -1,0 +1,94 @@
+"""`undo`: take transforms back, so that a module is what it was before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import Undoable, check_known, forget, offered
+from weft.errors import message
+from weft.peers.agreement import disagree
+from weft.sharding import check_optimizers, exchange_parameters, layouts, optimizers_in
+
+__all__ = ["undo"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def undo(
+    module: M, ctx: DistContext, *, rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
+) -> tuple[M, DistContext]:
+    """Take back every transform of a module: plain class, plain whole parameters, no hooks.
+
+    For the end of training, and for going on with another strategy in the same process: `undo`,
+    then the next transforms, with the optimizer's state kept. Values are not changed: a precision
+    that cast the parameters stays in them. A loader that yields windows goes on doing so, but not
+    for the next strategy: give that the loader from before `accumulate_grads`.
+
+    Changes: `module` in place; the optimizers in `rebind`, and those partitioned with it, which are
+    plain as well after it: theirs are the new parameters, and state is whole.
+    Collectives: a meeting through the store; one all-gather per sharded parameter and tensor of state.
+
+    Args:
+        module: With or without transforms.
+        ctx: The context the last transform returned.
+        rebind: Optimizers over its parameters that are to go on with the plain ones.
+
+    Returns:
+        `module` itself, and `ctx` without the records of its transforms.
+
+    Raises:
+        OrderError: Parameters are sharded, and an optimizer that holds them is not in `rebind`.
+        StaleContext: `ctx` does not know what was done to `module`, or to an optimizer.
+        TypeError: `module` is not a module, or something in `rebind` not an optimizer.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.with_precision(nn.Linear(2, 2), weft.local(), "bf16")
+        >>> model, ctx = weft.undo(model, ctx)
+        >>> ctx.applied, len(model._forward_hooks)
+        ((), 0)
+    """
+    try:
+        optimizers = _optimizers(module, ctx, rebind)
+        undoable = list(dict.fromkeys(offer for one in (module, *optimizers) for offer in offered(one, Undoable)))
+        check_known(module, ctx)
+        for optimizer in optimizers:
+            check_known(optimizer, ctx)
+    except Exception as error:
+        disagree(ctx.world, error)
+        raise
+    ctx.agree("undo", {"transforms": [type(one).__name__ for one in undoable], "rebind": layouts(module, optimizers)})
+    for one in (module, *optimizers):
+        ctx = forget(one, ctx)
+    old = dict(module.named_parameters())
+    for undo in reversed(undoable):
+        undo.undo()
+    exchange_parameters(module, ctx, old, optimizers)
+    return module, ctx
+
+
+def _optimizers(
+    module: nn.Module, ctx: DistContext, rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Those in `rebind`, and those that were partitioned together with the module."""
+    given = optimizers_in("undo", rebind)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            message(
+                "undo: this is not a module",
+                found=type(module).__name__,
+                expected="a torch.nn.Module",
+                fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)",
+            )
+        )
+    together = [ref() for record in ctx.records(module) for ref in record.refs]
+    found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))
+    if any(ctx.engine.is_sharded(p) for p in module.parameters()):
+        check_optimizers("undo", module, ctx, found)
+    return tuple({id(one): one for one in found}.values())

@@ -1,0 +1,79 @@
+"""`export`: the weights of a checkpoint in the layout of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weft.contract.select_modules import Names
+from weft.weights.convert import floating_dtype
+from weft.weights.hf_layout import Plan, num_bytes
+from weft.weights.publish import published
+from weft.weights.sources import from_checkpoint
+
+__all__ = ["export"]
+
+
+def export(
+    path: str | Path,
+    out: str | Path,
+    *,
+    object: str = "model",
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | str | None = None,
+    filter: Names | None = None,
+    rename: Callable[[str], str] | None = None,
+    name: str = "model",
+) -> tuple[Path, ...]:
+    """Write the weights of a checkpoint as safetensors that others read: one file, or several and an index.
+
+    The pieces of all ranks are merged, in one process, without the code of the model and without
+    gathering it: a few megabytes are in memory at a time. The files of the checkpoint are compared
+    with their hashes first. Tied weights are stored once, under the first of their names, as
+    `save_pretrained` and `safetensors.torch.save_model` do. What `get_extra_state` returned and what
+    transforms keep are no weights, and stay behind.
+
+    Changes: the folder `out`, which appears when it is complete. An earlier export there is replaced; a
+    folder with anything else in it is refused. Collectives: none.
+
+    Args:
+        path: The folder of a checkpoint, or a directory of them: the newest complete one is taken.
+        out: Folder to write, on the same file system as its parent.
+        object: Which module, by its name in `checkpointable`.
+        max_shard_size: Most bytes of tensors per file: a number, or a text such as "5GB" (10^9) or
+            "500MiB" (2^20). A larger tensor gets a file of its own.
+        dtype: For floating-point tensors; the others keep theirs.
+        filter: Names to export, for adapters: a pattern in which `*` stays within one part of a name
+            and `**` stands for any number of parts ("**.lora_*.**"), several, or a function of the
+            name. Default: all.
+        rename: From the name in the module to one in the files.
+        name: What the files are called; "adapter_model" for PEFT.
+
+    Returns:
+        The files: tensors first, then the index, if there is one.
+
+    Raises:
+        CheckpointError: There is no whole checkpoint, `out` holds something else, or nothing is left to
+            export.
+        ValueError: An option cannot be used, or numbers do not fit into `dtype`.
+        OSError: Reading or writing failed; `out` is as it was.
+
+    Example:
+        >>> import tempfile, weft
+        >>> state, ctx = weft.checkpointable({"model": torch.nn.Linear(3, 2)}, weft.local())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = weft.save(state, folder, 1, ctx)
+        ...     files = weft.export(folder, folder + "/weights")
+        >>> [file.name for file in files]
+        ['model.safetensors']
+    """
+    limit, wanted = num_bytes(max_shard_size), floating_dtype("export", dtype)
+    source = from_checkpoint("export", Path(path), object)
+    plan = Plan(source, name, limit=limit, dtype=wanted, filter=filter, rename=rename)
+    with published(Path(out), source.path, name) as hidden:
+        plan.verify()
+        plan.write(hidden)
+    source.files.close()
+    return tuple(Path(out) / file for file in plan.files())

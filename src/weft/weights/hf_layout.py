@@ -1,0 +1,210 @@
+"""The layout of Hugging Face: which tensors, under which names, in which of several files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.checkpoint.format.safetensors_write import check_file, file_head, write_parts, write_text
+from weft.checkpoint.format.tensor_blocks import Block
+from weft.contract.select_modules import Names, fits_pattern
+from weft.errors import CheckpointError, listed, message
+from weft.tensors.host_memory import memory_of
+from weft.weights.convert import blocks
+from weft.weights.sources import Source, Stored
+
+__all__ = ["Plan", "num_bytes"]
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+
+
+def num_bytes(size: int | str) -> int:
+    """A size such as "5GB" in bytes.
+
+    Raises:
+        ValueError: It is none.
+
+    Example:
+        >>> num_bytes("100B"), num_bytes("1.5KB"), num_bytes("2 MiB"), num_bytes(7)
+        (100, 1500, 2097152, 7)
+    """
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]i?B|B)", size) if isinstance(size, str) else None
+    value = int(float(found[1]) * _UNITS[found[2]]) if found else size
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            message(
+                f"export: max_shard_size = {size!r} is no size",
+                found=repr(size),
+                expected=f"a whole number of bytes > 0, or a number and one of {', '.join(_UNITS)}",
+                fix='weft.export(path, out, max_shard_size="5GB")',
+            )
+        )
+    return value
+
+
+class Tensor(NamedTuple):
+    """One to be written."""
+
+    stored: Stored
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.stored.entry.shape) * self.dtype.itemsize
+
+
+class Plan:
+    """What is written into which file."""
+
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        *,
+        limit: int,
+        dtype: torch.dtype | None,
+        filter: Names | None,
+        rename: Callable[[str], str] | None,
+    ) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+            raise ValueError(
+                message(
+                    f"export: name = {name!r} cannot be used",
+                    found=repr(name),
+                    expected="the beginning of names of files",
+                    fix='weft.export(path, out, name="model")',
+                )
+            )
+        if rename is not None and not callable(rename):
+            raise ValueError(
+                message(
+                    f"export: rename = {rename!r:.80} cannot be used",
+                    found=type(rename).__name__,
+                    expected="a function from the name in the module to one in the files",
+                    fix='rename=lambda name: "model." + name',
+                )
+            )
+        self._source = source
+        self._name = name
+        self._tensors = _named(_chosen(source, filter), dtype, rename)
+        self._shards = _shards(self._tensors, limit)
+
+    def files(self) -> list[str]:
+        """Names of the files, the index last."""
+        many = len(self._shards)
+        if many == 1:
+            return [f"{self._name}.safetensors"]
+        shards = [f"{self._name}-{number:05d}-of-{many:05d}.safetensors" for number in range(1, many + 1)]
+        return [*shards, f"{self._name}.safetensors.index.json"]
+
+    def verify(self) -> None:
+        """Compare the files that are read with their hashes.
+
+        Raises:
+            CheckpointError: One is damaged.
+        """
+        manifest = self._source.manifest
+        assert manifest is not None
+        for file in sorted({piece.file for one in self._tensors.values() for piece in one.stored.entry.pieces}):
+            check_file(self._source.path, file, manifest)
+
+    def write(self, folder: Path) -> None:
+        """Write everything, and wait until it is on the disk."""
+        files = self.files()
+        for file, names in zip(files, self._shards, strict=False):
+            like = {name: _on_meta(self._tensors[name]) for name in names}
+            head, order = file_head(like, {"format": "pt"})
+            write_parts(folder / file, self._bytes(head, order))
+        if len(files) > 1:
+            places = {name: file for file, names in zip(files, self._shards, strict=False) for name in names}
+            size = sum(one.size for one in self._tensors.values())
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+            write_text(folder / files[-1], json.dumps(index, indent=2) + "\n")
+
+    def _bytes(self, head: bytes, order: list[str]) -> Iterator[Any]:
+        yield head
+        for name in order:
+            stored, dtype = self._tensors[name]
+            whole = Block((0,) * len(stored.entry.shape), stored.entry.shape)
+            for _, values in blocks(self._source.files, name, stored, whole, dtype):
+                yield memory_of(values)
+
+
+def _on_meta(tensor: Tensor) -> torch.Tensor:
+    return torch.empty(tensor.stored.entry.shape, dtype=tensor.dtype, device="meta")
+
+
+def _chosen(source: Source, filter: Names | None) -> dict[str, Stored]:
+    """The tensors that the user wants, tied ones once."""
+    if filter is None:
+        names = list(source.tensors)
+    elif callable(filter):
+        names = [name for name in source.tensors if filter(name)]
+    else:
+        patterns = [filter] if isinstance(filter, str) else list(filter) if isinstance(filter, Iterable) else [filter]
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(
+                message(
+                    f"export: filter = {filter!r:.80} cannot be used",
+                    found=listed(sorted({type(one).__name__ for one in patterns if not isinstance(one, str)})),
+                    expected="a pattern, several patterns, or a function of the name",
+                    fix='filter="**.weight"; filter=lambda name: "lora_" in name',
+                )
+            )
+        names = [name for name in source.tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
+        idle = [one for one in patterns if not any(fits_pattern(name, one) for name in names)]
+        names = [] if idle else names
+    if not names:
+        raise CheckpointError(
+            message(
+                "export: nothing is left to export",
+                found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
+                expected="tensors, of which each pattern of `filter` fits at least one",
+                fix='filter="**.weight"; filter=lambda name: "lora_" in name',
+            )
+        )
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(source.tensors[name].key, name)
+    return {name: source.tensors[name] for name in first.values()}
+
+
+def _named(
+    tensors: dict[str, Stored], dtype: torch.dtype | None, rename: Callable[[str], str] | None
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, stored in tensors.items():
+        new = name if rename is None else rename(name)
+        if not isinstance(new, str) or new in found or new == "__metadata__":
+            raise ValueError(
+                message(
+                    f"export: {name} cannot be called {new!r}",
+                    found="a name that is taken" if new in found else repr(new),
+                    expected="from rename, a name of its own for each tensor",
+                    fix='rename=lambda name: "model." + name',
+                )
+            )
+        there: torch.dtype = getattr(torch, stored.entry.dtype)
+        found[new] = Tensor(stored, dtype if dtype is not None and there.is_floating_point else there)
+    return found
+
+
+def _shards(tensors: dict[str, Tensor], limit: int) -> list[list[str]]:
+    """Fill files in the order of the module; what is larger than one gets its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.size
+    return shards

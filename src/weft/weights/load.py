@@ -1,0 +1,112 @@
+"""`load_weights`: from files into a module, whatever the module is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from weft.checkpoint.state.collect import kept_shards
+from weft.collectives.on_all_ranks import on_all
+from weft.context import DistContext
+from weft.weights.assign import Placement, renamed
+from weft.weights.convert import floating_dtype
+from weft.weights.sources import from_path
+
+__all__ = ["LoadedWeights", "load_weights"]
+
+
+class LoadedWeights(NamedTuple):
+    """What was loaded.
+
+    Attributes:
+        path: The file, index or checkpoint that was read.
+        missing: Names that the module has and the files have not; they kept their values.
+        unexpected: Names that only the files have.
+    """
+
+    path: Path
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_weights(
+    module: nn.Module,
+    path: str | Path,
+    ctx: DistContext,
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | str | None = None,
+    rename: Callable[[str], str | None] | None = None,
+    object: str = "model",
+) -> LoadedWeights:
+    """Load parameters and buffers of a module from safetensors, or from a checkpoint.
+
+    For weights to begin with; `restore` goes on with a run. All is checked before anything is changed,
+    and read before anything is put in place: on an error every rank keeps what it had. Together the
+    ranks read each byte once: what all hold is shared out and sent, of shards each reads its own.
+
+    Changes: the module, in place. Tensors keep their dtype and device, and tied ones stay tied; those on
+    meta get memory on `ctx.device`, and their parameters are new objects, so the optimizer comes after.
+    Collectives: broadcasts of what several ranks hold, 1x its bytes; none with one rank. Parameters that
+    DeepSpeed keeps in pieces are gathered and cut up again, one by one.
+
+    Args:
+        module: Plain, replicated, sharded, or on meta; the same on all ranks.
+        path: A `.safetensors` file; an index, with its files beside it; a folder with one of these; the
+            folder of a checkpoint, or a directory of checkpoints, of which the newest complete one is
+            taken.
+        ctx: Whose ranks; all that hold a part of the module.
+        strict: Raise if names differ. Otherwise what is missing keeps its value, or is drawn by the
+            `reset_parameters()` of its part if it is on meta. Shapes have to fit always.
+        dtype: For the floating-point tensors that are saved; the others keep theirs. Only before
+            transforms.
+        rename: From a name in the files to one in the module; None leaves the tensor out.
+        object: Which module, of those in a checkpoint.
+
+    Returns:
+        What was read, and what was missing or left over.
+
+    Raises:
+        CheckpointError: The files cannot be used or trusted, or do not fit the module. A pickle is
+            refused.
+        OSError: A file cannot be read; the module is as it was.
+        ContextError: The ranks bring different modules or files.
+        OrderError: An optimizer holds parameters on meta.
+        TypeError: Not a module.
+        ValueError: An option cannot be used, or numbers do not fit into their dtype.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import tempfile, weft
+        >>> model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> state, ctx = weft.checkpointable({"model": model}, weft.local())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = weft.export(weft.save(state, folder, 1, ctx), folder + "/weights")
+        ...     _ = weft.load_weights(other, folder + "/weights", ctx)
+        >>> torch.equal(other.weight, model.weight)
+        True
+    """
+    ctx.require_collective("load_weights")
+    ctx.agree("load_weights", {"strict": strict, "dtype": str(dtype), "object": object})
+
+    elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
+
+    def settle() -> Placement:
+        source = renamed("load_weights", from_path("load_weights", Path(path), object), rename)
+        wanted = floating_dtype("load_weights", dtype)
+        return Placement("load_weights", module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted)
+
+    placement = on_all("load_weights", ctx, settle)
+    ctx.agree("load_weights", placement.facts())
+    on_all("load_weights", ctx, placement.verify)
+    try:
+        on_all("load_weights", ctx, placement.read)
+    except BaseException:
+        placement.undo()
+        raise
+    placement.put()
+    return LoadedWeights(placement.path, placement.missing, placement.unexpected)

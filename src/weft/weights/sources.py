@@ -1,0 +1,222 @@
+"""Where weights come from: a safetensors file, an index with its files, a folder of these, or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from weft.checkpoint.format.commit import folders, latest
+from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, read_manifest
+from weft.checkpoint.format.safetensors_read import TensorFiles
+from weft.errors import CheckpointError, listed, message
+
+__all__ = ["Source", "Stored", "from_checkpoint", "from_path"]
+
+INDEX = ".safetensors.index.json"
+_MAX_INDEX = 2**28
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+class Stored(NamedTuple):
+    """A tensor in files: the name it has there, and its dtype, shape and pieces."""
+
+    key: str
+    entry: TensorEntry
+
+
+class Source(NamedTuple):
+    """Tensors by the names a module has for them, and the files they lie in.
+
+    Attributes:
+        path: Of the file, index or folder.
+        tensors: What there is; tied ones are equal.
+        files: To read from.
+        manifest: Of a checkpoint.
+    """
+
+    path: Path
+    tensors: dict[str, Stored]
+    files: TensorFiles
+    manifest: Manifest | None = None
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+def from_checkpoint(what: str, path: Path, key: str) -> Source:
+    """The tensors of one module in a checkpoint, or in the newest complete one of a directory.
+
+    Raises:
+        CheckpointError: There is none, or it has no such module.
+    """
+    folder = _checkpoint_folder(what, path)
+    manifest = read_manifest(folder)
+    modules = [name for name, value in manifest.values.items() if isinstance(value, dict) and "extra" in value]
+    if key not in modules:
+        raise CheckpointError(
+            message(
+                f"{what}: object = {key!r} is no module in {folder}",
+                found=f"modules: {listed(map(repr, modules)) or 'none'}",
+                expected="the name a module was given in weft.checkpointable",
+                fix=f"weft.{what}(..., object={modules[0]!r})" if modules else "save the module: {'model': model}",
+            )
+        )
+    tensors = {
+        name.removeprefix(f"{key}/"): Stored(entry.same_as or name, manifest.tensors[entry.same_as or name])
+        for name, entry in manifest.tensors.items()
+        if name.startswith(f"{key}/") and not name.startswith(f"{key}/#")  # what transforms keep is no weight
+    }
+    return Source(folder, tensors, TensorFiles(what, {name: folder / name for name in manifest.files}), manifest)
+
+
+def _checkpoint_folder(what: str, path: Path) -> Path:
+    if (path / NAME).exists():
+        return path
+    there = folders(path)
+    newest = latest(path) if there else None
+    if newest is not None:
+        return newest
+    near = [path.parent, *(sorted(path.iterdir()) if path.is_dir() else [])]
+    meant = next((one for one in near if one.is_dir() and ((one / NAME).exists() or folders(one))), None)
+    raise CheckpointError(
+        message(
+            f"{what}: there is no complete checkpoint in {path}",
+            found=listed(one.name for one in there) or _content(path),
+            expected=f"the folder of a checkpoint, with {NAME}, or a directory of such folders",
+            fix=f'weft.{what}("{meant}", ...)' if meant else f'weft.{what}(directory / "step-00000010", ...)',
+        )
+    )
+
+
+def _content(path: Path) -> str:
+    if not path.is_dir():
+        return "a file" if path.exists() else "nothing of that name"
+    return listed(sorted(one.name for one in path.iterdir())) or "an empty folder"
+
+
+# -- the Hugging Face layout -------------------------------------------------------------------------
+
+
+def from_path(what: str, path: Path, key: str) -> Source:
+    """The tensors of a file, an index, a folder or a checkpoint.
+
+    Raises:
+        CheckpointError: There are none, or they are in a form that cannot be read or trusted.
+    """
+    if path.name == NAME:
+        path = path.parent
+    if (path / NAME).exists() or folders(path):
+        return from_checkpoint(what, path, key)
+    if key != "model":
+        raise CheckpointError(
+            message(
+                f"{what}: object = {key!r} has no effect here",
+                found=f"{path} is no checkpoint",
+                expected="object for checkpoints of weft, which may hold several modules",
+                fix=f'weft.{what}(module, "{path}", ctx)',
+            )
+        )
+    chosen = _in_folder(what, path) if path.is_dir() else path
+    if chosen.suffix in _PICKLES:
+        _refuse_pickle(what, chosen)
+    if not chosen.is_file() or chosen.suffix not in (".json", ".safetensors"):
+        _refuse(what, chosen, _content(chosen))
+    if chosen.suffix == ".json":
+        return _from_index(what, chosen)
+    # A file that the user names may be a link; one found in a folder must not lead out of it.
+    place = chosen.resolve() if chosen is path else _place(what, path, chosen.name)
+    return _joined(what, chosen, {chosen.name: place}, {})
+
+
+def _in_folder(what: str, folder: Path) -> Path:
+    """The file or index in a folder; transformers calls it "model", others by other names."""
+    names = {one.name for one in folder.iterdir()}
+    if {f"model{INDEX}", "model.safetensors"} <= names:
+        _refuse(what, folder, f"both model{INDEX} and model.safetensors")
+    indices = [name for name in names if name.endswith(INDEX)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    usual = [name for name in (f"model{INDEX}", "model.safetensors") if name in names]
+    pickles = sorted(name for name in names if Path(name).suffix in _PICKLES)
+    chosen = usual or indices or files
+    if pickles and not chosen:
+        _refuse_pickle(what, folder / pickles[0])
+    if len(chosen) != 1:
+        _refuse(what, folder, _content(folder))
+    return folder / chosen[0]
+
+
+def _from_index(what: str, path: Path) -> Source:
+    try:
+        if path.stat().st_size > _MAX_INDEX:
+            raise ValueError(f"{path.stat().st_size} bytes")
+        places: Any = json.loads(path.read_bytes())["weight_map"]
+        if not places or not all(isinstance(file, str) for file in places.values()):
+            raise ValueError("no names of files")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        _refuse(what, path, f"an index that cannot be used: {type(error).__name__}: {error}", error)
+    files = {file: _place(what, path.parent, file) for file in dict.fromkeys(places.values())}
+    return _joined(what, path, files, places)
+
+
+def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str]) -> Source:
+    """Everything that files hold; where an index says which file a tensor is in, that one."""
+    files = TensorFiles(what, places)
+    tensors: dict[str, Stored] = {}
+    twice: list[str] = []
+    for file in places:
+        for name, (dtype, shape, _) in files.slots(file).items():
+            if index.get(name, file) != file:
+                continue
+            twice += [name] if name in tensors else []
+            piece = Piece(file=file, offsets=(0,) * len(shape), shape=shape)
+            tensors[name] = Stored(name, TensorEntry(dtype=dtype, shape=shape, pieces=(piece,)))
+    lost = [f"{name} is not in {file}" for name, file in index.items() if name not in tensors]
+    if lost or twice:
+        _refuse(what, path, listed([*lost, *(f"{name} is in several files" for name in twice)]))
+    return Source(path, tensors, files)
+
+
+def _place(what: str, folder: Path, name: str) -> Path:
+    """The path of a file in a folder; a name or link that leads out of it is refused.
+
+    One kind of link is followed: the cache of Hugging Face keeps the files of a model in `blobs`, and
+    `snapshots/<revision>` has links to them.
+    """
+    if Path(name).suffix in _PICKLES:
+        _refuse_pickle(what, folder / name)
+    if Path(name).name != name or "\0" in name or len(name) > 255 or Path(name).suffix != ".safetensors":
+        _refuse(what, folder, f"the name {name!r:.100}, which is not that of a safetensors file in the folder")
+    place = folder / name
+    if place.is_symlink():
+        home = folder.resolve()
+        allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+        place = place.resolve()
+        if place.parent not in allowed:
+            _refuse(what, folder, f"{name}, a link to {place}")
+    return place
+
+
+def _refuse(what: str, path: Path, found: str, cause: BaseException | None = None) -> NoReturn:
+    raise CheckpointError(
+        message(
+            f"{what}: {path} cannot be used",
+            found=found,
+            expected="a whole .safetensors file; an index with its files beside it; a folder with one of these; "
+            "or a checkpoint of weft",
+            fix=f'weft.{what}(module, "model.safetensors", ctx)',
+        )
+    ) from cause
+
+
+def _refuse_pickle(what: str, path: Path) -> NoReturn:
+    raise CheckpointError(
+        message(
+            f"{what}: {path} is a pickle, which may run any code when it is read",
+            found=path.name,
+            expected="safetensors",
+            # Without their modules: a test looks for names of functions that unpickle, in all of the package.
+            fix=f'save_file(load("{path.name}", weights_only=True), "model.safetensors")'
+            "  # of torch and safetensors.torch, if you trust it",
+        )
+    )

@@ -1,0 +1,178 @@
+"""Where weights go: the tensors of a module under all their names, and memory for those on meta."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
+from weft.context import DistContext
+from weft.errors import CheckpointError, listed, message
+from weft.sharding.meta import draw_values, draws, own_tensors
+from weft.tensors.dtensor import is_sharded
+
+__all__ = ["Memory", "Target", "targets"]
+
+
+class Target(NamedTuple):
+    """A parameter or buffer, and its names in `state_dict`: several if it is tied.
+
+    Attributes:
+        names: In the module.
+        tensor: Itself; or what stands for a parameter whose values lie elsewhere.
+        parameter: The id of the tensor in the module.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    parameter: int
+
+
+def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor]) -> list[Target]:
+    """What weights can be loaded into, in the order of `state_dict`.
+
+    Args:
+        what: Who asks, for the texts of errors.
+        module: Whose.
+        elsewhere: Of `kept_shards`.
+
+    Raises:
+        TypeError: Not a module, or `state_dict` has something that is no parameter or buffer.
+        ValueError: A parameter has no shape yet.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            message(
+                f"{what}: this is not a module",
+                found=type(module).__name__,
+                expected="a torch.nn.Module",
+                fix=f'weft.{what}(model, "model.safetensors", ctx)',
+            )
+        )
+    state = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
+    found: dict[int, tuple[list[str], Any]] = {}
+    for name, value in state.items():
+        if id(value) in held:
+            found.setdefault(id(value), ([], value))[0].append(plain_name(name))
+        elif not is_extra(name):
+            raise TypeError(
+                message(
+                    f"{what}: {name} cannot be loaded",
+                    found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
+                    expected="parameters and buffers",
+                    fix="load it by the load_state_dict of the module",
+                )
+            )
+    lazy = [names[0] for names, value in found.values() if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise ValueError(
+            message(
+                f"{what}: parameters of {type(module).__name__} have no shape yet",
+                found=listed(lazy),
+                expected="a module that has been called once (lazy modules get their shapes then)",
+                fix=f"model(example_batch)  # before {what}",
+            )
+        )
+    for names, value in found.values():
+        check_memory(what, names[0], value)
+    return [Target(tuple(names), elsewhere.get(one, value), one) for one, (names, value) in found.items()]
+
+
+class Memory:
+    """Memory for the tensors of a module on meta, and what draws those that no file has; all can be undone.
+
+    Attributes:
+        drawn: The tensors on meta that are not given.
+
+    Raises:
+        CheckpointError: Something would have no value; the text names it.
+    """
+
+    def __init__(
+        self, what: str, module: nn.Module, ctx: DistContext, given: Collection[int], dtypes: Mapping[int, torch.dtype]
+    ) -> None:
+        self._module = module
+        self._ctx = ctx
+        self._dtypes = dtypes
+        self._real: dict[int, torch.Tensor] = {}
+        self._before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        tensors = [tensor for part in module.modules() for _, tensor in own_tensors(part)]
+        self.drawn = list({id(one): one for one in tensors if one.is_meta and id(one) not in given}.values())
+        self._drawing = {
+            name: part
+            for name, part in module.named_modules()
+            if any(tensor.is_meta and id(tensor) not in given for _, tensor in own_tensors(part))
+        }
+        lost = [
+            f"{name}.{own}" if name else own
+            for name, part in self._drawing.items()
+            for own, tensor in own_tensors(part)
+            if not _can_draw(part) and tensor.is_meta and id(tensor) not in given
+        ]
+        if lost:
+            raise CheckpointError(
+                message(
+                    f"{what}: tensors on meta would have no value",
+                    found=listed(lost),
+                    expected="each in the file; or, as for buffers that are not saved, in a part whose "
+                    "reset_parameters() makes it, with nothing in it that is sharded or has values already",
+                    fix="give the part a reset_parameters(), or put its parameters alone on meta",
+                )
+            )
+
+    def take(self) -> None:
+        """Put real tensors in the place of those on meta, and draw what no file has."""
+        for part in self._module.modules():
+            for kind in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
+                for name, tensor in kind.items():
+                    if tensor is not None and tensor.is_meta:
+                        self._before.append((kind, name, tensor))
+                        kind[name] = self._made(tensor)
+        for name, part in self._drawing.items():
+            draw_values(part, name, self._ctx)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The real tensor that stands in the place of one on meta; any other by itself."""
+        return self._real.get(id(tensor), tensor)
+
+    def undo(self) -> None:
+        """Put the tensors on meta back."""
+        for kind, name, tensor in self._before:
+            kind[name] = tensor
+
+    def settle(self) -> None:
+        """Bring what had values beside tensors on meta, such as buffers, to their device; tell FSDP2 of shards."""
+        device, engine = self._ctx.device, self._ctx.engine
+        if engine.host_of(device) != device:
+            if self._real:
+                engine.place(self._module, device)
+            engine.relay([self._module])
+            return
+        for tensor in (*self._module.parameters(), *self._module.buffers()) if self._real else ():
+            if not is_sharded(tensor) and tensor.device.type == "cpu" != device.type:
+                tensor.data = tensor.data.to(device)
+        loaded: Any = sys.modules.get("torch.distributed.fsdp")
+        if self._real and loaded and any(isinstance(part, loaded.FSDPModule) for part in self._module.modules()):
+            self._module._apply(lambda tensor: tensor)
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._real:
+            dtype = self._dtypes.get(id(tensor), tensor.dtype)
+            made: torch.Tensor = torch.empty_like(
+                tensor, dtype=dtype, device=self._ctx.engine.host_of(self._ctx.device)
+            )
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            vars(made).update(vars(tensor))
+            self._real[id(tensor)] = made
+        return self._real[id(tensor)]
+
+
+def _can_draw(part: nn.Module) -> bool:
+    """Whether `reset_parameters` of a part is there, and changes nothing that has a value or is cut."""
+    return draws(part) and all(tensor.is_meta and not is_sharded(tensor) for _, tensor in own_tensors(part))

@@ -1,0 +1,344 @@
+"""Which checkpoints of a directory belong to a run: what is saved, kept, passed over, set aside, or refused."""
+
+import os
+import shutil
+import stat
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.checkpoint import restore as restoring
+from weft.checkpoint.format import commit
+from weft.checkpoint.format.commit import folders
+from weft.checkpoint.format.manifest import read_manifest
+from weft.errors import CheckpointError, PeerError
+from weft.testing import run_ranks
+
+
+class Box:
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def _job(value=None):
+    """A job of its own: what it knows of directories hangs on its context."""
+    return weft.checkpointable({"box": Box(value)}, weft.local())
+
+
+def _names(directory):
+    return [path.name for path in folders(directory)]
+
+
+def _saved(directory, steps, **options):
+    state, ctx = _job()
+    for step in steps:
+        weft.save(state, directory, step, ctx, **options)
+    return state, ctx
+
+
+def _spoil(path):
+    (file,) = path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+# -- runs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [weft.save, weft.save_async])
+def test_two_runs_do_not_mix_in_one_directory(tmp_path, how):
+    state, ctx = _saved(tmp_path, [101, 102, 103])
+    other, its = _job()
+    for step in (1, 104):
+        with pytest.raises(
+            CheckpointError, match=r"holds checkpoints of another run\n  found: +step-00000101, .*103\n(.|\n)*restore"
+        ):
+            how(other, tmp_path, step, its)
+    assert _names(tmp_path) == ["step-00000101", "step-00000102", "step-00000103"]
+    assert weft.restore(other, tmp_path, its).step == 103  # now it is that run
+    weft.save(other, tmp_path, 104, its)
+    runs = {read_manifest(path).run for path in folders(tmp_path)}
+    assert len(runs) == 1 and None not in runs
+    with pytest.raises(CheckpointError, match="below checkpoints that are in"):
+        weft.save(state, tmp_path, 50, ctx)
+
+
+def test_a_run_saves_into_several_directories_and_goes_on_in_each(tmp_path):
+    state, ctx = _saved(tmp_path / "last", [1, 2])
+    weft.save(state, tmp_path / "best", 1, ctx)
+    other, its = _job()
+    weft.restore(other, tmp_path / "last", its)
+    weft.save(other, tmp_path / "last", 3, its)
+    weft.save(other, tmp_path / "best", 3, its)
+    assert _names(tmp_path / "best") == ["step-00000001", "step-00000003"]
+
+
+def test_a_copy_of_a_checkpoint_begins_where_the_run_goes_on(tmp_path):
+    _saved(tmp_path / "run", [1, 2])
+    shutil.copytree(tmp_path / "run" / "step-00000002", tmp_path / "copy")
+    state, ctx = _job()
+    weft.restore(state, tmp_path / "copy", ctx)
+    weft.save(state, tmp_path / "run", 3, ctx)
+    assert _names(tmp_path / "run")[-1] == "step-00000003"
+
+
+def test_what_is_imported_from_one_folder_is_one_run(tmp_path, monkeypatch):
+    from weft.weights import import_deepspeed as importing
+    from weft.weights.deepspeed_folders import Folder
+
+    steps = iter([1, 2, 3])
+    monkeypatch.setattr(importing.importlib, "import_module", lambda name: mock.Mock())
+    monkeypatch.setattr(importing, "read_folder", lambda *_, **__: Folder(next(steps), {"w": torch.ones(2)}, []))
+    for source in ("theirs", "others"):
+        (tmp_path / source).mkdir()
+    importing.import_deepspeed(tmp_path / "theirs", tmp_path / "run")
+    importing.import_deepspeed(tmp_path / "theirs", tmp_path / "run")
+    assert _names(tmp_path / "run") == ["step-00000001", "step-00000002"]
+    with pytest.raises(CheckpointError, match="another run"):
+        importing.import_deepspeed(tmp_path / "others", tmp_path / "run")
+
+
+def test_what_another_job_saves_meanwhile_is_noticed(tmp_path):
+    state, ctx = _saved(tmp_path / "a", [1])
+    _saved(tmp_path / "b", [2])
+    shutil.copytree(tmp_path / "b" / "step-00000002", tmp_path / "a" / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"another run\n  found: +step-00000002\n"):
+        weft.save(state, tmp_path / "a", 3, ctx)
+
+
+def test_all_ranks_know_the_run(tmp_path):
+    def saves(ctx, folder):
+        state = weft.checkpointable({"box": Box()}, ctx)[0]
+        weft.save(state, folder / "whole", 1, ctx)
+        part = ctx.subset([1])
+        if part.here:
+            weft.save(state, folder / "part", 1, part)
+        weft.barrier(ctx)
+        with pytest.raises((CheckpointError, PeerError), match="another run"):
+            weft.save(state, folder / "foreign", 9, ctx)
+
+    _saved(tmp_path / "foreign", [1])
+    run_ranks(saves, 2, tmp_path)
+    assert len({read_manifest(tmp_path / name / "step-00000001").run for name in ("whole", "part")}) == 1
+
+
+def test_steps_that_would_not_be_found_are_refused(tmp_path):
+    state, ctx = _saved(tmp_path, [10**18 - 1])
+    assert weft.restore(state, tmp_path, ctx).step == 10**18 - 1
+    for step in (10**18, time.time_ns(), 10**30):
+        with pytest.raises(ValueError, match=r"step = \d+ cannot be used(.|\n)*from 0 to 999999999999999999"):
+            weft.save(state, tmp_path, step, ctx)
+
+
+# -- going back --------------------------------------------------------------------------------------
+
+
+def test_a_save_below_a_branch_that_was_left_is_refused_unless_that_is_discarded(tmp_path):
+    state, ctx = _saved(tmp_path, [10, 20, 30])
+    for same_job in (True, False):
+        state, ctx = (state, ctx) if same_job else _job()
+        weft.restore(state, tmp_path / "step-00000010", ctx)
+        with pytest.raises(
+            CheckpointError, match=r"step 15 is below (.|\n)*step-00000020, step-00000030\n(.|\n)*discard_newer=True"
+        ):
+            weft.save(state, tmp_path, 15, ctx, keep=2)
+    assert weft.restore(state, tmp_path / "step-00000010", ctx, discard_newer=True).step == 10
+    assert _names(tmp_path) == ["step-00000010"] and (tmp_path / "step-00000030.discarded").is_dir()
+    for step in (15, 20):
+        weft.save(state, tmp_path, step, ctx, keep=2)
+    assert weft.restore(*_with_directory(_job(), tmp_path)).step == 20
+
+
+def _with_directory(job, directory):
+    state, ctx = job
+    return state, directory, ctx
+
+
+def test_what_a_run_saves_below_its_own_steps_is_no_branch(tmp_path):
+    state, ctx = _saved(tmp_path, [20, 10])
+    weft.save(state, tmp_path, 15, ctx)
+    assert _names(tmp_path) == ["step-00000010", "step-00000015", "step-00000020"]
+
+
+def test_discarding_is_agreed_on_and_fails_on_all_ranks(tmp_path):
+    def restores(ctx, folder, lacks):
+        state = weft.checkpointable({"box": Box()}, ctx)[0]
+        real = commit.rename_as
+        commit.rename_as = _fails if lacks else real
+        try:
+            with (
+                pytest.raises((OSError, PeerError))
+                if lacks
+                else pytest.raises(weft.errors.ContextError, match="not agree")
+            ):
+                weft.restore(state, folder / "step-00000001", ctx, discard_newer=lacks or ctx.rank == 0)
+        finally:
+            commit.rename_as = real
+        weft.restore(state, folder / "step-00000001", ctx, discard_newer=True)
+
+    for lacks in (False, True):
+        _saved(tmp_path / str(lacks), [1, 2])
+        run_ranks(restores, 2, tmp_path / str(lacks), lacks)
+        assert _names(tmp_path / str(lacks)) == ["step-00000001"]
+
+
+def _fails(*_):
+    raise OSError(30, "Read-only file system")
+
+
+# -- what is kept ------------------------------------------------------------------------------------
+
+
+def test_checkpoints_that_are_known_to_be_damaged_are_not_counted(tmp_path):
+    _saved(tmp_path, [1, 2, 3])
+    _spoil(tmp_path / "step-00000003")
+    state, ctx = _job()
+    assert weft.restore(state, tmp_path, ctx).step == 2
+    weft.save(state, tmp_path, 4, ctx, keep=2)
+    assert _names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    _spoil(tmp_path / "step-00000004")
+    assert weft.restore(*_with_directory(_job(), tmp_path)).step == 2
+
+
+def test_a_damaged_step_that_is_saved_again_counts(tmp_path):
+    _saved(tmp_path, [1, 2])
+    _spoil(tmp_path / "step-00000002")
+    state, ctx = _job()
+    assert weft.restore(state, tmp_path, ctx).step == 1
+    for step in (2, 3):
+        weft.save(state, tmp_path, step, ctx, keep=2)
+    assert _names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_older_ones_that_cannot_be_removed_are_left_with_a_warning(tmp_path, monkeypatch):
+    state, ctx = _saved(tmp_path, [1])
+    real = os.rename
+
+    def rename(path, target):
+        if str(target).endswith(".removing"):
+            raise PermissionError(1, "Operation not permitted", str(path))
+        return real(path, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.warns(
+        RuntimeWarning, match=r"step-00000002 is saved, but older .*Operation not permitted.*step-00000001"
+    ):
+        assert weft.save(state, tmp_path, 2, ctx, keep=1).name == "step-00000002"
+    monkeypatch.undo()
+    weft.save(state, tmp_path, 3, ctx, keep=1)
+    assert _names(tmp_path) == ["step-00000003"]
+
+
+def test_a_file_that_does_not_come_back_as_it_was_written_removes_nothing(tmp_path, monkeypatch):
+    state, ctx = _saved(tmp_path, [1])
+    monkeypatch.setattr("weft.checkpoint.draft.digest_of", lambda path, kind: "0")
+    with pytest.raises(OSError, match="returns other bytes than were written"):
+        weft.save(state, tmp_path, 2, ctx, keep=1)
+    assert _names(tmp_path) == ["step-00000001"]
+
+
+def test_every_manifest_is_read_once_however_many_are_kept(tmp_path, monkeypatch):
+    from weft.checkpoint import history
+
+    _saved(tmp_path, range(70))
+    state, ctx = _job()
+    weft.restore(state, tmp_path, ctx)
+    read = []
+    real = history.read_head
+    monkeypatch.setattr(history, "read_head", lambda folder: read.append(folder) or real(folder))
+    for step in range(70, 75):
+        weft.save(state, tmp_path, step, ctx, keep=70)
+    assert len(_names(tmp_path)) == 70 and len(read) == len(set(read)) <= 75
+
+
+# -- other readers and writers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["restore", "latest"])
+def test_a_reader_beside_a_run_that_removes_what_it_was_told_of_looks_again(tmp_path, monkeypatch, how):
+    state, ctx = _saved(tmp_path, [1])
+    real, moves = (restoring.read_manifest, 3) if how == "restore" else (commit.read_manifest, 3)
+    module = restoring if how == "restore" else commit
+
+    def read(folder):
+        nonlocal moves
+        if moves and not threading.current_thread().name.startswith("saves"):
+            moves -= 1
+            step = int(folder.name.removeprefix("step-"))
+            saving = threading.Thread(
+                target=weft.save, args=(state, tmp_path, step + 1, ctx), kwargs={"keep": 1}, name="saves"
+            )
+            saving.start()
+            saving.join()
+        return real(folder)
+
+    monkeypatch.setattr(module, "read_manifest", read)
+    if how == "restore":
+        found = weft.restore(*_with_directory(_job(), tmp_path))
+        assert found.step == 4 and not found.skipped
+    else:
+        assert weft.checkpoint.latest(tmp_path).name == "step-00000004"
+
+
+def test_what_is_no_directory_is_no_new_beginning(tmp_path):
+    state, ctx = _job()
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for place, found in (("file", "a file"), ("link", "a symbolic link to nothing"), ("link/run", "to nothing"),
+                         ("file/run", "a file")):  # fmt: skip
+        for call in (
+            lambda place=place: weft.restore(state, tmp_path / place, ctx),
+            lambda place=place: weft.checkpoint.latest(tmp_path / place),
+        ):
+            with pytest.raises(
+                CheckpointError, match=rf"is no directory of checkpoints\n  found: .* {found}\n(.|\n)*fix: "
+            ):
+                call()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "good").symlink_to(tmp_path / "real")
+    assert (
+        weft.restore(state, tmp_path / "good", ctx) is None
+        and weft.restore(state, tmp_path / "new" / "run", ctx) is None
+    )
+
+
+def test_only_its_user_can_hold_the_lock(tmp_path):
+    (tmp_path / ".saving").touch(mode=0o644)
+    for folder in (tmp_path, tmp_path / "new"):
+        _saved(folder, [1])
+        assert stat.S_IMODE((folder / ".saving").stat().st_mode) == 0o600
+
+
+def test_restoring_in_inference_mode_gives_tensors_to_train_with(tmp_path):
+    def build():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return (
+            model,
+            optimizer,
+            *weft.checkpointable({"model": model, "optimizer": optimizer, "box": Box()}, weft.local()),
+        )
+
+    model, optimizer, state, ctx = build()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state.objects["box"].value = torch.ones(2)
+    weft.save(state, tmp_path, 1, ctx)
+    model, optimizer, state, ctx = build()
+    with torch.inference_mode():
+        weft.restore(state, tmp_path, ctx)
+    assert not state.objects["box"].value.is_inference()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

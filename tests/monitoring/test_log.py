@@ -1,0 +1,356 @@
+"""What is logged is the value of the whole batch, written once, by the main rank, and not lost."""
+
+import csv
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import weft
+from weft import monitoring
+from weft.errors import ContextError
+from weft.monitoring import Histogram, HParams, Image
+from weft.monitoring.trackers.libraries import aim, clearml, comet, dvclive, mlflow, swanlab, trackio, wandb
+from weft.testing import RanksFailed, run_ranks
+
+
+def _logs(ctx, weights):
+    calls = []
+    values = {"loss": torch.tensor(float(ctx.rank)), "lr": 0.5, "note": f"rank {ctx.rank}", "n": ctx.rank}
+    found = weft.log(values, 4, ctx, lambda v, step: calls.append((step, v)), weight=weights[ctx.rank])
+    skipped = weft.log(values, 5, ctx, lambda v, step: calls.append((step, v)), every=2)
+    return found, skipped, calls, sorted(values)
+
+
+@pytest.mark.parametrize(("n", "weights"), [(2, [3, 1]), (4, [1, 0, 2, 1]), (2, [0, 5])])
+def test_a_logged_number_is_the_weighted_mean_over_the_ranks_and_written_once(n, weights):
+    mean = sum(rank * weight for rank, weight in enumerate(weights)) / sum(weights)
+    for rank, (found, skipped, calls, names) in enumerate(run_ranks(_logs, n, weights)):
+        assert found == {"loss": mean, "lr": 0.5, "note": f"rank {rank}", "n": mean} and skipped == {}
+        assert calls == ([(4, found)] if rank == 0 else []) and names == ["loss", "lr", "n", "note"]
+
+
+def _logs_on_a_mesh(ctx):
+    return weft.log({"loss": ctx.rank}, 0, ctx)["loss"]
+
+
+def test_ranks_that_see_the_same_data_count_once():
+    assert run_ranks(_logs_on_a_mesh, 4, mesh={"data": 2, "tensor": 2}) == [1.0, 2.0, 1.0, 2.0]
+
+
+def _logs_other_names(ctx, many):
+    weft.log({f"loss{ctx.rank}": 1.0, **({str(i): 0 for i in range(20)} if many and ctx.rank else {})}, 0, ctx)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_other_names_on_another_rank_are_refused_on_all(many):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_logs_other_names, 2, many)
+    assert all(
+        isinstance(e, ContextError) and "names of the numbers differ" in str(e) for e in failed.value.errors.values()
+    )
+    assert len(failed.value.errors) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [({"weight": -1}, "weight = -1"), ({"weight": float("nan")}, "weight = nan"), ({"every": 0}, "every = 0")],
+)
+def test_wrong_arguments_are_refused(options, found):
+    with pytest.raises(ValueError, match=rf"(?s){found} cannot be used.*fix: "):
+        weft.log({}, 0, weft.local(), **options)
+    with pytest.raises(ValueError, match="step = -1 cannot be used"):
+        weft.log({}, -1, weft.local())
+
+
+def test_numbers_that_are_not_finite_are_told_and_the_callers_values_are_left_alone():
+    values = {"loss": torch.tensor(float("nan")), "big": float("inf"), "yes": True}
+    before = dict(values)
+    seen = []
+    weft.log(values, 0, weft.local(), [lambda v, step: (seen.append(dict(v)), v.clear())] * 2)
+    assert values.keys() == before.keys() and len(seen) == 2 and seen[0].keys() == seen[1].keys() == values.keys()
+    assert seen[0]["yes"] is True and seen[0]["big"] == float("inf") and seen[0]["loss"] != seen[0]["loss"]
+
+
+def test_detail_to_one_tracker_and_summaries_to_another():
+    detail, summary, some = [], [], []
+    trackers = [
+        lambda v, step: detail.append(step),
+        monitoring.averaged(3, lambda v, step: summary.append((step, v))),
+        monitoring.every(
+            2, monitoring.chosen(lambda name: name.startswith("a/"), lambda v, step: some.append((step, v)))
+        ),
+    ]
+    for step in range(6):
+        weft.log({"a/loss": step, "b": 1, "word": str(step)}, step, weft.local(), trackers)
+    assert detail == list(range(6))
+    assert summary == [(2, {"a/loss": 1.0, "b": 1.0, "word": "2"}), (5, {"a/loss": 4.0, "b": 1.0, "word": "5"})]
+    assert some == [(step, {"a/loss": float(step)}) for step in (0, 2, 4)]
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def test_lines_of_json_go_on_where_a_run_stopped(tmp_path):
+    path = tmp_path / "a" / "run.jsonl"
+    first = monitoring.jsonl(path)
+    assert not path.parent.exists()
+    first({"loss": torch.tensor(0.5), "x": float("nan"), "word": "ä", "h": HParams({"lr": 1})}, step=1)
+    monitoring.jsonl(str(path))({"loss": 0.25, "picture": Image(torch.zeros(1, 2, 2))}, step=2)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert lines == [{"step": 1, "loss": 0.5, "x": "nan", "word": "ä", "h": {"lr": 1}}, {"step": 2, "loss": 0.25}]
+
+
+def test_a_table_gets_columns_as_names_come_up(tmp_path):
+    path = tmp_path / "run.csv"
+    write = monitoring.csv(path)
+    write({"loss": 0.5, "word": 'a,"b'}, step=1)
+    write({"lr": 0.1}, step=2)
+    again = monitoring.csv(path)  # a run that goes on
+    again({"lr": 0.2, "new": 3}, step=3)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {"step": "1", "loss": "0.5", "word": 'a,"b', "lr": "", "new": ""},
+        {"step": "2", "loss": "", "word": "", "lr": "0.1", "new": ""},
+        {"step": "3", "loss": "", "word": "", "lr": "0.2", "new": "3.0"},
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.csv"]
+
+
+def _events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0, "histograms": 0})
+    found.Reload()
+    return found
+
+
+def test_event_files_hold_what_was_logged(tmp_path):
+    tracker = monitoring.tensorboard(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    for step in (1, 2):
+        weft.log({"loss": torch.tensor(step / 2), "n": step}, step, weft.local(), tracker)
+    values = {"word": "text", "picture": Image(torch.rand(3, 4, 4)), "weights": Histogram(torch.arange(9.0))}
+    values |= {
+        "pictures": Image(torch.zeros(2, 1, 4, 4, dtype=torch.uint8)),
+        "run": HParams({"lr": 0.1}, {"best": 1.0}),
+    }
+    weft.log(values, 3, weft.local(), tracker)
+    tracker.close()
+    tracker.close()
+    found = _events(tmp_path / "run")
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 0.5), (2, 1.0)]
+    assert [(e.step, e.value) for e in found.Scalars("n")] == [(1, 1.0), (2, 2.0)]
+    assert set(found.Tags()["images"]) >= {"picture"} and found.Tags()["histograms"] == ["weights"]
+    assert found.Histograms("weights")[0].histogram_value.num == 9
+    assert found.Tensors("word/text_summary")[0].tensor_proto.string_val == [b"text"]
+    assert found.Scalars("best")[0].value == 1.0
+
+
+ENDS = """
+import os, signal, sys
+import torch, weft
+from weft import monitoring
+import tensorboard, torch.utils.tensorboard.writer
+
+def end(how):
+    if how in ("raise", "exit"):
+        raise ValueError("over") if how == "raise" else SystemExit(0)
+    os._exit(3) if how == "_exit" else os.kill(os.getpid(), getattr(signal, how))
+
+for how in ("raise", "exit", "_exit", "SIGTERM", "SIGKILL"):
+    if os.fork() == 0:
+        place = f"{sys.argv[1]}/{how}"
+        trackers = [monitoring.tensorboard(place, flush_s=10 if how in ("raise", "exit") else 0)]
+        trackers += [monitoring.jsonl(f"{place}/run.jsonl"), monitoring.csv(f"{place}/run.csv")]
+        for step in range(50):
+            weft.log({"loss": step}, step, weft.local(), trackers)
+        end(how)
+    print(how, os.wait()[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="ends forks of one program in several ways")
+def test_nothing_is_lost_when_a_program_ends_or_is_killed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=60
+    )
+    statuses = dict(line.split() for line in done.stdout.splitlines())
+    assert statuses == {"raise": "256", "exit": "0", "_exit": str(3 * 256), "SIGTERM": "15", "SIGKILL": "9"}
+    for how in statuses:
+        folder = tmp_path / how
+        lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+        with (folder / "run.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        values = [(e.step, e.value) for e in _events(folder).Scalars("loss")]
+        assert values == [(step, float(step)) for step in range(50)], how
+        assert [line["loss"] for line in lines] == [float(row["loss"]) for row in rows] == list(range(50)), how
+
+
+# -- other libraries: their documented calls --------------------------------------------------------------
+
+
+class _Recorder:
+    """Records calls, also of its attributes."""
+
+    def __init__(self, calls=None, name=""):
+        self.__dict__.update(_calls=[] if calls is None else calls, _name=name)
+
+    def __getattr__(self, name):
+        return _Recorder(self._calls, f"{self._name}.{name}".strip("."))
+
+    def __setattr__(self, name, value):
+        self._calls.append((f"{self._name}.{name}=".strip("."), value))
+
+    def __setitem__(self, key, value):
+        self._calls.append((f"{self._name}[{key}]=", value))
+
+    def __call__(self, *args, **options):
+        self._calls.append((self._name, *args, *options.items()))
+        return _Recorder(self._calls, f"{self._name}()")
+
+
+VALUES = {"train/loss": 0.5, "word": "x", "hparams": HParams({"lr": 1})}
+CALLS = {
+    wandb: [("config.update", {"lr": 1}), ("log", {"train/loss": 0.5, "word": "x"}, ("step", 3))],
+    swanlab: [("config.update", {"lr": 1}), ("log", {"train/loss": 0.5, "word": "x"}, ("step", 3))],
+    trackio: [("log", {"train/loss": 0.5, "word": "x"}, ("step", 3))],
+    mlflow: [
+        ("log_params", {"lr": 1}), ("log_metrics", {"train/loss": 0.5}, ("step", 3)), ("log_text", "x", "word/3.txt"),
+    ],
+    comet: [
+        ("log_parameters", {"lr": 1}), ("log_metrics", {"train/loss": 0.5}, ("step", 3)),
+        ("log_text", "x", ("step", 3), ("metadata", {"name": "word"})),
+    ],
+    aim: [("[hparams]=", {"lr": 1}), ("track", 0.5, ("name", "train/loss"), ("step", 3))],
+    clearml: [
+        ("connect", {"lr": 1}), ("get_logger",),
+        ("get_logger().report_scalar", ("title", "train"), ("series", "loss"), ("value", 0.5), ("iteration", 3)),
+        ("get_logger().report_text", "word: x"),
+    ],
+    dvclive: [("log_params", {"lr": 1}), ("step=", 3), ("log_metric", "train/loss", 0.5), ("make_summary",)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
+def test_a_library_gets_the_calls_it_documents(make):
+    run = _Recorder()
+    weft.log(VALUES, 3, weft.local(), make(run))
+    assert run._calls == CALLS[make]
+
+
+def test_pictures_and_texts_as_the_library_makes_them():
+    run = _Recorder()
+    weft.log({"p": Image(torch.zeros(3, 2, 4))}, 1, weft.local(), wandb(run, image=lambda array: array.shape))
+    weft.log({"p": Image(torch.zeros(3, 2, 4))}, 1, weft.local(), wandb(run))
+    weft.log({"word": "x"}, 2, weft.local(), aim(run, text=str.upper))
+    assert run._calls == [("log", {"p": (2, 4, 3)}, ("step", 1)), ("track", "X", ("name", "word"), ("step", 2))]
+
+
+# -- progress and messages ------------------------------------------------------------------------------
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_yields_what_it_is_given_and_prints_lines_elsewhere():
+    out = io.StringIO()
+    assert list(weft.progress(range(3), weft.local(), title="epoch", show=lambda: "loss 1", every_s=60, file=out)) == [
+        0,
+        1,
+        2,
+    ]
+    assert out.getvalue() == "epoch: 1 of 3  loss 1\nepoch: 3 of 3  loss 1\n"
+    out = io.StringIO()
+    assert list(weft.progress(iter("ab"), weft.local(), every_s=0, file=out)) == ["a", "b"]
+    assert out.getvalue() == "step: 1\nstep: 2\n"
+    steps = weft.progress(range(10), weft.local(), file=io.StringIO())
+    assert next(steps) == 0
+    steps.close()
+
+
+def test_progress_of_a_run_that_goes_on_counts_from_what_is_done():
+    out = io.StringIO()
+    assert list(weft.progress(range(2), weft.local(), done=3, every_s=0, file=out)) == [0, 1]
+    assert out.getvalue() == "step: 4 of 5\nstep: 5 of 5\n"
+    out = _Terminal()
+    assert list(weft.progress(iter("ab"), weft.local(), total=5, done=3, title="epoch", file=out)) == ["a", "b"]
+    assert "5/5" in out.getvalue()
+
+
+def test_what_is_printed_beside_a_bar_goes_where_it_went(capsys):
+    for _ in weft.progress(range(2), weft.local(), file=_Terminal()):
+        print("a line")
+    assert capsys.readouterr().out == "a line\na line\n"
+
+
+def _in_order(ctx, path):
+    base = logging.getLogger("weft-order")
+    base.setLevel(logging.INFO)
+    base.propagate = False
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s %(funcName)s %(message)s"))
+    base.addHandler(handler)
+    log = weft.monitoring.logger("weft-order", ctx, ranks="in_order")
+    for n in range(3):
+        log.info("line %d", n)
+        log.debug("left out")
+    base.removeHandler(handler)
+    handler.close()
+
+
+def test_ranks_talk_one_after_the_other(tmp_path):
+    run_ranks(_in_order, 3, str(tmp_path / "log"))
+    expected = [f"INFO test_log.py _in_order [rank {rank}] line {n}" for n in range(3) for rank in range(3)]
+    assert (tmp_path / "log").read_text().splitlines() == expected
+
+
+def test_progress_is_a_bar_in_a_terminal():
+    out = _Terminal()
+    assert list(weft.progress(range(3), weft.local(), title="epoch", file=out)) == [0, 1, 2]
+    assert "epoch" in out.getvalue() and "3/3" in out.getvalue()
+
+
+def _shows(ctx):
+    out = io.StringIO()
+    list(weft.progress(range(2), ctx, file=out))
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(funcName)s %(rank)d %(message)s"))
+    base = logging.getLogger("weft-test")
+    base.setLevel(logging.INFO)
+    base.propagate = False
+    base.addHandler(handler)
+    main, every = weft.monitoring.logger("weft-test", ctx), weft.monitoring.logger("weft-test", ctx, ranks="all")
+    main.info("begin %d", 1)
+    main.warning("slow")
+    every.info("here")
+    for _ in range(3):
+        main.once("only once")
+    base.removeHandler(handler)
+    return out.getvalue(), stream.getvalue().splitlines()
+
+
+def test_one_progress_and_one_voice_for_all_ranks():
+    (bar, said), (no_bar, said_too) = run_ranks(_shows, 2)
+    assert bar.endswith("step: 2 of 2\n") and no_bar == ""
+    assert said == [
+        "INFO _shows 0 begin 1",
+        "WARNING _shows 0 slow",
+        "INFO _shows 0 [rank 0] here",
+        "WARNING _shows 0 only once",
+    ]
+    mark = "[rank 1] "
+    assert said_too == [
+        f"WARNING _shows 1 {mark}slow",
+        f"INFO _shows 1 {mark}here",
+        f"WARNING _shows 1 {mark}only once",
+    ]

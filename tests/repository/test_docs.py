@@ -1,0 +1,187 @@
+"""Every page runs, is reachable and true to the code; the strict build with Sphinx is a part of `.ci/check`.
+
+A block marked ```python runs, in the order of the page, in one namespace and one process. A block marked ```text right
+after it is what it prints, exactly. There is no exclusion list.
+"""
+
+import contextlib
+import io
+import re
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+import weft
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _text(page):
+    return page.read_text(encoding="utf-8")
+
+
+def _blocks(page):
+    """Language, code and first line of every fenced block, and whether nothing but a blank line is before it."""
+    text, end = _text(page), 0
+    for found in _FENCE.finditer(text):
+        yield found[1], found[2], text[: found.start()].count("\n") + 1, not text[end : found.start()].strip()
+        end = found.end()
+
+
+def _runs(page):
+    """The python blocks with what they print, as the page says."""
+    runs = []
+    for language, code, line, follows in _blocks(page):
+        if language == "python":
+            runs.append([code, line, ""])
+        elif language == "text" and follows and runs:
+            runs[-1][2] = code
+    return runs
+
+
+# -- pages run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _runs(page)], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = types.ModuleType("page").__dict__
+    for code, line, expected in _runs(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # Blank lines before it, so that a traceback shows the line of the page.
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+        assert printed.getvalue() == expected, f"{page.name}:{line}"
+
+
+def test_there_are_pages_that_run():
+    assert sum(len(_runs(page)) for page in PAGES) > 40
+
+
+def test_the_runner_sees_wrong_output(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```text\nno\n```\n\nbetween\n\n```text\nnot output\n```\n")
+    assert _runs(page) == [["x = 1\n", 1, "no\n"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_fences_are_of_known_kinds(page):
+    known = re.compile(r"python|text|sh|toml|\{eval-rst\}|\{toctree\}|\{literalinclude\} \S+")
+    assert [language for language, *_ in _blocks(page) if not known.fullmatch(language)] == []
+
+
+# -- pages can be reached, and reach what they name --------------------------------------------------
+
+
+def test_every_page_is_in_the_table_of_contents():
+    index = DOCS / "index.md"
+    listed = [
+        line.strip()
+        for language, code, *_ in _blocks(index)
+        if language == "{toctree}"
+        for line in code.splitlines()
+        if line.strip() and not line.startswith(":")
+    ]
+    assert sorted([*listed, "index"]) == [page.stem for page in PAGES]
+    for name in listed:
+        assert f"[]({name}.md)" in _text(index), f"the map of index.md lacks {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_included_files_exist(page):
+    text = _text(page)
+    links = re.findall(r"\]\(([^)#:]+\.md)(?:#[\w-]+)?\)", text)
+    included = re.findall(r"^```\{literalinclude\} (\S+)$|^:diff: (\S+)$", text, re.MULTILINE)
+    missing = [name for name in [*links, *(one or two for one, two in included)] if not (DOCS / name).is_file()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_named_files_of_the_repository_exist(page):
+    named = re.findall(r"`((?:tests|examples|src|docs|benchmarks|\.ci)/[\w./]*)`", _text(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_included_lines_begin_where_the_code_begins():
+    """`:lines: 6-` leaves the header out."""
+    for page in PAGES:
+        for name, first in re.findall(r"\{literalinclude\} (\S+)\n(?::language: python\n)?:lines: (\d+)-", _text(page)):
+            lines = (DOCS / name).read_text(encoding="utf-8").splitlines()
+            assert lines[int(first) - 1].startswith(("import ", "from ")), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_lines_are_short(page):
+    long = [number for number, line in enumerate(_text(page).splitlines(), start=1) if len(line) > 120]
+    tables = [number for number, line in enumerate(_text(page).splitlines(), start=1) if line.startswith("|")]
+    assert sorted(set(long) - set(tables)) == []
+
+
+# -- pages and code agree ----------------------------------------------------------------------------
+
+
+def _guides():
+    return "\n".join(_text(page) for page in PAGES if page.stem not in ("api", "changes", "features"))
+
+
+def test_api_lists_every_public_name_once_and_nothing_else():
+    listed = re.findall(r"^\.\. auto(?!module)\w+:: weft\.(\w+)$", _text(DOCS / "api.md"), re.MULTILINE)
+    assert sorted([*listed, "errors"]) == list(weft.__all__)
+
+
+def test_api_lists_every_name_of_testing_and_its_laws():
+    text = _text(DOCS / "api.md")
+    listed = re.findall(r"^\.\. auto\w+:: weft\.testing\.(\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == weft.testing.__all__
+
+
+@pytest.mark.parametrize("name", [n for n in weft.__all__ if isinstance(getattr(weft, n), types.FunctionType)])
+def test_every_public_function_is_in_a_guide(name):
+    assert re.search(rf"\bweft\.{name}\b", _guides()), f"no page but the API tells of {name}"
+
+
+def test_names_of_weft_on_the_pages_exist():
+    for page in PAGES:
+        for name in set(re.findall(r"\bweft\.((?:[a-z]+\.)*\w+)\(", _text(page))):
+            value = weft
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            assert callable(value), f"{page.name}: weft.{name}"
+
+
+def test_the_packages_and_layers_on_the_page_are_those_of_the_code():
+    packages = {path.stem for path in (ROOT / "src" / "weft").glob("[a-z]*") if path.suffix == ".py" or path.is_dir()}
+    tree, layers = [code for language, code, *_ in _blocks(DOCS / "architecture.md") if language == "text"]
+    assert sorted(name for name in packages if not re.search(rf"^  {name}(/|\.py) ", tree, re.MULTILINE)) == []
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    assert layers.splitlines() == [layer.replace("weft.", "") for layer in contract["layers"]]
+
+
+def test_settings_on_the_page_are_those_of_the_code():
+    from weft.context.settings import SETTINGS
+
+    rows = re.findall(r"^\| `(\w+)` \| `(WEFT_\w+)` \|", _text(DOCS / "context.md"), re.MULTILINE)
+    assert rows == [(name, setting.variable) for name, setting in SETTINGS.items()]
+
+
+def test_policies_on_the_page_are_those_of_the_code():
+    from weft.precision import NAMED
+
+    table = _text(DOCS / "precision.md").partition("\n\n```")[0]
+    assert re.findall(r'^\| `"([\w-]+)"` \|', table, re.MULTILINE) == list(NAMED)
+
+
+def test_features_name_real_ids_once():
+    text = _text(DOCS / "features.md")
+    ids = re.findall(r"^\| ([A-Z]{3}\d+) \|", text, re.MULTILINE)
+    planned = re.findall(r"\b[A-Z]{3}\d+\b", text.partition("## Planned")[2])
+    assert len(ids) == len(set(ids)) and not set(ids) & set(planned)
+
+
+def test_the_changes_begin_with_this_version():
+    assert re.search(r"^## (\S+)", _text(DOCS / "changes.md"), re.MULTILINE)[1] == weft.__version__

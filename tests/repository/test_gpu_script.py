@@ -1,0 +1,102 @@
+"""`.ci/gpu` starts every test marked `gpu` and every part of the benchmark, and runs in miniature without a device."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+
+import pytest
+
+from .processes import until
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / ".ci" / "gpu"
+
+
+def _script():
+    loader = SourceFileLoader("ci_gpu", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("ci_gpu", loader))
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
+    return module
+
+
+def test_every_gpu_test_and_every_part_of_the_benchmark_is_started():
+    parts = _script().PARTS
+    started = [path for part in parts.values() for path in part.tests]
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(pytestmark|@).*mark\.gpu\b", path.read_text(), re.MULTILINE)
+    }
+    assert marked == set(started) and len(started) == len(marked)
+    in_folder = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert in_folder <= marked
+    table = re.search(
+        r"^PARTS: .*?\{\n(.*?)^\}", (ROOT / "benchmarks" / "gpu.py").read_text(), re.DOTALL | re.MULTILINE
+    )
+    measured = re.findall(r'^    "(\w+)":', table[1], re.MULTILINE)
+    assert measured and set(measured) == {name for name, part in parts.items() if not part.tests}
+
+
+def test_the_parts_fit_into_nine_minutes():
+    script = _script()
+    assert script.TOTAL_S < 540
+    assert sum(part.limit_s for part in script.PARTS.values()) <= 1.05 * script.TOTAL_S  # few parts take all they may
+
+
+def test_a_part_that_hangs_or_fails_costs_only_itself(tmp_path):
+    script, log = _script(), tmp_path / "log"
+    mine = f"97.{os.getpid()}"  # another run of this test may be under way
+    hang = [sys.executable, "-c", f"import subprocess, time; subprocess.Popen(['sleep', '{mine}']); time.sleep(97)"]
+    assert script._limited(hang, dict(os.environ), log, 1.5) is None
+    assert "after its limit of 2 s" in log.read_text()
+    lines = pathlib.Path("/proc").glob
+    assert until(lambda: not any(f"sleep\0{mine}".encode() in _bytes(path) for path in lines("[0-9]*/cmdline")), 10)
+    assert script._limited([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), log, 60) == 3
+
+
+def _bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_the_page_shows_ratios_and_what_failed():
+    found = {
+        "date": "2026-01-01",
+        "dry": False,
+        "parts": {
+            "device": {"ok": True, "code": 0, "rows": [{"device": "X", "cuda": "13", "versions": {"torch": "2"}}]},
+            "laws": {
+                "ok": False, "code": 1, "seconds": 2, "counts": {"failed": 1}, "failed": ["test_a"], "skipped": [],
+            },
+            "step": {"ok": False, "code": None, "rows": [{"case": "a", "ratio": 1.0, "mfu": None}], "notes": ["b"] * 2},
+        },
+    }  # fmt: skip
+    page = _script().page(found)
+    assert "2026-01-01, X, CUDA 13; torch 2." in page and "## laws (not finished: exit code 1)" in page
+    assert "- failed: test_a" in page and "| case | ratio |\n|---|---|\n| a | 1.0 |" in page
+    assert page.count("- b") == 1 and "it had no time left" in page
+
+
+@pytest.mark.timeout(400)
+def test_the_dry_run_passes(tmp_path):
+    environment = {**os.environ, "OUT": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--dry"], env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "gpu.log").read_text()[-8000:]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(found["parts"]) == set(_script().PARTS) and all(part["ok"] for part in found["parts"].values())
+    names = {row["contestant"] for row in found["parts"]["step"]["rows"]}
+    assert {"torch", "control", "weft", "ddp", "fsdp2"} <= names
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.log", "gpu.md"]
