@@ -17,7 +17,7 @@ from torch.utils import data
 from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, applied_to, offered, wrapper_of_torch
 from weft.data.loader_copy import split_already
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.nested import tensors
 
@@ -56,7 +56,7 @@ def check(ctx: DistContext, *, model: object = None, optimizer: object = None, l
         >>> import weft
         >>> model, ctx = weft.replicate(nn.Linear(2, 2), weft.local())
         >>> weft.check(ctx, model=model, optimizer=torch.optim.SGD(model.parameters()))
-    """  # noqa: DOC501  (made by a function)
+    """
     modules = list(_each(model, nn.Module))
     findings: list[Finding] = []
     if ctx.restricted is not None:
@@ -84,12 +84,10 @@ def incomplete(what: str, everyone: Sequence[Sequence[Finding]]) -> ContractErro
         for finding, ranks in where.items()
     ]
     return ContractError(
-        message(
-            f"{what}: the program is not complete",
-            found=listed(said),
-            expected=listed(dict.fromkeys(finding.expected for finding in where)),
-            fix="\n            ".join(dict.fromkeys(finding.fix for finding in where)),
-        )
+        f"{what}: the program is not complete",
+        found=listed(said),
+        expected=listed(dict.fromkeys(finding.expected for finding in where)),
+        fix="\n            ".join(dict.fromkeys(finding.fix for finding in where)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Every error weft raises, and the one builder of their texts.
+"""Every error weft raises, all in one form: what is wrong, what was found, what is expected, and a line that fixes it.
 
     WeftError
     |-- ContextError            facts contradict each other, or a context is used where it may not be
@@ -14,7 +14,7 @@
     |-- CheckpointError         a checkpoint cannot be written, read or trusted
     `-- MissingExtra            an optional package is not installed
 
-Wrong arguments are plain `ValueError` / `TypeError` with the same three-line text.
+Wrong arguments are plain `ValueError` and `TypeError` with a text of the same form: `value_error`, `type_error`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ __all__ = [
     "WeftError",
     "listed",
     "message",
+    "type_error",
+    "value_error",
 ]
 
 _MAX_OFFENDERS = 5
@@ -70,8 +72,21 @@ def message(problem: str, *, found: str, expected: str, fix: str) -> str:
     return f"{problem}\n  found:    {found}\n  expected: {expected}\n  fix:      {fix}"
 
 
+def value_error(problem: str, *, found: str, expected: str, fix: str) -> ValueError:
+    """A `ValueError` whose text is a `message`."""
+    return ValueError(message(problem, found=found, expected=expected, fix=fix))
+
+
+def type_error(problem: str, *, found: str, expected: str, fix: str) -> TypeError:
+    """A `TypeError` whose text is a `message`."""
+    return TypeError(message(problem, found=found, expected=expected, fix=fix))
+
+
 class WeftError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package; the text is a `message` where the three lines are given."""
+
+    def __init__(self, problem: str, *, found: str = "", expected: str = "", fix: str = "") -> None:
+        super().__init__(message(problem, found=found, expected=expected, fix=fix) if expected else problem)
 
 
 class ContextError(WeftError):
@@ -118,8 +133,10 @@ class PeerError(WeftError):
         text: What that rank said, or how it was found missing.
     """
 
-    def __init__(self, problem: str, *, rank: int = -1, text: str = "") -> None:
-        super().__init__(problem)
+    def __init__(
+        self, problem: str, *, found: str = "", expected: str = "", fix: str = "", rank: int = -1, text: str = ""
+    ) -> None:
+        super().__init__(problem, found=found, expected=expected, fix=fix)
         self.rank = rank
         self.text = text
 

@@ -12,7 +12,7 @@ from weft.collectives.packed_gather import exchange_columns
 from weft.collectives.primitives import enter, peers_named
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
-from weft.errors import listed, message
+from weft.errors import listed, type_error, value_error
 from weft.tensors.nested import leaves, map_leaves
 
 __all__ = ["SampleIds", "denominator", "gather_metrics", "samples_of_all", "weighted_mean"]
@@ -108,13 +108,11 @@ def _columns(batches: Sequence[tuple[Any, SampleIds]]) -> tuple[Any, str, list[A
             if not (isinstance(leaf, list) or leaf.dim()) or len(leaf) != len(rows)
         ]
         if wrong:
-            raise ValueError(
-                message(
-                    "gather_metrics: leaves do not have one entry per row",
-                    found=f"{listed(wrong)}; {len(rows)} rows",
-                    expected="tensors [rows, ...] and lists of one entry per row",
-                    fix="weft.metrics.gather_metrics({'loss': losses}, ctx, ids=ids)  # losses: one per sample",
-                )
+            raise value_error(
+                "gather_metrics: leaves do not have one entry per row",
+                found=f"{listed(wrong)}; {len(rows)} rows",
+                expected="tensors [rows, ...] and lists of one entry per row",
+                fix="weft.metrics.gather_metrics({'loss': losses}, ctx, ids=ids)  # losses: one per sample",
             )
         picked = [leaf if keep is None else _pick(leaf, keep) for _, leaf in leaf_list]
         if number == 0:
@@ -144,13 +142,11 @@ def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ..
         elif isinstance(leaf, torch.Tensor):
             held.append((where, list(leaf.unbind()) if leaf.is_nested else leaf.detach()))
         else:
-            raise TypeError(
-                message(
-                    f"gather_metrics: {'.'.join(where) or 'the value'} is neither a tensor nor a list",
-                    found=f"{type(leaf).__name__} {leaf!r:.60}",
-                    expected="tensors [rows, ...] and lists of one entry per row",
-                    fix="weft.metrics.weighted_mean(value, ctx, weight=len(rows)) for a number per batch",
-                )
+            raise type_error(
+                f"gather_metrics: {'.'.join(where) or 'the value'} is neither a tensor nor a list",
+                found=f"{type(leaf).__name__} {leaf!r:.60}",
+                expected="tensors [rows, ...] and lists of one entry per row",
+                fix="weft.metrics.weighted_mean(value, ctx, weight=len(rows)) for a number per batch",
             )
     return held
 
@@ -248,13 +244,11 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
 
     total: Any = reduce({"value": map_leaves(scaled, value), "weight": factor}, ctx.on(ctx.data_axes), "sum")
     if not bool(torch.isfinite(total["weight"])):
-        raise ValueError(
-            message(
-                "weighted_mean: a weight is negative or not finite",
-                found=f"{weight!r} on rank {ctx.rank}",
-                expected="a finite number >= 0 on every rank",
-                fix="weft.metrics.weighted_mean(loss, ctx, weight=len(batch))",
-            )
+        raise value_error(
+            "weighted_mean: a weight is negative or not finite",
+            found=f"{weight!r} on rank {ctx.rank}",
+            expected="a finite number >= 0 on every rank",
+            fix="weft.metrics.weighted_mean(loss, ctx, weight=len(batch))",
         )
     return cast("T", map_leaves(lambda _, leaf: leaf / total["weight"], total["value"]))
 
@@ -289,13 +283,11 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
     mine = torch.as_tensor(count).detach().to(device).double().sum()
     total = float(reduce(torch.where(mine >= 0, mine, torch.nan), ctx.on(ctx.data_axes), "sum"))
     if not 0 <= total < float("inf"):
-        raise ValueError(
-            message(
-                "denominator: a count is negative or not finite",
-                found=f"{count!r} on rank {ctx.rank}, {total} over all ranks",
-                expected="finite numbers >= 0 on all ranks",
-                fix="weft.metrics.denominator(len(batch), ctx)",
-            )
+        raise value_error(
+            "denominator: a count is negative or not finite",
+            found=f"{count!r} on rank {ctx.rank}, {total} over all ranks",
+            expected="finite numbers >= 0 on all ranks",
+            fix="weft.metrics.denominator(len(batch), ctx)",
         )
     return total / (ctx.data_size if mean_over is None else mean_over) if total > 0 else 1.0
 
@@ -309,14 +301,12 @@ def samples_of_all(counts: Sequence[int | None], ctx: DistContext) -> int:
     mine = sum(_UNKNOWN if count is None else count for count in counts)
     total = int(reduce(torch.tensor(mine, dtype=torch.int64, device=ctx.device), ctx.on(ctx.data_axes), "sum"))
     if total < 0:
-        raise ValueError(
-            message(
-                "share: the samples of a batch cannot be counted",
-                found="tensors that do not agree about the number of rows, or objects without them"
-                if mine < 0
-                else "a batch of another rank",
-                expected="tensors [samples, ...] in each batch, or a count of your own",
-                fix='loss = cross_entropy(model(x), y, reduction="sum") / window.denominator(count)',
-            )
+        raise value_error(
+            "share: the samples of a batch cannot be counted",
+            found="tensors that do not agree about the number of rows, or objects without them"
+            if mine < 0
+            else "a batch of another rank",
+            expected="tensors [samples, ...] in each batch, or a count of your own",
+            fix='loss = cross_entropy(model(x), y, reduction="sum") / window.denominator(count)',
         )
     return total

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from weft.errors import listed, message
+from weft.errors import listed, type_error, value_error
 
 __all__ = ["LOW", "NAMED", "LossScaling", "PolicyName", "Precision", "PrecisionOffer", "creation_dtype", "named_policy"]
 
@@ -58,13 +58,11 @@ class LossScaling:
         if type(self.growth_every) is not int or self.growth_every < 1:
             wrong += [f"growth_every={self.growth_every!r}"]
         if wrong:
-            raise ValueError(
-                message(
-                    f"LossScaling: {listed(wrong)} cannot be used",
-                    found=listed(wrong),
-                    expected="powers of two; growth >= 1, backoff < 1; growth_every a whole number >= 1",
-                    fix="LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
-                )
+            raise value_error(
+                f"LossScaling: {listed(wrong)} cannot be used",
+                found=listed(wrong),
+                expected="powers of two; growth >= 1, backoff < 1; growth_every a whole number >= 1",
+                fix="LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
             )
 
 
@@ -93,34 +91,28 @@ class Precision:
 
     def __post_init__(self) -> None:
         if not isinstance(self.scaling, (LossScaling, NoneType)):
-            raise TypeError(
-                message(
-                    "Precision: scaling is no LossScaling",
-                    found=repr(self.scaling),
-                    expected="a weft.LossScaling or None",
-                    fix="Precision(compute=torch.float16, scaling=weft.LossScaling())",
-                )
+            raise type_error(
+                "Precision: scaling is no LossScaling",
+                found=repr(self.scaling),
+                expected="a weft.LossScaling or None",
+                fix="Precision(compute=torch.float16, scaling=weft.LossScaling())",
             )
         fields = {"param": self.param, "compute": self.compute, "reduce": self.reduce}
         fields |= {"buffer": self.buffer, "output": self.output}
         wrong = [f"{name}={dtype}" for name, dtype in fields.items() if dtype is not None and not _is_float(dtype)]
         if wrong:
-            raise ValueError(
-                message(
-                    f"Precision: {listed(wrong)} cannot be used",
-                    found=listed(wrong),
-                    expected="floating-point dtypes of 16 bits or more",
-                    fix="Precision(param=torch.float32, compute=torch.bfloat16)",
-                )
+            raise value_error(
+                f"Precision: {listed(wrong)} cannot be used",
+                found=listed(wrong),
+                expected="floating-point dtypes of 16 bits or more",
+                fix="Precision(param=torch.float32, compute=torch.bfloat16)",
             )
         if self.scaling is not None and self.compute is not torch.float16:
-            raise ValueError(
-                message(
-                    "Precision: a loss scale has no effect here",
-                    found=f"compute={self.compute}",
-                    expected="compute=torch.float16 with scaling, or no scaling",
-                    fix="Precision(param=torch.float32, compute=torch.float16, scaling=LossScaling())",
-                )
+            raise value_error(
+                "Precision: a loss scale has no effect here",
+                found=f"compute={self.compute}",
+                expected="compute=torch.float16 with scaling, or no scaling",
+                fix="Precision(param=torch.float32, compute=torch.float16, scaling=LossScaling())",
             )
 
 
@@ -159,13 +151,11 @@ def named_policy(policy: PolicyName | Precision | None) -> Precision:
         return policy
     if isinstance(policy, str) and policy in NAMED:
         return NAMED[policy]
-    raise ValueError(
-        message(
-            f"with_precision: policy = {policy!r} is unknown",
-            found=repr(policy),
-            expected=", ".join(repr(name) for name in NAMED) + ", or a weft.Precision",
-            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
-        )
+    raise value_error(
+        f"with_precision: policy = {policy!r} is unknown",
+        found=repr(policy),
+        expected=", ".join(repr(name) for name in NAMED) + ", or a weft.Precision",
+        fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
     )
 
 

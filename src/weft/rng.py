@@ -19,7 +19,7 @@ import torch
 
 from weft.collectives.objects import broadcast
 from weft.context import DistContext
-from weft.errors import message
+from weft.errors import type_error, value_error
 
 __all__ = ["Seeded", "Seeds", "keyed_uniform", "mix", "seeded", "set_seed", "sync_rng", "worker_seeds"]
 
@@ -105,13 +105,11 @@ def worker_seeds(worker: int, ctx: DistContext, *, epoch: int = 0) -> Seeds:
     """
     for name, number, limit in (("worker", worker, _WORKERS), ("epoch", epoch, 2**62)):
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < limit:
-            raise ValueError(
-                message(
-                    f"worker_seeds: {name} = {number!r} cannot be used",
-                    found=repr(number),
-                    expected=f"a whole number, 0 to {limit - 1}",
-                    fix="weft.rng.worker_seeds(0, ctx, epoch=0)",
-                )
+            raise value_error(
+                f"worker_seeds: {name} = {number!r} cannot be used",
+                found=repr(number),
+                expected=f"a whole number, 0 to {limit - 1}",
+                fix="weft.rng.worker_seeds(0, ctx, epoch=0)",
             )
     return seeds_for(ctx.seed, epoch, ctx.data_rank, worker)
 
@@ -190,22 +188,18 @@ def set_seed(
         tensor([True])
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(
-            message(
-                f"set_seed: seed = {seed!r} is not a whole number",
-                found=type(seed).__name__,
-                expected="an int",
-                fix="weft.rng.set_seed(0, ctx)",
-            )
+        raise type_error(
+            f"set_seed: seed = {seed!r} is not a whole number",
+            found=type(seed).__name__,
+            expected="an int",
+            fix="weft.rng.set_seed(0, ctx)",
         )
     if not 0 <= seed < 2**63 or ranks not in ("same", "distinct"):
-        raise ValueError(
-            message(
-                "set_seed: this cannot be used",
-                found=f"seed={seed}, ranks={ranks!r}",
-                expected="0 <= seed < 2**63, ranks 'same' or 'distinct'",
-                fix='weft.rng.set_seed(0, ctx, ranks="same")',
-            )
+        raise value_error(
+            "set_seed: this cannot be used",
+            found=f"seed={seed}, ranks={ranks!r}",
+            expected="0 <= seed < 2**63, ranks 'same' or 'distinct'",
+            fix='weft.rng.set_seed(0, ctx, ranks="same")',
         )
     seeds = (
         seeds_for(seed, 0, ctx.data_rank, 0) if ranks == "distinct" else Seeds(seed, (seed % 2**32, seed >> 32), seed)
@@ -267,13 +261,11 @@ def keyed_uniform(
     """
     if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise TypeError(
-            message(
-                "keyed_uniform: ids cannot be used",
-                found=found,
-                expected="a tensor of int64 [rows]",
-                fix="weft.rng.keyed_uniform(rows.ids, seed=ctx.seed, epoch=rows.epoch)",
-            )
+        raise type_error(
+            "keyed_uniform: ids cannot be used",
+            found=found,
+            expected="a tensor of int64 [rows]",
+            fix="weft.rng.keyed_uniform(rows.ids, seed=ctx.seed, epoch=rows.epoch)",
         )
     count = int(np.prod(shape, dtype=np.int64)) if shape else 1
     key = mix(seed, epoch, site)

@@ -3,6 +3,7 @@
 import copy
 import errno
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -692,7 +693,7 @@ def test_a_checkpoint_of_a_newer_weft_is_neither_passed_over_nor_renamed(tmp_pat
 
 def test_one_rank_that_cannot_read_its_manifest_stops_all(tmp_path):
     def restores(ctx, folder):
-        from weft.checkpoint import restore as restoring
+        restoring = importlib.import_module("weft.checkpoint.restore")
 
         real = restoring.read_manifest
 

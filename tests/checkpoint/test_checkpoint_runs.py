@@ -1,5 +1,6 @@
 """Which checkpoints of a directory belong to a run: what is saved, kept, passed over, set aside, or refused."""
 
+import importlib
 import os
 import shutil
 import stat
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 
 import weft
-from weft.checkpoint import restore as restoring
 from weft.checkpoint.format import commit
 from weft.checkpoint.format.commit import folders
 from weft.checkpoint.format.manifest import read_manifest
 from weft.errors import CheckpointError, PeerError
 from weft.testing import run_ranks
+
+restoring = importlib.import_module("weft.checkpoint.restore")
 
 
 class Box:
@@ -95,7 +97,7 @@ def test_a_copy_of_a_checkpoint_begins_where_the_run_goes_on(tmp_path):
 
 
 def test_what_is_imported_from_one_folder_is_one_run(tmp_path, monkeypatch):
-    from weft.weights import import_deepspeed as importing
+    importing = importlib.import_module("weft.weights.import_deepspeed")
     from weft.weights.deepspeed_folders import Folder
 
     steps = iter([1, 2, 3])

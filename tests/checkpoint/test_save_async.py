@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import itertools
 import os
 import random
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.checkpoint import save_async as saving_async
 from weft.checkpoint.format.commit import folders
 from weft.checkpoint.save_async import _Stop
 from weft.checkpoint.staging import Staged, Staging
@@ -29,6 +29,8 @@ from weft.peers.agreement import exchange
 from weft.peers.board import Board
 from weft.peers.world import World
 from weft.testing import RanksFailed, run_ranks
+
+saving_async = importlib.import_module("weft.checkpoint.save_async")
 
 NUM_TRIALS = int(os.environ.get("KILL_TRIALS", "15"))  # of kills, each at a random moment
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import weft
-from weft import ContextError
 from weft.context.settings import resolve
+from weft.errors import ContextError
 from weft.testing import fake, run_ranks
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import weft
-from weft import AlreadyApplied, NameChanged, OrderError, PeerError, StaleContext
 from weft.contract import agree_on_parameters, check_methods
+from weft.errors import AlreadyApplied, NameChanged, OrderError, PeerError, StaleContext
 from weft.testing import RanksFailed, laws, run_ranks
 
 # -- transforms of a user ----------------------------------------------------------------------------

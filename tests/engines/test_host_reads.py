@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from tests.host_reads import HostReads
 from weft.testing import run_ranks
-
-from .host_reads import HostReads
 
 
 def _on_module(transform, **options):

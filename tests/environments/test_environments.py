@@ -4,8 +4,11 @@ import itertools
 
 import pytest
 
-from weft import ContextError, topology
-from weft.environments import first_host
+from weft.environments import (
+    first_host,
+    topology,  #
+)
+from weft.errors import ContextError
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",

@@ -13,8 +13,8 @@ import pytest
 
 import weft.cli
 from tests.processes import is_alive, until
-from weft import ContextError
 from weft.context.config import LAUNCH, read_config
+from weft.errors import ContextError
 from weft.launching.failures import Ending
 from weft.launching.plan import make_plan
 from weft.launching.slurm import batch_script

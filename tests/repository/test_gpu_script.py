@@ -11,7 +11,7 @@ from importlib.machinery import SourceFileLoader
 
 import pytest
 
-from .processes import until
+from tests.processes import until
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / ".ci" / "gpu"

@@ -7,9 +7,17 @@ import torch
 from torch import nn
 
 import weft
+from tests.transforms.test_windows_in_parts import (
+    REPLICATED,
+    SHARDED,
+    batch,
+    make_optimizer,
+    net,
+    prepare,
+    slow,
+    values,
+)
 from weft.testing import RanksFailed, largest_difference, run_ranks
-
-from .test_windows_in_parts import REPLICATED, SHARDED, batch, make_optimizer, net, prepare, slow, values
 
 STRATEGIES = (*REPLICATED, *SHARDED)
 

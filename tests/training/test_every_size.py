@@ -6,9 +6,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 import weft
+from tests.transforms.test_streams import STREAMS, _counted, _shares
 from weft.testing import fake
-
-from .test_streams import STREAMS, _counted, _shares
 
 pytestmark = pytest.mark.slow
 

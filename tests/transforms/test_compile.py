@@ -1,4 +1,4 @@
-"""compiled: the numbers of eager, one graph per class, no recompiles, and no trace in names."""
+"""compile: the numbers of eager, one graph per class, no recompiles, and no trace in names."""
 
 import copy
 import itertools
@@ -307,7 +307,7 @@ def test_twice_is_refused():
     [
         ({"blocks": ["blocks.0", nn.Linear]}, r"found:    'blocks.0.one' in 'blocks.0'.*\n.*fix:"),
         ({"blocks": "blocks"}, r"found:    'blocks' \(ModuleList\)\n.*fix:      \"blocks\.\*\""),
-        ({"blocks": nn.Conv1d}, "compiled: no part of Net is chosen by class Conv1d\n.*found:.*fix:"),
+        ({"blocks": nn.Conv1d}, "compile: no part of Net is chosen by class Conv1d\n.*found:.*fix:"),
         ({"backend": "inducktor"}, "backend = 'inducktor' is unknown\n.*found:.*expected: one of .*fix:"),
         ({"mode": "max-autotune", "options": {"a": 1}}, "cannot be used together\n.*found:.*fix:"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "no effect on backend 'aot_eager'\n.*found:.*fix:"),
@@ -333,7 +333,7 @@ EARLIER = {
 @pytest.mark.parametrize("earlier", EARLIER)
 def test_it_comes_last(earlier):
     model, ctx = weft.compile(_net(), weft.local(), backend="eager")
-    with pytest.raises(weft.errors.OrderError, match=f"(?s)found:.*expected: {earlier}, then compiled\n.*fix:"):
+    with pytest.raises(weft.errors.OrderError, match=f"(?s)found:.*expected: {earlier}, then compile\n.*fix:"):
         EARLIER[earlier](model, ctx)
     model, ctx = EARLIER[earlier](_net(), weft.local())
     weft.compile(model, ctx, backend="eager")
@@ -367,7 +367,7 @@ def _permutation(ctx, order):
     model = _net()
     try:
         for name in order:
-            if name == "compiled":
+            if name == "compile":
                 model, ctx = weft.compile(model, ctx, backend="aot_eager")
             else:
                 model, ctx = EARLIER[name](model, ctx)
@@ -387,7 +387,7 @@ def _permutation(ctx, order):
 
 @pytest.mark.slow
 def test_every_permutation_gives_the_same_losses_or_names_the_order():
-    names = ["with_precision", "recompute", "replicate", "compiled"]
+    names = ["with_precision", "recompute", "replicate", "compile"]
     right = run_ranks(_permutation, 2, names[:3])
     for order in itertools.permutations(names):
         found = run_ranks(_permutation, 2, order)
@@ -500,7 +500,7 @@ def test_strategies_take_what_torch_compiled_before():
     ],
 )
 def test_compiling_twice_names_the_line_to_write(how, line):
-    with pytest.raises(weft.errors.AlreadyApplied, match=f"(?s)compiled already.*{line}"):
+    with pytest.raises(weft.errors.AlreadyApplied, match=f"(?s)compile.*{line}"):
         weft.compile(_compiled_before(how), weft.local())
 
 

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import weft
+from tests.transforms.test_full_params import STRATEGIES, _net
 from weft.testing import run_ranks
-
-from .test_gathered import STRATEGIES, _net
 
 
 def _gradients(ctx):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import weft
-from weft import ContractError, OrderError
+from weft.errors import ContractError, OrderError
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 

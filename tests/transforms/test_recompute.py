@@ -520,9 +520,9 @@ def test_arguments_that_cannot_be_used(options, error, text):
     assert _runs(model) == [0] * 4 and "forward" not in model.blocks[0].__dict__
 
 
-@pytest.mark.parametrize("later", ["replicate", "compiled"])
+@pytest.mark.parametrize("later", ["replicate", "compile"])
 def test_order(later):
-    options = {"backend": "eager"} if later == "compiled" else {}
+    options = {"backend": "eager"} if later == "compile" else {}
     model, ctx = getattr(weft, later)(_net(), weft.local(), **options)
     with pytest.raises(weft.errors.OrderError, match=f"(?s)found:.*expected: recompute, then {later}\n.*fix:"):
         weft.recompute(model, ctx, blocks=Block)

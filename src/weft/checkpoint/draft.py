@@ -31,7 +31,7 @@ from weft.checkpoint.state.collect import Checkpoint, Content, collect
 from weft.checkpoint.state.rng_state import random_state
 from weft.collectives.on_all_ranks import from_main, gathered_on_main
 from weft.context import DistContext
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Draft", "Outline", "complete", "outline", "start_draft"]
@@ -211,12 +211,10 @@ def lock(directory: Path) -> int:
     except OSError as error:
         os.close(handle)
         raise CheckpointError(
-            message(
-                f"save: somebody else is saving into {directory}",
-                found="the lock of the directory is held",
-                expected="one job per directory, one save at a time",
-                fix="give each run a directory of its own",
-            )
+            f"save: somebody else is saving into {directory}",
+            found="the lock of the directory is held",
+            expected="one job per directory, one save at a time",
+            fix="give each run a directory of its own",
         ) from error
     return handle
 
@@ -306,12 +304,10 @@ def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
     ]
     if different:
         raise CheckpointError(
-            message(
-                "save: the state differs between the ranks",
-                found=listed(different),
-                expected="the same plain values, and the same tensors, cut up alike, on all ranks",
-                fix="gather it first: weft.collectives.gather_objects(value, ctx)",
-            )
+            "save: the state differs between the ranks",
+            found=listed(different),
+            expected="the same plain values, and the same tensors, cut up alike, on all ranks",
+            fix="gather it first: weft.collectives.gather_objects(value, ctx)",
         )
 
 
@@ -338,11 +334,9 @@ def _manifest(step: int, run: str | None, brought: Outline, parts: Sequence[Mapp
     wrong = check(manifest)
     if wrong:
         raise CheckpointError(
-            message(
-                "save: the ranks do not hold each tensor exactly once",
-                found=listed(wrong),
-                expected="tensors that are whole on all ranks, or cut up without gaps",
-                fix="report it with the output of weft.explain(ctx)",
-            )
+            "save: the ranks do not hold each tensor exactly once",
+            found=listed(wrong),
+            expected="tensors that are whole on all ranks, or cut up without gaps",
+            fix="report it with the output of weft.explain(ctx)",
         )
     return manifest

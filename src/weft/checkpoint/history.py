@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.checkpoint.format.manifest import NAME, Damage, read_head, step_of
 from weft.context import DistContext
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed
 
 __all__ = ["History", "history_of"]
 
@@ -103,22 +103,18 @@ class History:
         ]
         if foreign:
             raise CheckpointError(
-                message(
-                    f"save: {directory} holds checkpoints of another run",
-                    found=listed(foreign),
-                    expected="a directory for each run: a restart would take the newest, whoever saved it",
-                    fix="weft.restore(state, directory, ctx) first, to resume that run; or save into another directory",
-                )
+                f"save: {directory} holds checkpoints of another run",
+                found=listed(foreign),
+                expected="a directory for each run: a restart would take the newest, whoever saved it",
+                fix="weft.restore(state, directory, ctx) first, to resume that run; or save into another directory",
             )
         newer = [path.name for path, number in numbers.items() if number > step and number not in self._own]
         if newer:
             raise CheckpointError(
-                message(
-                    f"save: step {step} is below checkpoints that are in {directory}",
-                    found=listed(newer),
-                    expected="no newer checkpoint than the one that is saved: a restart would take it",
-                    fix="weft.restore(state, directory / 'step-...', ctx, discard_newer=True), or another directory",
-                )
+                f"save: step {step} is below checkpoints that are in {directory}",
+                found=listed(newer),
+                expected="no newer checkpoint than the one that is saved: a restart would take it",
+                fix="weft.restore(state, directory / 'step-...', ctx, discard_newer=True), or another directory",
             )
 
     def _is_ours(self, folder: Path) -> bool:

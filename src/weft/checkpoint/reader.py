@@ -22,7 +22,7 @@ from weft.checkpoint.format.safetensors_write import check_file
 from weft.checkpoint.format.tensor_blocks import Block, block_of, local_part
 from weft.collectives.on_all_ranks import num_threads
 from weft.context import DistContext
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Reader"]
@@ -93,21 +93,17 @@ class Reader:
             name, entry = entry.same_as, self.manifest.tensors[entry.same_as]
         if entry is None:
             raise CheckpointError(
-                message(
-                    f"restore: {name} is not in the checkpoint",
-                    found=f"{len(self.manifest.tensors)} other tensors",
-                    expected="every tensor that its values mention",
-                    fix="restore an older checkpoint",
-                )
+                f"restore: {name} is not in the checkpoint",
+                found=f"{len(self.manifest.tensors)} other tensors",
+                expected="every tensor that its values mention",
+                fix="restore an older checkpoint",
             )
         if like is not None and entry.shape != tuple(like.shape):
             raise CheckpointError(
-                message(
-                    f"restore: {name} has another shape in the checkpoint",
-                    found=f"{entry.shape}, where the state has {tuple(like.shape)}, cut over ranks",
-                    expected="the shape that was saved",
-                    fix="build the object as it was, or leave it out of the state",
-                )
+                f"restore: {name} has another shape in the checkpoint",
+                found=f"{entry.shape}, where the state has {tuple(like.shape)}, cut over ranks",
+                expected="the shape that was saved",
+                fix="build the object as it was, or leave it out of the state",
             )
         block = Block((0,) * len(entry.shape), entry.shape) if like is None else block_of(like)
         self._files.check(name, entry, block)

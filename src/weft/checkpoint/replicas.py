@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed
 from weft.tensors.host_memory import memory_of
 
 __all__ = ["Replicas", "differing", "digests", "fingerprints", "refuse"]
@@ -80,13 +80,11 @@ def refuse(told: Sequence[Replicas]) -> None:
         if len(found) > 1
     ]
     raise CheckpointError(
-        message(
-            "save: ranks hold other values of what should be the same tensor",
-            found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""),
-            expected="replicas that are equal, bit for bit, and that nothing changes during a save",
-            fix="weft.broadcast(tensor, ctx) what drifted apart, or gather what is each rank's own; "
-            "save_async for a state that changes meanwhile",
-        )
+        "save: ranks hold other values of what should be the same tensor",
+        found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""),
+        expected="replicas that are equal, bit for bit, and that nothing changes during a save",
+        fix="weft.broadcast(tensor, ctx) what drifted apart, or gather what is each rank's own; "
+        "save_async for a state that changes meanwhile",
     )
 
 

@@ -20,7 +20,7 @@ from weft.checkpoint.state.apply import Loading
 from weft.checkpoint.state.collect import Checkpoint
 from weft.collectives.on_all_ranks import from_main, gathered, on_all
 from weft.context import DistContext
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed, type_error
 
 __all__ = ["Restored", "restore"]
 
@@ -93,13 +93,11 @@ def restore(
         (None, 7)
     """
     if not isinstance(state, Checkpoint):
-        raise TypeError(
-            message(
-                "restore: this is not a state",
-                found=type(state).__name__,
-                expected="what weft.checkpointable returned",
-                fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
-            )
+        raise type_error(
+            "restore: this is not a state",
+            found=type(state).__name__,
+            expected="what weft.checkpointable returned",
+            fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
         )
     ctx.require_collective("restore")
     facts = {"directory": str(directory), "objects": list(state.objects), "strict": strict}
@@ -160,12 +158,10 @@ def _read(
         tried = folders
     if skipped:
         raise CheckpointError(
-            message(
-                f"restore: no checkpoint in {directory} is whole",
-                found=listed(" ".join(line.strip() for line in why.splitlines()[:2]) for _, why in skipped),
-                expected="at least one whole checkpoint",
-                fix="restore the files from a copy, or start anew in another directory",
-            )
+            f"restore: no checkpoint in {directory} is whole",
+            found=listed(" ".join(line.strip() for line in why.splitlines()[:2]) for _, why in skipped),
+            expected="at least one whole checkpoint",
+            fix="restore the files from a copy, or start anew in another directory",
         )
     return None, [], []
 

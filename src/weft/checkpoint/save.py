@@ -11,7 +11,7 @@ from weft.checkpoint.format.safetensors_write import write_tensors
 from weft.checkpoint.state.collect import Checkpoint
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError, type_error, value_error
 
 __all__ = ["come_together", "save"]
 
@@ -79,12 +79,10 @@ def come_together(
     ctx.require_collective(what)
     if state.torn:
         raise CheckpointError(
-            message(
-                f"{what}: the state is part of another checkpoint",
-                found=f"weft.restore of {state.torn[0]} failed after it had changed some tensors",
-                expected="a state that is of one moment",
-                fix="weft.restore(state, directory, ctx) until it succeeds, or build the objects anew",
-            )
+            f"{what}: the state is part of another checkpoint",
+            found=f"weft.restore of {state.torn[0]} failed after it had changed some tensors",
+            expected="a state that is of one moment",
+            fix="weft.restore(state, directory, ctx) until it succeeds, or build the objects anew",
         )
     where = Path(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
@@ -102,22 +100,18 @@ def _end_of_running(ctx: DistContext) -> None:
 
 def _check(what: str, state: Checkpoint, step: int, keep: int | None) -> None:
     if not isinstance(state, Checkpoint):
-        raise TypeError(
-            message(
-                f"{what}: this is not a state",
-                found=type(state).__name__,
-                expected="what weft.checkpointable returned",
-                fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
-            )
+        raise type_error(
+            f"{what}: this is not a state",
+            found=type(state).__name__,
+            expected="what weft.checkpointable returned",
+            fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
         )
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (is_number and least <= value <= MAX_STEP):
-            raise ValueError(
-                message(
-                    f"{what}: {name} = {value!r} cannot be used",
-                    found=repr(value),
-                    expected=f"a whole number from {least} to {MAX_STEP}",
-                    fix=f"weft.{what}(state, directory, step, ctx, keep=3)",
-                )
+            raise value_error(
+                f"{what}: {name} = {value!r} cannot be used",
+                found=repr(value),
+                expected=f"a whole number from {least} to {MAX_STEP}",
+                fix=f"weft.{what}(state, directory, step, ctx, keep=3)",
             )

@@ -26,7 +26,7 @@ from weft.checkpoint.staging import Staged, Staging
 from weft.checkpoint.state.collect import Checkpoint
 from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext, World
-from weft.errors import CheckpointError, PeerError, listed, message
+from weft.errors import CheckpointError, PeerError, listed
 from weft.peers.liveness import announce, exception_text, part
 
 __all__ = ["RunningSave", "save_async"]
@@ -252,12 +252,10 @@ def _clear(board: World | None) -> None:
 
 def _late(running: RunningSave, limit_s: float) -> CheckpointError:
     return CheckpointError(
-        message(
-            f"{_WHAT}: the checkpoint was not complete when the program left",
-            found=f"still writing after {limit_s:g} s: {running.path}",
-            expected="a disk that takes the state within that time",
-            fix="running.wait() before leaving, or raise start(timeout_s=...)",
-        )
+        f"{_WHAT}: the checkpoint was not complete when the program left",
+        found=f"still writing after {limit_s:g} s: {running.path}",
+        expected="a disk that takes the state within that time",
+        fix="running.wait() before leaving, or raise start(timeout_s=...)",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from weft.cli.config_accelerate import from_accelerate, yaml_of
 from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
-from weft.errors import ContextError, MissingExtra, message
+from weft.errors import ContextError, MissingExtra
 
 __all__ = ["add_parser", "answered", "run", "toml"]
 
@@ -41,12 +41,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.out.exists() and not options.force:
             raise ContextError(
-                message(
-                    f"config: {options.out} is there already",
-                    found=str(options.out.resolve()),
-                    expected="a new file",
-                    fix=f"weft config --force --out {options.out}",
-                )
+                f"config: {options.out} is there already",
+                found=str(options.out.resolve()),
+                expected="a new file",
+                fix=f"weft config --force --out {options.out}",
             )
         if words[:1] == ["import"] and len(words) == 2:
             data, left = from_accelerate(yaml_of(Path(words[1])))
@@ -73,13 +71,10 @@ def _given(words: Sequence[str]) -> dict[str, dict[str, Any]]:
         table, _, key = name.partition(".")
         if not equals or key not in _TABLES.get(table, {}):
             raise ContextError(
-                message(
-                    f"config: {word!r} means nothing",
-                    found=word,
-                    expected="table.key=value with one of "
-                    + ", ".join(f"{t}.{k}" for t in _TABLES for k in _TABLES[t]),
-                    fix="weft config launch.nproc=2 start.seed=1",
-                )
+                f"config: {word!r} means nothing",
+                found=word,
+                expected="table.key=value with one of " + ", ".join(f"{t}.{k}" for t in _TABLES for k in _TABLES[t]),
+                fix="weft config launch.nproc=2 start.seed=1",
             )
         data.setdefault(table, {})[key] = _value(table, key, text)
     return data

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ContextError, MissingExtra, message
+from weft.errors import ContextError, MissingExtra
 
 __all__ = ["from_accelerate", "yaml_of"]
 
@@ -144,12 +144,10 @@ def yaml_of(path: Path) -> Mapping[str, Any]:
         import yaml  # noqa: PLC0415  (an extra)
     except ImportError as error:
         raise MissingExtra(
-            message(
-                "config: YAML files are read with PyYAML, which is not installed",
-                found=str(error),
-                expected="the package pyyaml",
-                fix="pip install 'weft[config]'",
-            )
+            "config: YAML files are read with PyYAML, which is not installed",
+            found=str(error),
+            expected="the package pyyaml",
+            fix="pip install 'weft[config]'",
         ) from error
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -157,11 +155,9 @@ def yaml_of(path: Path) -> Mapping[str, Any]:
         found = error
     if not isinstance(found, dict):
         raise ContextError(
-            message(
-                f"config: {path} cannot be converted",
-                found=f"{type(found).__name__}: {found!s:.200}",
-                expected="a YAML file that `accelerate config` wrote",
-                fix="weft config import ~/.cache/huggingface/accelerate/default_config.yaml",
-            )
+            f"config: {path} cannot be converted",
+            found=f"{type(found).__name__}: {found!s:.200}",
+            expected="a YAML file that `accelerate config` wrote",
+            fix="weft config import ~/.cache/huggingface/accelerate/default_config.yaml",
         )
     return found

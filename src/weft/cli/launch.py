@@ -115,30 +115,24 @@ def _check_target(plan: Plan, name: str, kind: str) -> None:
     """Raise if the script or program is not there, or the program cannot be started in the way asked for."""
     if kind == "script" and not Path(name).is_file():
         raise ContextError(
-            message(
-                f"launch: there is no file {name!r}",
-                found=f"working directory {Path.cwd()}",
-                expected="a python file, or the name of a module with -m",
-                fix=f"weft launch -n {plan.nproc} -m {name}",
-            )
+            f"launch: there is no file {name!r}",
+            found=f"working directory {Path.cwd()}",
+            expected="a python file, or the name of a module with -m",
+            fix=f"weft launch -n {plan.nproc} -m {name}",
         )
     if kind == "program" and shutil.which(name) is None:
         raise ContextError(
-            message(
-                f"launch: there is no program {name!r}",
-                found=f"neither in PATH nor in {Path.cwd()}",
-                expected="with --no-python, a program that can be executed",
-                fix=f"weft launch -n {plan.nproc} {name}",
-            )
+            f"launch: there is no program {name!r}",
+            found=f"neither in PATH nor in {Path.cwd()}",
+            expected="with --no-python, a program that can be executed",
+            fix=f"weft launch -n {plan.nproc} {name}",
         )
     if kind == "program" and plan.affinity:
         raise ContextError(
-            message(
-                "launch: --affinity has no effect on a program",
-                found="--no-python --affinity",
-                expected="a program that chooses its own cores",
-                fix=f"weft launch -n {plan.nproc} --no-affinity --no-python {name}",
-            )
+            "launch: --affinity has no effect on a program",
+            found="--no-python --affinity",
+            expected="a program that chooses its own cores",
+            fix=f"weft launch -n {plan.nproc} --no-affinity --no-python {name}",
         )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from weft.collectives.primitives import num_bytes
-from weft.errors import message
+from weft.errors import message, type_error
 from weft.tensors.nested import Path
 
 __all__ = ["bytes_tensor", "decode", "encode"]
@@ -205,13 +205,11 @@ class _Decoder:
         cls: Any = _found(module, name)
         wanted = {"enum": lambda: issubclass(cls, enum.Enum), "fields": lambda: dataclasses.is_dataclass(cls)}
         if cls is None or not wanted.get(kind, lambda: issubclass(cls, tuple))():
-            raise TypeError(
-                message(
-                    f"a value of class {name} was received, which is not known on this rank",
-                    found=f"no class {name} in {module}, as far as it is imported",
-                    expected="classes that every rank has imported; none is imported for a message",
-                    fix=f"import {module}  # on all ranks",
-                )
+            raise type_error(
+                f"a value of class {name} was received, which is not known on this rank",
+                found=f"no class {name} in {module}, as far as it is imported",
+                expected="classes that every rank has imported; none is imported for a message",
+                fix=f"import {module}  # on all ranks",
             )
         if kind == "enum":
             return cls(content) if issubclass(cls, enum.Flag) else cls[content]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weft.collectives.encoding import bytes_tensor, decode, encode
 from weft.collectives.primitives import all_gather_flat, all_gather_words, enter, finish, peers_named
 from weft.context import DistContext, World
-from weft.errors import PeerError, message
+from weft.errors import PeerError, value_error
 from weft.peers.liveness import exception_text
 
 __all__ = ["broadcast", "gather_objects", "scatter", "scatter_made"]
@@ -159,13 +159,11 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
     def make() -> list[T]:
         given = [] if values is None else list(values)
         if len(given) != ctx.world_size:
-            raise ValueError(
-                message(
-                    "scatter: there is not one value for each rank",
-                    found="None" if values is None else f"{len(given)} values",
-                    expected=f"{ctx.world_size} values on rank {source}",
-                    fix="weft.collectives.scatter(rows.tensor_split(ctx.world_size), ctx)",
-                )
+            raise value_error(
+                "scatter: there is not one value for each rank",
+                found="None" if values is None else f"{len(given)} values",
+                expected=f"{ctx.world_size} values on rank {source}",
+                fix="weft.collectives.scatter(rows.tensor_split(ctx.world_size), ctx)",
             )
         return given
 
@@ -243,11 +241,9 @@ def _receive(ctx: DistContext, world: World, what: str, source: int) -> Any:
 
 def _check_source(what: str, source: int, ctx: DistContext) -> None:
     if not 0 <= source < ctx.world_size:
-        raise ValueError(
-            message(
-                f"{what}: source = {source} is not a rank",
-                found=str(source),
-                expected=f"0 to {ctx.world_size - 1}",
-                fix=f"weft.{what}(value, ctx, source=0)",
-            )
+        raise value_error(
+            f"{what}: source = {source} is not a rank",
+            found=str(source),
+            expected=f"0 to {ctx.world_size - 1}",
+            fix=f"weft.{what}(value, ctx, source=0)",
         )

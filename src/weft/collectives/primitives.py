@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weft.context import DistContext, World
 from weft.context.distcontext import line_outside
 from weft.engines.torch.ddp.pairwise import in_pairs, pair_rounds
-from weft.errors import ContextError, listed, message
+from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import compare, exchange
 from weft.peers.board import StoreLost
 from weft.peers.liveness import absent, check_failed, culprit, is_communication_error, late, peer_error
@@ -66,13 +66,11 @@ def only_tensors(what: str, value: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for path, leaf in leaves(value):
         if not isinstance(leaf, torch.Tensor):
-            raise TypeError(
-                message(
-                    f"{what}: {'.'.join(path) or 'the value'} is not a tensor",
-                    found=f"{type(leaf).__name__} {leaf!r}",
-                    expected="a nested value of tensors",
-                    fix="weft.collectives.gather_objects(value, ctx) for other values",
-                )
+            raise type_error(
+                f"{what}: {'.'.join(path) or 'the value'} is not a tensor",
+                found=f"{type(leaf).__name__} {leaf!r}",
+                expected="a nested value of tensors",
+                fix="weft.collectives.gather_objects(value, ctx) for other values",
             )
         found.append(leaf)
     return found
@@ -87,14 +85,12 @@ def tensors_of(what: str, value: object, *, grad: bool) -> tuple[list[torch.Tens
     found = only_tensors(what, value)
     tracked = [index for index, tensor in enumerate(found) if tensor.requires_grad and torch.is_grad_enabled()]
     if not grad and tracked:
-        raise TypeError(
-            message(
-                f"{what}: a tensor requires grad, and no gradient would flow back from the result",
-                found=listed(f"{tuple(found[index].shape)} {found[index].dtype}" for index in tracked),
-                expected="grad=True, which sends gradients back to the ranks that the tensors came from, "
-                "or detached tensors",
-                fix=f"weft.{what}(value, ctx, grad=True)  # or value.detach(), if it is only looked at",
-            )
+        raise type_error(
+            f"{what}: a tensor requires grad, and no gradient would flow back from the result",
+            found=listed(f"{tuple(found[index].shape)} {found[index].dtype}" for index in tracked),
+            expected="grad=True, which sends gradients back to the ranks that the tensors came from, "
+            "or detached tensors",
+            fix=f"weft.{what}(value, ctx, grad=True)  # or value.detach(), if it is only looked at",
         )
     return (found, f"; grad through {tracked}") if tracked else ([tensor.detach() for tensor in found], "")
 
@@ -231,10 +227,8 @@ def one_thread(what: str, world: World) -> Iterator[None]:
 
 def _clash(found: str) -> ContextError:
     return ContextError(
-        message(
-            "two threads of this rank are in collectives on one context",
-            found=found,
-            expected="one thread at a time: the order of collectives is the same on all ranks",
-            fix="other = ctx.subset(range(ctx.world_size))  # a context of its own for the second thread",
-        )
+        "two threads of this rank are in collectives on one context",
+        found=found,
+        expected="one thread at a time: the order of collectives is the same on all ranks",
+        fix="other = ctx.subset(range(ctx.world_size))  # a context of its own for the second thread",
     )

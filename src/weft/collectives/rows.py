@@ -13,7 +13,7 @@ from weft.collectives.exchange import Counts, Routes, add_up, swap
 from weft.collectives.primitives import HEADER_WORDS, all_gather_words, enter, finish, peers_named, rebuilt, tensors_of
 from weft.collectives.tensors import ReduceOp, check_op, mean_dtype
 from weft.context import DistContext, World
-from weft.errors import listed, message
+from weft.errors import listed, value_error
 from weft.peers.agreement import compare, exchange
 from weft.tensors.nested import leaves
 
@@ -120,23 +120,19 @@ def _splits(what: str, found: Sequence[torch.Tensor], splits: Sequence[int] | No
     """How many rows of each tensor go to each rank."""
     given = None if splits is None else [int(count) for count in splits]
     if given is not None and (len(given) != ctx.world_size or min(given) < 0):
-        raise ValueError(
-            message(
-                f"{what}: splits = {given} cannot be used",
-                found=f"{len(given)} numbers, the smallest {min(given, default=0)}",
-                expected=f"one number of rows >= 0 for each of the {ctx.world_size} ranks",
-                fix=f"weft.{what}(value, ctx)",
-            )
+        raise value_error(
+            f"{what}: splits = {given} cannot be used",
+            found=f"{len(given)} numbers, the smallest {min(given, default=0)}",
+            expected=f"one number of rows >= 0 for each of the {ctx.world_size} ranks",
+            fix=f"weft.{what}(value, ctx)",
         )
     wrong = [t for t in found if not t.dim() or (given is not None and t.shape[0] != sum(given))]
     if wrong:
-        raise ValueError(
-            message(
-                f"{what}: a tensor cannot be cut into rows for the ranks",
-                found=listed(str(tuple(tensor.shape)) for tensor in wrong),
-                expected="tensors [rows, ...]" + ("" if given is None else f" of {sum(given)} rows, as splits says"),
-                fix=f"weft.{what}(value{'[None]' if given is None else ''}, ctx)",
-            )
+        raise value_error(
+            f"{what}: a tensor cannot be cut into rows for the ranks",
+            found=listed(str(tuple(tensor.shape)) for tensor in wrong),
+            expected="tensors [rows, ...]" + ("" if given is None else f" of {sum(given)} rows, as splits says"),
+            fix=f"weft.{what}(value{'[None]' if given is None else ''}, ctx)",
         )
     return [given or _even(tensor.shape[0], ctx.world_size) for tensor in found]
 

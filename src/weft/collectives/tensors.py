@@ -22,7 +22,7 @@ from weft.collectives.primitives import (
     tensors_of,
 )
 from weft.context import DistContext, World
-from weft.errors import ContextError, message
+from weft.errors import ContextError, type_error, value_error
 from weft.peers.agreement import compare, exchange
 from weft.tensors.nested import leaves, map_tensors
 
@@ -62,13 +62,11 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
     check_op("reduce", op)
     found, tracked = tensors_of("reduce", value, grad=grad)
     if tracked and op not in ("sum", "mean"):
-        raise ValueError(
-            message(
-                f"reduce: op = {op!r} sends no gradients back",
-                found=f"grad=True, op={op!r}",
-                expected='"sum" or "mean"',
-                fix=f"weft.gather(value[None], ctx, grad=True).a{op}(0)",
-            )
+        raise value_error(
+            f"reduce: op = {op!r} sends no gradients back",
+            found=f"grad=True, op={op!r}",
+            expected='"sum" or "mean"',
+            fix=f"weft.gather(value[None], ctx, grad=True).a{op}(0)",
         )
     world = enter("reduce", ctx, value, {"op": op})
     inputs = [_for_op(tensor, op) for tensor in found]
@@ -89,13 +87,11 @@ def check_op(what: str, op: str) -> None:
         ValueError: There is none.
     """
     if op not in _OPS:
-        raise ValueError(
-            message(
-                f"{what}: op = {op!r} is unknown",
-                found=repr(op),
-                expected="one of " + ", ".join(_OPS),
-                fix=f'weft.{what}(value, ctx, "sum")',
-            )
+        raise value_error(
+            f"{what}: op = {op!r} is unknown",
+            found=repr(op),
+            expected="one of " + ", ".join(_OPS),
+            fix=f'weft.{what}(value, ctx, "sum")',
         )
 
 
@@ -246,12 +242,10 @@ def _check_inner(found: list[torch.Tensor], shapes: list[list[list[int]]]) -> No
         inner = {tuple(row[index][1:]) for row in shapes if row[index] and 0 not in row[index]}
         if len(inner) > 1:
             raise ContextError(
-                message(
-                    "gather: the ranks bring rows of different shapes",
-                    found=", ".join(f"{tuple(row[index])} on rank {rank}" for rank, row in enumerate(shapes)),
-                    expected="shapes that are equal but for the first dimension",
-                    fix="value = weft.collectives.pad_across(value, ctx, dim=1)",
-                )
+                "gather: the ranks bring rows of different shapes",
+                found=", ".join(f"{tuple(row[index])} on rank {rank}" for rank, row in enumerate(shapes)),
+                expected="shapes that are equal but for the first dimension",
+                fix="value = weft.collectives.pad_across(value, ctx, dim=1)",
             )
 
 
@@ -286,13 +280,11 @@ def pad_across(
     found = only_tensors("pad_across", value)
     nested = [tensor for tensor in found if tensor.is_nested]
     if nested:
-        raise TypeError(
-            message(
-                "pad_across: nested tensors have no common length",
-                found="a torch.nested tensor",
-                expected="dense tensors",
-                fix="torch.nested.to_padded_tensor(value, 0.0)",
-            )
+        raise type_error(
+            "pad_across: nested tensors have no common length",
+            found="a torch.nested tensor",
+            expected="dense tensors",
+            fix="torch.nested.to_padded_tensor(value, 0.0)",
         )
     world = enter("pad_across", ctx, None, {"dim": dim, "side": side, "fill": fill})
     if world.group is None:

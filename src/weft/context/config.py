@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.context.settings import SETTINGS
-from weft.errors import ContextError, listed, message
+from weft.errors import ContextError, listed
 
 __all__ = ["LAUNCH", "Config", "LaunchKey", "checked", "read_config"]
 
@@ -86,12 +86,10 @@ def read_config(path: str | Path) -> Config:
         data = tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ContextError(
-            message(
-                f"the configuration {path} cannot be read",
-                found=f"{type(error).__name__}: {error}",
-                expected="a TOML file with the tables [start] and [launch]",
-                fix=f"weft config --out {path}",
-            )
+            f"the configuration {path} cannot be read",
+            found=f"{type(error).__name__}: {error}",
+            expected="a TOML file with the tables [start] and [launch]",
+            fix=f"weft config --out {path}",
         ) from error
     return checked(data, str(path))
 
@@ -113,11 +111,9 @@ def checked(data: Mapping[str, Any], path: str) -> Config:
     if unknown or wrong:
         names = [f"{table}.{key}" for table, keys in known.items() for key in keys]
         raise ContextError(
-            message(
-                f"the configuration {path} has {'keys that mean nothing' if unknown else 'values that do not fit'}",
-                found=listed([*unknown, *wrong]),
-                expected="some of " + ", ".join(names),
-                fix="take them out, or correct them; weft config writes a file",
-            )
+            f"the configuration {path} has {'keys that mean nothing' if unknown else 'values that do not fit'}",
+            found=listed([*unknown, *wrong]),
+            expected="some of " + ", ".join(names),
+            fix="take them out, or correct them; weft config writes a file",
         )
     return Config(path, dict(data.get("start", {})), dict(data.get("launch", {})))

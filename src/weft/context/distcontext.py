@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import shutdown
 from weft.context.applied import Applied
-from weft.errors import CollectiveRefused, ContextError, message
+from weft.errors import CollectiveRefused, ContextError
 from weft.peers.agreement import agree
 from weft.peers.world import World
 
@@ -163,12 +163,10 @@ class DistContext:
         if axis not in sizes:
             names = ", ".join(repr(name) for name, _ in self.axes)
             raise ContextError(
-                message(
-                    f"axis = {axis!r} is not an axis of this context",
-                    found=f"axes {names}",
-                    expected="the name of a mesh axis",
-                    fix=f"weft.start(mesh={{{axis!r}: -1}}), or axis={self.axes[0][0]!r}",
-                )
+                f"axis = {axis!r} is not an axis of this context",
+                found=f"axes {names}",
+                expected="the name of a mesh axis",
+                fix=f"weft.start(mesh={{{axis!r}: -1}}), or axis={self.axes[0][0]!r}",
             )
         return sizes[axis]
 
@@ -253,12 +251,10 @@ class DistContext:
         members = sorted(ranks)
         if not members or len(set(members)) != len(members) or not all(0 <= r < self.world_size for r in members):
             raise ContextError(
-                message(
-                    f"subset: ranks = {members} cannot form a context",
-                    found=f"{members} of {self.world_size} ranks",
-                    expected=f"distinct ranks from 0 to {self.world_size - 1}",
-                    fix="ctx.subset([0, 1])",
-                )
+                f"subset: ranks = {members} cannot form a context",
+                found=f"{members} of {self.world_size} ranks",
+                expected=f"distinct ranks from 0 to {self.world_size - 1}",
+                fix="ctx.subset([0, 1])",
             )
         world = shutdown.make_line(self.world, [members], f"subset {members}")
         return replace(
@@ -293,12 +289,10 @@ class DistContext:
         chosen = named.get(rank, -1) if isinstance(rank, str) else rank
         if not 0 <= chosen < self.world_size:
             raise ContextError(
-                message(
-                    f"only: rank = {rank!r} is not a rank of this context",
-                    found=repr(rank),
-                    expected=f"0 to {self.world_size - 1}, 'main', 'last' or 'local_main'",
-                    fix="ctx.only(0)",
-                )
+                f"only: rank = {rank!r} is not a rank of this context",
+                found=repr(rank),
+                expected=f"0 to {self.world_size - 1}, 'main', 'last' or 'local_main'",
+                fix="ctx.only(0)",
             )
         return replace(self, restricted=Restriction(chosen, self.ranks[chosen], line_outside()))
 
@@ -330,12 +324,10 @@ class DistContext:
         """
         if self.ranks != other.ranks or self.device != other.device:
             raise ContextError(
-                message(
-                    "merge: the contexts speak for different ranks or devices",
-                    found=f"ranks {self.ranks} on {self.device}, and ranks {other.ranks} on {other.device}",
-                    expected="two contexts that come from one `start`",
-                    fix="pass one context through all transforms instead",
-                )
+                "merge: the contexts speak for different ranks or devices",
+                found=f"ranks {self.ranks} on {self.device}, and ranks {other.ranks} on {other.device}",
+                expected="two contexts that come from one `start`",
+                fix="pass one context through all transforms instead",
             )
         known = {id(record) for record in self.applied}
         added = tuple(record for record in other.applied if id(record) not in known)
@@ -365,12 +357,10 @@ class DistContext:
         """
         if self.restricted is not None:
             raise CollectiveRefused(
-                message(
-                    f"{what}: refused on a context for rank {self.restricted.rank} only, at {line_outside()}",
-                    found=f"ctx.only({self.restricted.rank}) at {self.restricted.where}",
-                    expected="a collective is called by all ranks, on the full context",
-                    fix="call it on the full context, outside of the code for one rank",
-                )
+                f"{what}: refused on a context for rank {self.restricted.rank} only, at {line_outside()}",
+                found=f"ctx.only({self.restricted.rank}) at {self.restricted.where}",
+                expected="a collective is called by all ranks, on the full context",
+                fix="call it on the full context, outside of the code for one rank",
             )
 
     def require_collective(self, what: str) -> World:
@@ -386,22 +376,18 @@ class DistContext:
         self.check_unrestricted(what)
         if self.rank < 0:
             raise CollectiveRefused(
-                message(
-                    f"{what}: refused, this process is not one of the ranks of the context",
-                    found=f"ranks {self.ranks}",
-                    expected="only members call collectives of a subset",
-                    fix="if sub.here: ...",
-                )
+                f"{what}: refused, this process is not one of the ranks of the context",
+                found=f"ranks {self.ranks}",
+                expected="only members call collectives of a subset",
+                fix="if sub.here: ...",
             )
         if self.world_size > 1 and (self.world.group is None or self.world.root.closed):
             state = "is closed" if self.world.root.closed else "has no process group (a fake or an unpickled one)"
             raise ContextError(
-                message(
-                    f"{what}: the context {state}",
-                    found=f"rank {self.rank} of {self.world_size}",
-                    expected="a context from weft.start or weft.adopt, before close",
-                    fix="with weft.start() as ctx: ...",
-                )
+                f"{what}: the context {state}",
+                found=f"rank {self.rank} of {self.world_size}",
+                expected="a context from weft.start or weft.adopt, before close",
+                fix="with weft.start() as ctx: ...",
             )
         return self.world
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.errors import listed, message
+from weft.errors import listed, value_error
 
 __all__ = ["check_place", "place_module", "to_device"]
 
@@ -71,23 +71,19 @@ def check_place(what: str, module: nn.Module, ctx: DistContext) -> None:
     if not all(_same(device, ctx.device) for device in devices) and devices != {torch.device("cpu")}:
         strange = [f"{name} on {tensor.device}" for name, tensor in named if not _same(tensor.device, ctx.device)]
         meta = torch.device("meta") in devices
-        raise ValueError(
-            message(
-                f"{what}: {type(module).__name__} does not lie on {ctx.device}",
-                found=listed(strange),
-                expected=f"all parameters and buffers on {ctx.device}, or all on the CPU",
-                fix="build the module on a real device" if meta else f'module.to("{ctx.device}")',
-            )
+        raise value_error(
+            f"{what}: {type(module).__name__} does not lie on {ctx.device}",
+            found=listed(strange),
+            expected=f"all parameters and buffers on {ctx.device}, or all on the CPU",
+            fix="build the module on a real device" if meta else f'module.to("{ctx.device}")',
         )
     double = [name for name, tensor in named if tensor.dtype in (torch.float64, torch.complex128)]
     if double and ctx.device.type == "mps":
-        raise ValueError(
-            message(
-                f"{what}: mps has no float64",
-                found=listed(double),
-                expected="float32, float16 or bfloat16 parameters and buffers on mps",
-                fix="module.float()",
-            )
+        raise value_error(
+            f"{what}: mps has no float64",
+            found=listed(double),
+            expected="float32, float16 or bfloat16 parameters and buffers on mps",
+            fix="module.float()",
         )
 
 
@@ -107,13 +103,11 @@ def _place_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext) -> None
         if not _same(p.device, ctx.device)
     ]
     if strange:
-        raise ValueError(
-            message(
-                f"to_device: the optimizer's parameters do not lie on {ctx.device}",
-                found=listed(strange),
-                expected="the parameters of a module that was brought to the device",
-                fix="module = weft.to_device(module, ctx)  # before the optimizer",
-            )
+        raise value_error(
+            f"to_device: the optimizer's parameters do not lie on {ctx.device}",
+            found=listed(strange),
+            expected="the parameters of a module that was brought to the device",
+            fix="module = weft.to_device(module, ctx)  # before the optimizer",
         )
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

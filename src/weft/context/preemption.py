@@ -26,7 +26,7 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
 from weft.context.distcontext import DistContext
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed, value_error
 from weft.peers.agreement import wait_for_key
 from weft.peers.board import StoreLost
 from weft.peers.world import PREEMPTED, World
@@ -98,16 +98,19 @@ def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
         wrong = ("no signals", "at least one")
     if wrong is not None:
         fix = "weft.on_preemption(ctx, signals=(signal.SIGTERM, signal.SIGUSR1))"
-        raise ValueError(message("on_preemption: cannot watch", found=wrong[0], expected=wrong[1], fix=fix))
+        raise value_error(
+            "on_preemption: cannot watch",
+            found=wrong[0],
+            expected=wrong[1],
+            fix=fix,
+        )
     watched = [each.name for each in chosen if isinstance(getattr(signal.getsignal(each), "__self__", 0), Preemption)]
     if watched:
         raise ContractError(
-            message(
-                "on_preemption: a signal is watched already",
-                found=listed(watched),
-                expected="one watch for each signal in a process",
-                fix="preempted.release()  # or: with weft.on_preemption(ctx) as preempted:",
-            )
+            "on_preemption: a signal is watched already",
+            found=listed(watched),
+            expected="one watch for each signal in a process",
+            fix="preempted.release()  # or: with weft.on_preemption(ctx) as preempted:",
         )
     return chosen
 
@@ -156,13 +159,11 @@ class Preemption:
             self._answer()
         with self._lock:
             if step < self._step:
-                raise ValueError(
-                    message(
-                        f"on_preemption: asked after step {step}, and before that after step {self._step}",
-                        found=f"{step} < {self._step}",
-                        expected="numbers of steps that go on over epochs",
-                        fix="step += 1; if preempted(step): ...",
-                    )
+                raise value_error(
+                    f"on_preemption: asked after step {step}, and before that after step {self._step}",
+                    found=f"{step} < {self._step}",
+                    expected="numbers of steps that go on over epochs",
+                    fix="step += 1; if preempted(step): ...",
                 )
             if not self._asked:
                 self._step = step

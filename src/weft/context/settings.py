@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weft.errors import ContextError, listed, message
+from weft.errors import ContextError, listed
 
 __all__ = ["CONFIG_VARIABLE", "SETTINGS", "Setting", "Settings", "mesh_axes", "resolve"]
 
@@ -133,12 +133,10 @@ def resolve(
     unknown = sorted(name for name in env if name.startswith("WEFT_") and name not in known)
     if unknown:
         raise ContextError(
-            message(
-                f"start: the environment has {listed(unknown)}, which has no effect",
-                found=listed(f"{name}={env[name]!r}" for name in unknown),
-                expected="one of " + ", ".join(sorted(known)),
-                fix=f"unset {unknown[0]}",
-            )
+            f"start: the environment has {listed(unknown)}, which has no effect",
+            found=listed(f"{name}={env[name]!r}" for name in unknown),
+            expected="one of " + ", ".join(sorted(known)),
+            fix=f"unset {unknown[0]}",
         )
     path, of_file = file
     values: dict[str, Any] = {}
@@ -162,34 +160,28 @@ def _parsed(setting: Setting, text: str) -> Any:
         return setting.parse(text)
     except ValueError as error:
         raise ContextError(
-            message(
-                f"start: {setting.variable} cannot be read",
-                found=f"{setting.variable}={text!r}",
-                expected=f"for example {setting.variable}={setting.example}",
-                fix=f"export {setting.variable}={setting.example}",
-            )
+            f"start: {setting.variable} cannot be read",
+            found=f"{setting.variable}={text!r}",
+            expected=f"for example {setting.variable}={setting.example}",
+            fix=f"export {setting.variable}={setting.example}",
         ) from error
 
 
 def _check_ranges(values: Mapping[str, Any]) -> None:
     if not (isinstance(values["timeout_s"], (int, float)) and 0 < values["timeout_s"] < math.inf):
         raise ContextError(
-            message(
-                f"start: timeout_s = {values['timeout_s']!r} cannot be used",
-                found=repr(values["timeout_s"]),
-                expected="a finite number of seconds > 0",
-                fix="weft.start(timeout_s=600)",
-            )
+            f"start: timeout_s = {values['timeout_s']!r} cannot be used",
+            found=repr(values["timeout_s"]),
+            expected="a finite number of seconds > 0",
+            fix="weft.start(timeout_s=600)",
         )
     seed = values["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ContextError(
-            message(
-                f"start: seed = {seed!r} cannot be used",
-                found=f"{type(seed).__name__} {seed!r}",
-                expected="a whole number, 0 <= seed < 2**63",
-                fix="weft.start(seed=0)",
-            )
+            f"start: seed = {seed!r} cannot be used",
+            found=f"{type(seed).__name__} {seed!r}",
+            expected="a whole number, 0 <= seed < 2**63",
+            fix="weft.start(seed=0)",
         )
 
 
@@ -222,25 +214,19 @@ def mesh_axes(
         asked[wild[0]] = world_size // fixed
     if bad or not asked or len(wild) > 1 or math.prod(asked.values()) != world_size:
         raise ContextError(
-            message(
-                f"mesh = {dict(mesh or {})} does not fit a world of {world_size}",
-                found=listed(bad)
-                if bad
-                else f"{dict(mesh or {})}: {' x '.join(map(str, (mesh or {}).values())) or '0'}",
-                expected=f"names and sizes >= 1 that multiply to {world_size}; one size may be -1",
-                fix='weft.start(mesh={"data": -1})',
-            )
+            f"mesh = {dict(mesh or {})} does not fit a world of {world_size}",
+            found=listed(bad) if bad else f"{dict(mesh or {})}: {' x '.join(map(str, (mesh or {}).values())) or '0'}",
+            expected=f"names and sizes >= 1 that multiply to {world_size}; one size may be -1",
+            fix='weft.start(mesh={"data": -1})',
         )
     chosen = tuple(data_axes) if data_axes is not None else tuple(name for name in asked if name not in NOT_DATA_AXES)
     strange = [name for name in chosen if name not in asked]
     if strange:
         raise ContextError(
-            message(
-                f"data_axes = {list(chosen)} names axes that are not in the mesh",
-                found=listed(strange),
-                expected="some of " + ", ".join(asked),
-                fix=f"data_axes={tuple(asked)!r}",
-            )
+            f"data_axes = {list(chosen)} names axes that are not in the mesh",
+            found=listed(strange),
+            expected="some of " + ", ".join(asked),
+            fix=f"data_axes={tuple(asked)!r}",
         )
     return tuple(asked.items()), chosen
 

@@ -24,7 +24,7 @@ from weft.context.distcontext import DistContext, make_line_along
 from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
 from weft.engines import Engine, engine_for
 from weft.environments import Topology, topology
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.board import Board
 from weft.peers.connect import interface_to, listen_at, reach
@@ -173,12 +173,10 @@ def adopt(
     }
     if not (dist.is_available() and dist.is_initialized()):
         raise ContextError(
-            message(
-                "adopt: there is no process group to adopt",
-                found="torch.distributed is not initialised",
-                expected="a program that called torch.distributed.init_process_group",
-                fix="with weft.start() as ctx: ...",
-            )
+            "adopt: there is no process group to adopt",
+            found="torch.distributed is not initialised",
+            expected="a program that called torch.distributed.init_process_group",
+            fix="with weft.start() as ctx: ...",
         )
     settings = resolve(arguments, os.environ, "the adopted group", _file(config))
     if isinstance(group, DeviceMesh):
@@ -310,13 +308,11 @@ def _store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStore:
     error = failed[0] if failed else None
     said = str(error).splitlines()[0] if error else f"something listens there and has said nothing for {limit_s:g} s"
     raise ContextError(
-        message(
-            f"start: rank {place.rank} of {place.world_size} cannot meet the others",
-            found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
-            f"{interface_to(place.master_addr)}: {said}",
-            expected=f"rank 0 serves that address, and all ranks start within {limit_s:g} s",
-            fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
-        )
+        f"start: rank {place.rank} of {place.world_size} cannot meet the others",
+        found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
+        f"{interface_to(place.master_addr)}: {said}",
+        expected=f"rank 0 serves that address, and all ranks start within {limit_s:g} s",
+        fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
     ) from error
 
 
@@ -324,12 +320,10 @@ def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -
     names = mesh.mesh_dim_names or (("data",) if mesh.ndim == 1 else None)
     if names is None:
         raise ContextError(
-            message(
-                "adopt: the axes of the mesh have no names",
-                found=f"a mesh of shape {tuple(mesh.shape)}",
-                expected="a DeviceMesh with mesh_dim_names",
-                fix='init_device_mesh(..., mesh_dim_names=("replica", "shard"))',
-            )
+            "adopt: the axes of the mesh have no names",
+            found=f"a mesh of shape {tuple(mesh.shape)}",
+            expected="a DeviceMesh with mesh_dim_names",
+            fix='init_device_mesh(..., mesh_dim_names=("replica", "shard"))',
         )
     axes = dict(zip(names, mesh.shape, strict=True))
     if mesh.ndim == 1:
@@ -348,12 +342,10 @@ def _adopted(
     me = dist.get_rank()
     if me not in ranks:
         raise ContextError(
-            message(
-                "adopt: this process is not a member of the group",
-                found=f"global rank {me}, group of {ranks}",
-                expected="a group this process belongs to",
-                fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
-            )
+            "adopt: this process is not a member of the group",
+            found=f"global rank {me}, group of {ranks}",
+            expected="a group this process belongs to",
+            fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
         )
     chosen = engine or engine_for(settings.device)
     _check_same_settings(group, settings)
@@ -402,12 +394,10 @@ def _check_same_settings(group: dist.ProcessGroup, settings: Settings) -> None:
         wrong.append(f"timeout {timeout_s:g} s of the group, {settings.timeout_s:g} s asked for")
     if wrong:
         raise ContextError(
-            message(
-                "adopt: the process group exists already and was made with other settings",
-                found="; ".join(wrong),
-                expected="settings of the group, or none",
-                fix="pass them to torch.distributed.init_process_group, or let weft.start() make the group",
-            )
+            "adopt: the process group exists already and was made with other settings",
+            found="; ".join(wrong),
+            expected="settings of the group, or none",
+            fix="pass them to torch.distributed.init_process_group, or let weft.start() make the group",
         )
 
 

@@ -9,11 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from torch import nn
 
 from weft.context import Applied, DistContext
-from weft.errors import (
-    StaleContext,
-    listed,
-    message,
-)
+from weft.errors import StaleContext, listed
 
 __all__ = ["MARKS", "Holder", "Mark", "Marks", "applied_to", "check_known", "forget", "marks_of", "offered"]
 
@@ -87,7 +83,7 @@ def offered(obj: object, kind: Callable[..., T]) -> list[T]:
 
     Example:
         >>> import weft
-        >>> offered(torch.nn.Linear(2, 2), weft.contract.GradSync)
+        >>> offered(weft.local(), weft.contract.GradSync)
         []
     """
     # `type[T]` in the signature would be truer, but mypy takes no protocol for one.
@@ -157,10 +153,8 @@ def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = N
     missing = [record.name for record in records if not any(known is record for known in ctx.applied)]
     if missing:
         raise StaleContext(
-            message(
-                f"the context does not know what was done to this {type(obj).__name__}",
-                found=f"missing in ctx.applied: {listed(missing)}",
-                expected="the context that the last transform returned",
-                fix="pass that context on",
-            )
+            f"the context does not know what was done to this {type(obj).__name__}",
+            found=f"missing in ctx.applied: {listed(missing)}",
+            expected="the context that the last transform returned",
+            fix="pass that context on",
         )

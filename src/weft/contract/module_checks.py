@@ -10,14 +10,7 @@ from torch import nn
 from weft.context import DistContext
 from weft.contract.marks import marks_of
 from weft.contract.protocols import KeepsParameters
-from weft.errors import (
-    AlreadyApplied,
-    ContextError,
-    ContractError,
-    OrderError,
-    listed,
-    message,
-)
+from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, exchange
 
 __all__ = [
@@ -69,13 +62,11 @@ def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
     wrong = [name for name in methods if name == "forward" or not callable(getattr(module, name, None))]
     twice = sorted({name for name in methods if list(methods).count(name) > 1})
     if wrong or twice:
-        raise ValueError(
-            message(
-                f"{what}: methods = {list(methods)} cannot be used",
-                found=listed(repr(name) for name in [*wrong, *twice]),
-                expected=f"methods of {type(module).__name__} other than forward, each once",
-                fix=f"weft.{what}(module, ctx, methods=())",
-            )
+        raise value_error(
+            f"{what}: methods = {list(methods)} cannot be used",
+            found=listed(repr(name) for name in [*wrong, *twice]),
+            expected=f"methods of {type(module).__name__} other than forward, each once",
+            fix=f"weft.{what}(module, ctx, methods=())",
         )
 
 
@@ -96,12 +87,10 @@ def check_not_wrapped(what: str, module: nn.Module) -> None:
         wrapper = wrapper_of_torch(part)
         if wrapper not in (None, "FSDPModule"):  # that is no wrapper: its parameters tell that they are sharded
             raise AlreadyApplied(
-                message(
-                    f"{what}: torch's {wrapper} reduces these gradients already",
-                    found=f"{name or 'the module itself'} is a {wrapper}",
-                    expected=f"the plain module: {what} takes the place of {wrapper}",
-                    fix=f"model, ctx = weft.{what}(model{'.' + name if name else ''}.module, ctx)",
-                )
+                f"{what}: torch's {wrapper} reduces these gradients already",
+                found=f"{name or 'the module itself'} is a {wrapper}",
+                expected=f"the plain module: {what} takes the place of {wrapper}",
+                fix=f"model, ctx = weft.{what}(model{'.' + name if name else ''}.module, ctx)",
             )
 
 
@@ -115,12 +104,10 @@ def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
         for mark in marks_of(part):
             if any(isinstance(offer, KeepsParameters) and offer.elsewhere for offer in mark.offers):
                 raise OrderError(
-                    message(
-                        f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
-                        found=str(mark.record),
-                        expected=f"{what} on parameters that are there between steps: {why}",
-                        fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
-                    )
+                    f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
+                    found=str(mark.record),
+                    expected=f"{what} on parameters that are there between steps: {why}",
+                    fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
                 )
 
 
@@ -141,13 +128,11 @@ def check_data_axes(what: str, ctx: DistContext, names: Sequence[str]) -> None:
         given, missing = ", ".join(map(repr, names)), " and ".join(map(repr, left_out))
         needed = ", ".join(repr(name) for name, _ in ctx.axes if name in names or name in left_out)
         raise ContextError(
-            message(
-                f"{what}: batches differ along {missing}, where gradients would not be averaged",
-                found=f"axis={given}; data axes {', '.join(map(repr, ctx.data_axes))}",
-                expected="a strategy over all data axes: one copy of the model, and every batch counts",
-                fix=f"weft.{what}(..., axis=({needed})), or weft.start(mesh=..., data_axes=({given},)) if the batches "
-                f"along {missing} are the same",
-            )
+            f"{what}: batches differ along {missing}, where gradients would not be averaged",
+            found=f"axis={given}; data axes {', '.join(map(repr, ctx.data_axes))}",
+            expected="a strategy over all data axes: one copy of the model, and every batch counts",
+            fix=f"weft.{what}(..., axis=({needed})), or weft.start(mesh=..., data_axes=({given},)) if the batches "
+            f"along {missing} are the same",
         )
 
 
@@ -164,19 +149,15 @@ def check_whole(what: str, module: nn.Module, ctx: DistContext) -> None:
     kind = type(module).__name__
     if ctx.engine.is_fsdp(module):
         raise AlreadyApplied(
-            message(
-                f"{what}: parameters of {kind} are sharded already",
-                found=listed(cut),
-                expected="each parameter in one sharded or replicated module: the outermost",
-                fix=f"call weft.{what} once, on the whole model, which nobody has sharded",
-            )
+            f"{what}: parameters of {kind} are sharded already",
+            found=listed(cut),
+            expected="each parameter in one sharded or replicated module: the outermost",
+            fix=f"call weft.{what} once, on the whole model, which nobody has sharded",
         )
     axes = dict.fromkeys(ctx.engine.axes_of(p) for p in cut.values())
     raise ContractError(
-        message(
-            f"{what}: parameters of {kind} are DTensors already, cut over {listed(axes)}",
-            found=f"{listed(cut)}; by torch's parallelize_module or distribute_tensor, say",
-            expected="plain parameters: weft does not yet combine its strategies with parameters cut over another axis",
-            fix="torch.distributed.fsdp.fully_shard(model, mesh=ctx.mesh['data']), which does",
-        )
+        f"{what}: parameters of {kind} are DTensors already, cut over {listed(axes)}",
+        found=f"{listed(cut)}; by torch's parallelize_module or distribute_tensor, say",
+        expected="plain parameters: weft does not yet combine its strategies with parameters cut over another axis",
+        fix="torch.distributed.fsdp.fully_shard(model, mesh=ctx.mesh['data']), which does",
     )

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from torch import nn
 
-from weft.errors import listed, message
+from weft.errors import listed, type_error, value_error
 
 __all__ = ["Choice", "Names", "Selection", "fits_pattern", "select", "select_apart"]
 
@@ -86,23 +86,19 @@ def select_apart(what: str, module: nn.Module, chosen: Selection) -> dict[str, n
     nested = [(names[id(q)], name) for name, part in parts.items() for q in part.modules() if id(q) in names]
     nested = [(inner, outer) for inner, outer in nested if inner != outer]
     if nested:
-        raise ValueError(
-            message(
-                f"{what}: chosen parts lie inside of others",
-                found=listed(f"{inner!r} in {outer or 'the module itself'!r}" for inner, outer in nested),
-                expected="parts apart from each other: what is inside of one is treated with it",
-                fix=f'choose "{nested[0][1] or nested[0][0]}" or "{nested[0][0]}", not both',
-            )
+        raise value_error(
+            f"{what}: chosen parts lie inside of others",
+            found=listed(f"{inner!r} in {outer or 'the module itself'!r}" for inner, outer in nested),
+            expected="parts apart from each other: what is inside of one is treated with it",
+            fix=f'choose "{nested[0][1] or nested[0][0]}" or "{nested[0][0]}", not both',
         )
     uncalled = [name for name, part in parts.items() if not _has_forward(part)]
     if uncalled:
-        raise ValueError(
-            message(
-                f"{what}: chosen parts are never called",
-                found=listed(f"{name!r} ({type(parts[name]).__name__})" for name in uncalled),
-                expected="parts that have a forward",
-                fix=f'"{uncalled[0]}.*"',
-            )
+        raise value_error(
+            f"{what}: chosen parts are never called",
+            found=listed(f"{name!r} ({type(parts[name]).__name__})" for name in uncalled),
+            expected="parts that have a forward",
+            fix=f'"{uncalled[0]}.*"',
         )
     return parts
 
@@ -134,14 +130,12 @@ def _matches(what: str, module: nn.Module, choice: Any) -> list[nn.Module]:
         return _smallest(what, [part for _, part in inner], choice)
     if not isinstance(choice, type) and callable(choice):
         return [part for name, part in inner if choice(name, part)]
-    raise TypeError(
-        message(
-            f"{what}: {choice!r} chooses no parts of a module",
-            found=f"{choice!r} of type {type(choice).__name__}",
-            expected="a class of modules or its name, a pattern of names, a number of parameters > 0, "
-            "a function of name and module, or a part itself",
-            fix=f'"{next((name for name, _ in inner), "blocks.*")}"',
-        )
+    raise type_error(
+        f"{what}: {choice!r} chooses no parts of a module",
+        found=f"{choice!r} of type {type(choice).__name__}",
+        expected="a class of modules or its name, a pattern of names, a number of parameters > 0, "
+        "a function of name and module, or a part itself",
+        fix=f'"{next((name for name, _ in inner), "blocks.*")}"',
     )
 
 
@@ -167,13 +161,11 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 def _smallest(what: str, parts: list[nn.Module], least: int) -> list[nn.Module]:
     lazy = [p for part in parts for p in part.parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
-        raise ValueError(
-            message(
-                f"{what}: parts cannot be chosen by size, as parameters have no shape yet",
-                found=f"{len(lazy)} parameter(s) of lazy modules",
-                expected="a module that has been called once (lazy modules get their shapes then)",
-                fix=f"model(example_batch)  # before {what}",
-            )
+        raise value_error(
+            f"{what}: parts cannot be chosen by size, as parameters have no shape yet",
+            found=f"{len(lazy)} parameter(s) of lazy modules",
+            expected="a module that has been called once (lazy modules get their shapes then)",
+            fix=f"model(example_batch)  # before {what}",
         )
     large = [part for part in parts if _has_forward(part) and sum(p.numel() for p in part.parameters()) >= least]
     ids = set(map(id, large))
@@ -195,13 +187,11 @@ def _raise_nothing(what: str, module: nn.Module, said: str) -> NoReturn:
     inner = [(name, part) for name, part in module.named_modules() if name]
     kinds = dict.fromkeys(type(part).__name__ for _, part in inner)
     largest = max((sum(p.numel() for p in part.parameters()) for _, part in inner), default=0)
-    raise ValueError(
-        message(
-            f"{what}: no part of {type(module).__name__} is chosen by {said}",
-            found=f"classes: {listed(kinds) or 'none'}; names: {listed(name for name, _ in inner) or 'none'}; "
-            f"largest part: {largest} parameters",
-            expected="each choice chooses at least one part",
-            fix=f"{next(iter(kinds), type(module).__name__)}, or a pattern such as "
-            f'"{inner[0][0] if inner else "blocks.*"}"',
-        )
+    raise value_error(
+        f"{what}: no part of {type(module).__name__} is chosen by {said}",
+        found=f"classes: {listed(kinds) or 'none'}; names: {listed(name for name, _ in inner) or 'none'}; "
+        f"largest part: {largest} parameters",
+        expected="each choice chooses at least one part",
+        fix=f"{next(iter(kinds), type(module).__name__)}, or a pattern such as "
+        f'"{inner[0][0] if inner else "blocks.*"}"',
     )

@@ -14,14 +14,7 @@ from torch import nn
 
 from weft.context import Applied, DistContext
 from weft.contract.marks import MARKS, Holder, Mark, Marks, Rules, marks_of
-from weft.errors import (
-    AlreadyApplied,
-    NameChanged,
-    OrderError,
-    StaleContext,
-    listed,
-    message,
-)
+from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, message, type_error
 from weft.peers.agreement import disagree
 
 __all__ = ["Rules", "compose", "transform"]
@@ -158,13 +151,11 @@ def _bound(
         call = ", ".join(
             n if signature.parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY else f"{n}=..." for n in needed
         )
-        raise TypeError(
-            message(
-                f"{name}: {error}",
-                found=f"{len(args)} arguments by position, and by name: {listed(kwargs) or 'none'}",
-                expected=f"{name}{signature.replace(return_annotation=signature.empty)}",
-                fix=f"{name}({call})",
-            )
+        raise type_error(
+            f"{name}: {error}",
+            found=f"{len(args)} arguments by position, and by name: {listed(kwargs) or 'none'}",
+            expected=f"{name}{signature.replace(return_annotation=signature.empty)}",
+            fix=f"{name}({call})",
         ) from None
     bound.apply_defaults()
     return bound
@@ -174,13 +165,11 @@ def _objects_before_ctx(name: str, signature: inspect.Signature) -> list[str]:
     """The parameters before `ctx`: what the transform is applied to, and returns."""
     names = list(signature.parameters)
     if "ctx" not in names[1:]:
-        raise TypeError(
-            message(
-                f"transform: {name} takes no context after its objects",
-                found=f"{name}({', '.join(names)})",
-                expected="the objects, then `ctx`, then options",
-                fix=f"def {name}(module, ctx, *, option=1): ...",
-            )
+        raise type_error(
+            f"transform: {name} takes no context after its objects",
+            found=f"{name}({', '.join(names)})",
+            expected="the objects, then `ctx`, then options",
+            fix=f"def {name}(module, ctx, *, option=1): ...",
         )
     return names[: names.index("ctx")]
 
@@ -193,13 +182,11 @@ def _split(
     if isinstance(ctx, Transformed):
         raise ctx.error(TypeError, f"was given to {name}")
     if not isinstance(ctx, DistContext):
-        raise TypeError(
-            message(
-                f"{name}: ctx = {ctx!r} is not a context",
-                found=type(ctx).__name__,
-                expected="the DistContext that weft.start() or the transform before returned",
-                fix=f"{name}(..., ctx)",
-            )
+        raise type_error(
+            f"{name}: ctx = {ctx!r} is not a context",
+            found=type(ctx).__name__,
+            expected="the DistContext that weft.start() or the transform before returned",
+            fix=f"{name}(..., ctx)",
         )
     whole = [arguments[key] for key in given if isinstance(arguments[key], Transformed)]
     if whole:
@@ -230,40 +217,32 @@ def _check(rules: Rules, obj: object, ctx: DistContext) -> None:
         other = mark.rules
         if other.name == rules.name:
             raise AlreadyApplied(
-                message(
-                    f"{rules.name}: this {kind} has it already",
-                    found=str(mark.record),
-                    expected="each transform at most once per object",
-                    fix=f"leave one of the two calls of {rules.name} out",
-                )
+                f"{rules.name}: this {kind} has it already",
+                found=str(mark.record),
+                expected="each transform at most once per object",
+                fix=f"leave one of the two calls of {rules.name} out",
             )
         if other.name in rules.excludes or rules.name in other.excludes:
             raise OrderError(
-                message(
-                    f"{rules.name}: cannot be combined with {other.name} on one {kind}",
-                    found=f"applied so far: {listed(done)}",
-                    expected=f"either {rules.name} or {other.name}",
-                    fix=f"leave {other.name} or {rules.name} out",
-                )
+                f"{rules.name}: cannot be combined with {other.name} on one {kind}",
+                found=f"applied so far: {listed(done)}",
+                expected=f"either {rules.name} or {other.name}",
+                fix=f"leave {other.name} or {rules.name} out",
             )
         if other.name in rules.before or rules.name in other.after:
             raise OrderError(
-                message(
-                    f"{rules.name}: comes too late, after {other.name}",
-                    found=f"applied so far: {listed(done)}",
-                    expected=f"{rules.name}, then {other.name}",
-                    fix=f"move the call of {rules.name} before that of {other.name}",
-                )
+                f"{rules.name}: comes too late, after {other.name}",
+                found=f"applied so far: {listed(done)}",
+                expected=f"{rules.name}, then {other.name}",
+                fix=f"move the call of {rules.name} before that of {other.name}",
             )
     missing = [mark.record for mark in marks if not any(known is mark.record for known in ctx.applied)]
     if missing:
         raise StaleContext(
-            message(
-                f"{rules.name}: the context does not know what was done to this {kind}",
-                found=f"applied to the object: {listed(done)}; not in ctx.applied: {listed(r.name for r in missing)}",
-                expected="the context that the last transform returned",
-                fix=f"obj, ctx = {missing[-1].name}(obj, ctx); obj, ctx = {rules.name}(obj, ctx)",
-            )
+            f"{rules.name}: the context does not know what was done to this {kind}",
+            found=f"applied to the object: {listed(done)}; not in ctx.applied: {listed(r.name for r in missing)}",
+            expected="the context that the last transform returned",
+            fix=f"obj, ctx = {missing[-1].name}(obj, ctx); obj, ctx = {rules.name}(obj, ctx)",
         )
 
 
@@ -272,13 +251,11 @@ def _results(name: str, given: Sequence[str], result: object) -> tuple[Any, ...]
     if isinstance(result, tuple) and len(result) == len(given) + 1 and isinstance(result[-1], DistContext):
         return result
     kinds = [type(part).__name__ for part in result] if isinstance(result, tuple) else [type(result).__name__]
-    raise TypeError(
-        message(
-            f"{name}: a transform returns its objects and the next context",
-            found=", ".join(kinds),
-            expected=f"a tuple of {len(given)} and a DistContext",
-            fix=f"return {', '.join(given)}, ctx",
-        )
+    raise type_error(
+        f"{name}: a transform returns its objects and the next context",
+        found=", ".join(kinds),
+        expected=f"a tuple of {len(given)} and a DistContext",
+        fix=f"return {', '.join(given)}, ctx",
     )
 
 
@@ -347,12 +324,10 @@ def _raise_changed(name: str, what: str, old: list[str], new: list[str]) -> None
     lost, added = [n for n in old if n not in new], [n for n in new if n not in old]
     changes = f"gone: {listed(lost) or 'none'}; new: {listed(added) or 'none'}" if lost or added else "another order"
     raise NameChanged(
-        message(
-            f"{name}: changed the {what} of the module",
-            found=changes,
-            expected="a transform leaves class, names, their order and state_dict keys alone",
-            fix=f"return the same module from {name}, with hooks instead of wrappers",
-        )
+        f"{name}: changed the {what} of the module",
+        found=changes,
+        expected="a transform leaves class, names, their order and state_dict keys alone",
+        fix=f"return the same module from {name}, with hooks instead of wrappers",
     )
 
 

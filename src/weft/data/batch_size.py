@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.errors import PeerError, WeftError, listed, message
+from weft.errors import PeerError, WeftError, listed, message, type_error, value_error
 from weft.peers.agreement import exchange
 from weft.peers.liveness import exception_text
 from weft.tensors.nested import cuts_itself, leaves, map_leaves
@@ -343,22 +343,18 @@ def _length(value: Any) -> int:
         columns = leaves(value, whole=lambda item: not _has_columns(item))
         lengths = {".".join(path): len(item) for path, item in columns if _has_entries(item)}
         if len(set(lengths.values())) > 1:
-            raise ValueError(
-                message(
-                    f"split_between: the values of the {type(value).__name__} differ in length",
-                    found=listed(f"{key}: {length}" for key, length in lengths.items()),
-                    expected="values of one length",
-                    fix="weft.data.split_between({'text': texts, 'id': ids}, ctx)",
-                )
+            raise value_error(
+                f"split_between: the values of the {type(value).__name__} differ in length",
+                found=listed(f"{key}: {length}" for key, length in lengths.items()),
+                expected="values of one length",
+                fix="weft.data.split_between({'text': texts, 'id': ids}, ctx)",
             )
         return next(iter(lengths.values()), 0)
     if not _has_entries(value):
-        raise TypeError(
-            message(
-                f"split_between: {type(value).__name__} cannot be cut",
-                found=type(value).__name__,
-                expected="a list, tuple, tensor, dict of these, or a dataset with a length",
-                fix="weft.data.split_between(list(value), ctx)",
-            )
+        raise type_error(
+            f"split_between: {type(value).__name__} cannot be cut",
+            found=type(value).__name__,
+            expected="a list, tuple, tensor, dict of these, or a dataset with a length",
+            fix="weft.data.split_between(list(value), ctx)",
         )
     return len(value)

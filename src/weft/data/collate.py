@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, default_collate
 
-from weft.errors import listed, message
+from weft.errors import listed, value_error
 
 __all__ = ["length_batches", "pad_collate", "padding_share"]
 
@@ -49,13 +49,11 @@ def pad_collate(
                 [1., 1., 1., 0.]])
     """
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ValueError(
-            message(
-                f"pad_collate: multiple_of = {multiple_of!r} cannot be used",
-                found=repr(multiple_of),
-                expected="a whole number >= 1",
-                fix="weft.data.pad_collate(multiple_of=8)",
-            )
+        raise value_error(
+            f"pad_collate: multiple_of = {multiple_of!r} cannot be used",
+            found=repr(multiple_of),
+            expected="a whole number >= 1",
+            fix="weft.data.pad_collate(multiple_of=8)",
         )
     return functools.partial(_collate, multiple_of=multiple_of, fill=fill, dim=dim, mask=mask)
 
@@ -143,13 +141,11 @@ def length_batches(
     """
     for name, number in (("batch_size", batch_size), ("pool", pool)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(
-                message(
-                    f"length_batches: {name} = {number!r} cannot be used",
-                    found=repr(number),
-                    expected="a whole number >= 1",
-                    fix="weft.data.length_batches(lengths, batch_size=32)",
-                )
+            raise value_error(
+                f"length_batches: {name} = {number!r} cannot be used",
+                found=repr(number),
+                expected="a whole number >= 1",
+                fix="weft.data.length_batches(lengths, batch_size=32)",
             )
     return _LengthBatches(torch.as_tensor(lengths), batch_size, pool, shuffle=shuffle, drop_last=drop_last)
 
@@ -206,13 +202,11 @@ def padding_share(lengths: Sequence[int], batches: Iterable[Sequence[int]], *, m
     for batch in batches:
         strange = [index for index in batch if not 0 <= index < len(lengths)]
         if strange:
-            raise ValueError(
-                message(
-                    "padding_share: a batch holds an index that is no sample",
-                    found=listed(strange),
-                    expected=f"0 to {len(lengths) - 1}",
-                    fix="weft.data.padding_share(lengths, sampler)",
-                )
+            raise value_error(
+                "padding_share: a batch holds an index that is no sample",
+                found=listed(strange),
+                expected=f"0 to {len(lengths) - 1}",
+                fix="weft.data.padding_share(lengths, sampler)",
             )
         sizes = [int(lengths[index]) for index in batch]
         longest = -(-max(sizes, default=0) // multiple_of) * multiple_of

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from weft.contract import Stateful
 from weft.data.loader_copy import Extension, Seekable, Size, extended_copy
 from weft.data.windows import Cutting, Window, unfinished
-from weft.errors import ContractError, message
+from weft.errors import ContractError, value_error
 from weft.tensors.nested import rows_of
 
 __all__ = ["Windows", "known_length", "windowed"]
@@ -77,12 +77,10 @@ class _SeekableWindowLoader(_WindowLoader):
     def share(self) -> float:
         """Not of this loader: its windows have one."""
         raise ContractError(
-            message(
-                "share: a loader of windows has none",
-                found="loader.share after accumulate_grads",
-                expected="the share of a micro-batch of its window",
-                fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",
-            )
+            "share: a loader of windows has none",
+            found="loader.share after accumulate_grads",
+            expected="the share of a micro-batch of its window",
+            fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,13 +145,11 @@ def _seekable(loader: object) -> Seekable:
 def _windows_in(state: Mapping[str, Any]) -> int:
     windows = state.get("windows", 0)
     if isinstance(windows, bool) or not isinstance(windows, int) or windows < 0:
-        raise ValueError(
-            message(
-                "load_state_dict: this is not a position in windows",
-                found=f"windows = {windows!r}",
-                expected="a whole number >= 0",
-                fix="loader.load_state_dict(saved_loader.state_dict())",
-            )
+        raise value_error(
+            "load_state_dict: this is not a position in windows",
+            found=f"windows = {windows!r}",
+            expected="a whole number >= 0",
+            fix="loader.load_state_dict(saved_loader.state_dict())",
         )
     return windows
 

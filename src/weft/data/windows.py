@@ -21,7 +21,7 @@ from weft.collectives import reduce
 from weft.context import DistContext
 from weft.contract import GradSync
 from weft.data.loader_copy import Size
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed, message, value_error
 from weft.metrics import samples_of_all
 
 __all__ = ["Count", "Cutting", "Remainder", "Steps", "Window", "check_steps", "unfinished"]
@@ -101,12 +101,10 @@ class Window(Generic[B]):
         """
         if self._given == self._length:
             raise ContractError(
-                message(
-                    "accumulate_grads: a window was iterated a second time",
-                    found=f"all {self._length} micro-batches were used, or skipped when the loader went on",
-                    expected="each window iterated once, before the next one is taken from the loader",
-                    fix="for window in loader:\n    batches = list(window)  # to go through them several times",
-                )
+                "accumulate_grads: a window was iterated a second time",
+                found=f"all {self._length} micro-batches were used, or skipped when the loader went on",
+                expected="each window iterated once, before the next one is taken from the loader",
+                fix="for window in loader:\n    batches = list(window)  # to go through them several times",
             )
         self._iterated = True
         return self._micro_batches()
@@ -173,12 +171,10 @@ class Window(Generic[B]):
         """
         if not self._running:
             raise ContractError(
-                message(
-                    "share: it is that of the micro-batch that is being processed",
-                    found=f"{self._given} of {self._length} micro-batches given, and the inner loop is not running",
-                    expected="window.share inside of the loop over the window",
-                    fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",
-                )
+                "share: it is that of the micro-batch that is being processed",
+                found=f"{self._given} of {self._length} micro-batches given, and the inner loop is not running",
+                expected="window.share inside of the loop over the window",
+                fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",
             )
         self._normalised = True
         if self._samples is None:
@@ -220,13 +216,11 @@ class Window(Generic[B]):
         part = torch.where((mine >= 0).all(), mine.sum(), torch.nan)
         total = float(reduce(part, ctx.on(ctx.data_axes), "sum"))
         if not 0 <= total < float("inf"):
-            raise ValueError(
-                message(
-                    "denominator: a count is negative or not finite",
-                    found=f"{mine.tolist()} on rank {ctx.rank}, {total} over all ranks",
-                    expected="finite numbers >= 0 on all ranks",
-                    fix="window.denominator(lambda batch: batch[1].numel())",
-                )
+            raise value_error(
+                "denominator: a count is negative or not finite",
+                found=f"{mine.tolist()} on rank {ctx.rank}, {total} over all ranks",
+                expected="finite numbers >= 0 on all ranks",
+                fix="window.denominator(lambda batch: batch[1].numel())",
             )
         return total / self._cutting.mean_over if total > 0 else 1.0
 
@@ -240,12 +234,10 @@ class Window(Generic[B]):
     def _read_all(self) -> list[B]:
         if self._given and len(self._read) < self._length:
             raise ContractError(
-                message(
-                    "denominator: a function was given after the window was begun",
-                    found=f"{self._given} of {self._length} micro-batches used already",
-                    expected="denominator(function) before the inner loop",
-                    fix="tokens = window.denominator(count)\nfor batch in window: ...",
-                )
+                "denominator: a function was given after the window was begun",
+                found=f"{self._given} of {self._length} micro-batches used already",
+                expected="denominator(function) before the inner loop",
+                fix="tokens = window.denominator(count)\nfor batch in window: ...",
             )
         self._read_ahead()
         return self._read
@@ -359,17 +351,15 @@ class Cutting(Generic[B]):
 
         Raises:
             ContractError: A window has begun, or micro-batches are carried over: they cannot be read again.
-        """  # noqa: DOC501  (also an error made by a function)
+        """
         if self.current is not None and not self.current.used_up:
             raise unfinished(self.current)
         if self.carried:
             raise ContractError(
-                message(
-                    "accumulate_grads: micro-batches that are carried over cannot be saved",
-                    found=f"{len(self.carried)} of the last epoch, in memory, of a loader that cannot read them again",
-                    expected='a loader of weft.shard_data, or remainder="step"',
-                    fix="loader, ctx = weft.shard_data(loader, ctx)  # before accumulate_grads",
-                )
+                "accumulate_grads: micro-batches that are carried over cannot be saved",
+                found=f"{len(self.carried)} of the last epoch, in memory, of a loader that cannot read them again",
+                expected='a loader of weft.shard_data, or remainder="step"',
+                fix="loader, ctx = weft.shard_data(loader, ctx)  # before accumulate_grads",
             )
         return {"loader": batches(), "windows": self.windows}
 
@@ -463,24 +453,20 @@ def _from(first: int, planned: Callable[[int], Size]) -> Callable[[int], Size]:
 
 def _raise_untrue_length(how_many: str, what: str) -> NoReturn:
     raise ContractError(
-        message(
-            f"accumulate_grads: the loader {what}",
-            found=f"{how_many} batches than len(loader)",
-            expected="a loader that yields as many batches as its length says, or has no length",
-            fix="def __len__(self): return ...  # the true number of batches",
-        )
+        f"accumulate_grads: the loader {what}",
+        found=f"{how_many} batches than len(loader)",
+        expected="a loader that yields as many batches as its length says, or has no length",
+        fix="def __len__(self): return ...  # the true number of batches",
     )
 
 
 def unfinished(window: Window[Any]) -> ContractError:
     """What a save in the middle of a window raises."""
     return ContractError(
-        message(
-            "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",
-            found=f"{window.begun} of {len(window)} micro-batches were read, and the inner loop has not ended",
-            expected="a save between two windows, after optimizer.step()",
-            fix="leave `for batch in window` first; after a break: for _ in window: pass  # leaves the rest out",
-        )
+        "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",
+        found=f"{window.begun} of {len(window)} micro-batches were read, and the inner loop has not ended",
+        expected="a save between two windows, after optimizer.step()",
+        fix="leave `for batch in window` first; after a break: for _ in window: pass  # leaves the rest out",
     )
 
 
@@ -491,11 +477,9 @@ def check_steps(steps: object, what: str) -> None:
         ValueError: The text says what it has to be.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(
-            message(
-                f"accumulate_grads: {what} = {steps!r} cannot be used",
-                found=repr(steps),
-                expected="a whole number >= 1",
-                fix="weft.accumulate_grads(model, loader, ctx, steps=4)",
-            )
+        raise value_error(
+            f"accumulate_grads: {what} = {steps!r} cannot be used",
+            found=repr(steps),
+            expected="a whole number >= 1",
+            fix="weft.accumulate_grads(model, loader, ctx, steps=4)",
         )

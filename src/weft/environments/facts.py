@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from weft.environments.topology import DEFAULT_PORT
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 
 __all__ = ["Facts", "port_of"]
 
@@ -33,12 +33,10 @@ class Facts:
         text = self.env[name].strip()
         if not text.isdecimal():
             raise ContextError(
-                message(
-                    f"topology: {name} = {self.env[name]!r} is not a whole number",
-                    found=f"{name}={self.env[name]!r}",
-                    expected="a whole number >= 0",
-                    fix=f"export {name}=0",
-                )
+                f"topology: {name} = {self.env[name]!r} is not a whole number",
+                found=f"{name}={self.env[name]!r}",
+                expected="a whole number >= 0",
+                fix=f"export {name}=0",
             )
         return int(text)
 
@@ -47,12 +45,10 @@ class Facts:
         value = self.number(*names)
         if value is None:
             raise ContextError(
-                message(
-                    f"topology: {beside} is set, but {names[0]} is not",
-                    found=f"{beside}={self.env[beside]!r}, {names[0]} unset",
-                    expected=f"both {beside} and {names[0]}, as a launcher sets them",
-                    fix="start the script with `weft launch -n 2 script.py`, or unset " + beside,
-                )
+                f"topology: {beside} is set, but {names[0]} is not",
+                found=f"{beside}={self.env[beside]!r}, {names[0]} unset",
+                expected=f"both {beside} and {names[0]}, as a launcher sets them",
+                fix="start the script with `weft launch -n 2 script.py`, or unset " + beside,
             )
         return value
 
@@ -65,12 +61,10 @@ class Facts:
             return [line for line in self._read_file(path).splitlines() if line.strip()]
         except OSError as error:
             raise ContextError(
-                message(
-                    f"topology: the file that {name} names cannot be read",
-                    found=f"{name}={path!r}: {error.strerror or error}",
-                    expected="a list of hosts, written by the scheduler",
-                    fix="export MASTER_ADDR=<host of rank 0>",
-                )
+                f"topology: the file that {name} names cannot be read",
+                found=f"{name}={path!r}: {error.strerror or error}",
+                expected="a list of hosts, written by the scheduler",
+                fix="export MASTER_ADDR=<host of rank 0>",
             ) from error
 
 
@@ -79,12 +73,10 @@ def port_of(facts: Facts) -> int:
     port = facts.number("MASTER_PORT")
     if port is not None and not 1 <= port <= 65535:
         raise ContextError(
-            message(
-                f"topology: MASTER_PORT = {port} is no port",
-                found=f"MASTER_PORT={facts.env['MASTER_PORT']!r}",
-                expected="1 to 65535",
-                fix=f"export MASTER_PORT={DEFAULT_PORT}",
-            )
+            f"topology: MASTER_PORT = {port} is no port",
+            found=f"MASTER_PORT={facts.env['MASTER_PORT']!r}",
+            expected="1 to 65535",
+            fix=f"export MASTER_PORT={DEFAULT_PORT}",
         )
     if port is not None:
         return port

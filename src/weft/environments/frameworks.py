@@ -6,7 +6,7 @@ import math
 
 from weft.environments.facts import Facts, port_of
 from weft.environments.topology import DEFAULT_PORT, Topology
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 
 __all__ = [
     "LOOPBACK", "has_kubeflow", "has_torchrun", "has_tpu", "read_kubeflow", "read_torchrun", "read_tpu",
@@ -68,12 +68,10 @@ def read_kubeflow(facts: Facts) -> Topology:
     nodes, per_node = facts.text("PET_NNODES") or "1", facts.text("PET_NPROC_PER_NODE") or "1"
     if not nodes.isdecimal() or per_node not in ("1", "auto"):
         raise ContextError(
-            message(
-                "topology: the pod asks for a launcher, and this process was started without one",
-                found=f"PET_NNODES={nodes!r}, PET_NPROC_PER_NODE={per_node!r}, LOCAL_RANK unset",
-                expected="torchrun in the pod, or one process per pod and a fixed number of pods",
-                fix="command: [torchrun, train.py]",
-            )
+            "topology: the pod asks for a launcher, and this process was started without one",
+            found=f"PET_NNODES={nodes!r}, PET_NPROC_PER_NODE={per_node!r}, LOCAL_RANK unset",
+            expected="torchrun in the pod, or one process per pod and a fixed number of pods",
+            fix="command: [torchrun, train.py]",
         )
     rank = facts.number("PET_NODE_RANK", "RANK")
     if rank is None:
@@ -81,12 +79,10 @@ def read_kubeflow(facts: Facts) -> Topology:
     for ours, theirs in (("PET_NODE_RANK", "RANK"), ("PET_NNODES", "WORLD_SIZE")):
         if facts.has(ours, theirs) and facts.number(ours) != facts.number(theirs):
             raise ContextError(
-                message(
-                    f"topology: {ours} and {theirs} of the pod contradict each other",
-                    found=f"{ours}={facts.env[ours]!r}, {theirs}={facts.env[theirs]!r}",
-                    expected="the same number, as there is one process per pod",
-                    fix=f"unset {theirs}, or start torchrun in the pod",
-                )
+                f"topology: {ours} and {theirs} of the pod contradict each other",
+                found=f"{ours}={facts.env[ours]!r}, {theirs}={facts.env[theirs]!r}",
+                expected="the same number, as there is one process per pod",
+                fix=f"unset {theirs}, or start torchrun in the pod",
             )
     return Topology(
         rank=rank,
@@ -117,12 +113,10 @@ def read_tpu(facts: Facts) -> Topology:
         world_size = math.prod(int(bound) for bound in bounds if bound.strip().isdecimal())
     if worker >= len(hosts) or world_size % len(hosts):
         raise ContextError(
-            message(
-                "topology: the environment of tpu contradicts itself",
-                found=f"TPU_WORKER_ID={worker}, {len(hosts)} hosts in TPU_WORKER_HOSTNAMES, {world_size} processes",
-                expected="worker < hosts, and as many processes on each host",
-                fix="start every host with the same command, or unset TPU_WORKER_ID and TPU_WORKER_HOSTNAMES",
-            )
+            "topology: the environment of tpu contradicts itself",
+            found=f"TPU_WORKER_ID={worker}, {len(hosts)} hosts in TPU_WORKER_HOSTNAMES, {world_size} processes",
+            expected="worker < hosts, and as many processes on each host",
+            fix="start every host with the same command, or unset TPU_WORKER_ID and TPU_WORKER_HOSTNAMES",
         )
     per_host = max(world_size // len(hosts), 1)
     return Topology(

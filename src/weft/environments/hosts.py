@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.environments.facts import Facts
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 
 __all__ = ["first_host", "lsf_hosts", "main_host", "tasks_per_node"]
 
@@ -36,12 +36,10 @@ def first_host(nodelist: str) -> str:
     host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
     if not host or depth != 0 or "[" in host or "]" in host:
         raise ContextError(
-            message(
-                "topology: the SLURM node list cannot be read",
-                found=repr(nodelist),
-                expected="a list such as node[1-4,7],login1",
-                fix="export MASTER_ADDR=<host of rank 0>",
-            )
+            "topology: the SLURM node list cannot be read",
+            found=repr(nodelist),
+            expected="a list such as node[1-4,7],login1",
+            fix="export MASTER_ADDR=<host of rank 0>",
         )
     return host
 
@@ -76,12 +74,10 @@ def lsf_hosts(facts: Facts) -> list[tuple[str, int]]:
     if words:
         if len(words) % 2 or not all(count.isdecimal() for count in words[1::2]):
             raise ContextError(
-                message(
-                    "topology: LSB_MCPU_HOSTS cannot be read",
-                    found=f"LSB_MCPU_HOSTS={facts.env['LSB_MCPU_HOSTS']!r}",
-                    expected="hosts and numbers of slots, as in 'a01 4 a02 4'",
-                    fix="export MASTER_ADDR=<host of rank 0>",
-                )
+                "topology: LSB_MCPU_HOSTS cannot be read",
+                found=f"LSB_MCPU_HOSTS={facts.env['LSB_MCPU_HOSTS']!r}",
+                expected="hosts and numbers of slots, as in 'a01 4 a02 4'",
+                fix="export MASTER_ADDR=<host of rank 0>",
             )
         return [(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)]
     names = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.environments.facts import Facts, port_of
 from weft.environments.hosts import first_host, main_host, tasks_per_node
 from weft.environments.topology import Topology
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 
 __all__ = [
     "has_lsf", "has_mpich", "has_openmpi", "has_slurm", "read_lsf", "read_mpich", "read_openmpi", "read_slurm",
@@ -62,12 +62,10 @@ def _read_mpi(
     addr = facts.text("MASTER_ADDR") or (main_host(facts, num_nodes) if num_nodes > 1 else None)
     if addr is None and num_nodes > 1:
         raise ContextError(
-            message(
-                f"topology: {source} runs on {num_nodes} nodes and does not say where rank 0 is",
-                found=f"{world_size} ranks, {local_world_size} on this node, MASTER_ADDR unset",
-                expected="MASTER_ADDR, the host name of rank 0, on every rank",
-                fix="mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 ... python script.py",
-            )
+            f"topology: {source} runs on {num_nodes} nodes and does not say where rank 0 is",
+            found=f"{world_size} ranks, {local_world_size} on this node, MASTER_ADDR unset",
+            expected="MASTER_ADDR, the host name of rank 0, on every rank",
+            fix="mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 ... python script.py",
         )
     return Topology(
         rank=rank,

@@ -19,7 +19,7 @@ from weft.environments.schedulers import (
     read_slurm,
 )
 from weft.environments.topology import Topology
-from weft.errors import ContextError, listed, message
+from weft.errors import ContextError, listed
 
 __all__ = ["topology"]
 
@@ -85,12 +85,10 @@ def _check_leftover(facts: Facts, best: _Source, rest: Sequence[_Source]) -> Non
         if facts.number(best.names[0]) != facts.number(other.names[0]):
             found = [f"{name}={facts.env[name]!r}" for name in (*best.names, *other.names)]
             raise ContextError(
-                message(
-                    f"topology: {best.names[0]} and {other.names[0]} contradict each other",
-                    found=", ".join(found),
-                    expected=f"the same rank from both, or {best.names[0]} unset",
-                    fix=f"unset {best.names[0]} {best.names[1]}",
-                )
+                f"topology: {best.names[0]} and {other.names[0]} contradict each other",
+                found=", ".join(found),
+                expected=f"the same rank from both, or {best.names[0]} unset",
+                fix=f"unset {best.names[0]} {best.names[1]}",
             )
 
 
@@ -127,10 +125,8 @@ def _check(place: Topology, facts: Facts) -> None:
         )
     if wrong:
         raise ContextError(
-            message(
-                f"topology: the environment of {place.source} contradicts itself",
-                found=listed(wrong),
-                expected="rank < world size, local rank < local world size, nodes x processes = world size",
-                fix="start every rank with one launcher, e.g. `weft launch -n 2 script.py`",
-            )
+            f"topology: the environment of {place.source} contradicts itself",
+            found=listed(wrong),
+            expected="rank < world size, local rank < local world size, nodes x processes = world size",
+            fix="start every rank with one launcher, e.g. `weft launch -n 2 script.py`",
         )

@@ -27,7 +27,7 @@ from typing import IO, Any, TextIO, TypeVar
 import torch.distributed as dist
 
 from weft.context.start import launched
-from weft.errors import ContextError, PeerError, message
+from weft.errors import ContextError, PeerError, value_error
 from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
 
 __all__ = ["launch_function"]
@@ -70,16 +70,14 @@ def launch_function(fn: Callable[..., R], n: int, *args: Any, max_restarts: int 
         >>> import torch
         >>> weft.launch_function(total, 2, 10)
         [21, 21]
-    """  # noqa: DOC501  (errors made by functions)
+    """
     for name, value, least in (("n", n, 1), ("max_restarts", max_restarts, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
-                message(
-                    f"launch_function: {name} = {value!r} cannot be used",
-                    found=repr(value),
-                    expected=f"a whole number >= {least}",
-                    fix="weft.launch_function(fn, 2, max_restarts=0)",
-                )
+            raise value_error(
+                f"launch_function: {name} = {value!r} cannot be used",
+                found=repr(value),
+                expected=f"a whole number >= {least}",
+                fix="weft.launch_function(fn, 2, max_restarts=0)",
             )
     _refuse_in_a_rank()
     call = Call(list(sys.path), list(sys.argv), dumps((fn, args), f"launch_function: {_name(fn)} and its arguments"))
@@ -100,14 +98,12 @@ def _refuse_in_a_rank() -> None:
     if group or place.world_size > 1 or place.source in ("torchrun", "ray"):
         where = f"rank {place.rank} of {place.world_size}, as {place.source} has it in the environment"
         raise ContextError(
-            message(
-                "launch_function: this process is a rank of a job already",
-                found="torch.distributed is initialised here" if group else where,
-                expected="one process that starts the ranks, such as a notebook",
-                fix="call the function itself, or start this program with python instead of a launcher"
-                if not group
-                else "ctx.close(), or torch.distributed.destroy_process_group(), before weft.launch_function",
-            )
+            "launch_function: this process is a rank of a job already",
+            found="torch.distributed is initialised here" if group else where,
+            expected="one process that starts the ranks, such as a notebook",
+            fix="call the function itself, or start this program with python instead of a launcher"
+            if not group
+            else "ctx.close(), or torch.distributed.destroy_process_group(), before weft.launch_function",
         )
 
 

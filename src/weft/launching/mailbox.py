@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, NamedTuple
 
-from weft.errors import MissingExtra, message
+from weft.errors import MissingExtra, type_error
 
 __all__ = ["CALL_FILE", "ENDING_FILE", "Call", "dumps"]
 
@@ -40,13 +40,11 @@ def dumps(value: Any, what: str) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:
-        raise TypeError(
-            message(
-                f"{what} cannot be sent to another process",
-                found=f"{type(error).__name__}: {error}",
-                expected="values that can be pickled",
-                fix="make files, locks and connections inside of the function, and return plain values",
-            )
+        raise type_error(
+            f"{what} cannot be sent to another process",
+            found=f"{type(error).__name__}: {error}",
+            expected="values that can be pickled",
+            fix="make files, locks and connections inside of the function, and return plain values",
         ) from error
     return data
 
@@ -60,11 +58,9 @@ def _plainly(value: Any, what: str) -> bytes:
         found = f"{type(error).__name__}: {error}"
     if found:
         raise MissingExtra(
-            message(
-                f"{what} cannot be sent to another process without cloudpickle",
-                found=found,
-                expected="a function of a module, or the extra weft[notebook]",
-                fix="pip install 'weft[notebook]'",
-            )
+            f"{what} cannot be sent to another process without cloudpickle",
+            found=found,
+            expected="a function of a module, or the extra weft[notebook]",
+            fix="pip install 'weft[notebook]'",
         )
     return data

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 
 from weft.context.config import LAUNCH, Config, is_nodes
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 
 __all__ = ["FLAGS", "MEETING_S", "Plan", "cores_here", "cores_of", "make_plan"]
 
@@ -207,7 +207,10 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
     if wrong is not None:
         fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
         raise ContextError(
-            message("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
+            "launch: these options do not fit together",
+            found=wrong[0],
+            expected=wrong[1],
+            fix=fix,
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.errors import message
+from weft.errors import value_error
 
 __all__ = ["count_flops", "peak_flops"]
 
@@ -52,13 +52,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> flo
         True
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(
-            message(
-                f"peak_flops: dtype = {dtype} is not in the table",
-                found=str(dtype),
-                expected="torch.bfloat16, torch.float16 or torch.float32",
-                fix="weft.monitoring.throughput(ctx, peak_flops=989e12)",
-            )
+        raise value_error(
+            f"peak_flops: dtype = {dtype} is not in the table",
+            found=str(dtype),
+            expected="torch.bfloat16, torch.float16 or torch.float32",
+            fix="weft.monitoring.throughput(ctx, peak_flops=989e12)",
         )
     if device.type != "cuda":
         return None

@@ -23,7 +23,7 @@ from torch import nn
 
 from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
-from weft.errors import message
+from weft.errors import value_error
 from weft.tensors.dtensor import local
 from weft.tensors.nested import leaves
 
@@ -104,13 +104,11 @@ def watch_health(
     elif isinstance(memory, bool) or not isinstance(memory, int) or memory < _FEWEST:
         wrong = (f"memory = {memory!r}", f"a whole number >= {_FEWEST}")
     if wrong is not None:
-        raise ValueError(
-            message(
-                f"watch_health: {wrong[0]} cannot be used",
-                found=wrong[0],
-                expected=wrong[1],
-                fix="weft.monitoring.watch_health(model, ctx, spike=8.0, memory=50)",
-            )
+        raise value_error(
+            f"watch_health: {wrong[0]} cannot be used",
+            found=wrong[0],
+            expected=wrong[1],
+            fix="weft.monitoring.watch_health(model, ctx, spike=8.0, memory=50)",
         )
     return Health(module, ctx, spike, memory, origin)
 

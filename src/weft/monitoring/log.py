@@ -10,7 +10,7 @@ import torch
 
 from weft.collectives import reduce
 from weft.context import DistContext
-from weft.errors import ContextError, listed, message
+from weft.errors import ContextError, listed, value_error
 from weft.monitoring.values import Tracker, numbers_of
 
 __all__ = ["averaged", "chosen", "every", "log"]
@@ -82,12 +82,10 @@ def _averages(numbers: Mapping[str, float], ctx: DistContext, weight: float) -> 
     total = reduce(torch.tensor(sums, dtype=torch.float64, device=ctx.device), there).tolist()
     if total[1] != seal * there.world_size:
         raise ContextError(
-            message(
-                "log: the names of the numbers differ between the ranks",
-                found=f"{listed(numbers) or 'none'} on rank {ctx.rank}",
-                expected="the same names, in the same order, on all ranks; weight=0 where a rank has no samples",
-                fix='weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens)',
-            )
+            "log: the names of the numbers differ between the ranks",
+            found=f"{listed(numbers) or 'none'} on rank {ctx.rank}",
+            expected="the same names, in the same order, on all ranks; weight=0 where a rank has no samples",
+            fix='weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens)',
         )
     return {
         name: value / total[0] if total[0] else float("nan") for name, value in zip(numbers, total[2:], strict=False)
@@ -103,13 +101,11 @@ def _check(step: int, weight: float, every: int) -> None:
     elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
         wrong = (f"every = {every!r}", "a whole number >= 1")
     if wrong is not None:
-        raise ValueError(
-            message(
-                f"log: {wrong[0]} cannot be used",
-                found=wrong[0],
-                expected=wrong[1],
-                fix='weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens, every=10)',
-            )
+        raise value_error(
+            f"log: {wrong[0]} cannot be used",
+            found=wrong[0],
+            expected=wrong[1],
+            fix='weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens, every=10)',
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.errors import message
+from weft.errors import type_error
 from weft.tensors.dtensor import local
 
 __all__ = ["PeakMemory", "peak_memory", "release_memory", "save_memory_snapshot", "used_bytes"]
@@ -103,13 +103,11 @@ def _sorted_out(objects: object) -> tuple[list[nn.Module], list[torch.optim.Opti
         return [], [objects]
     items = objects.values() if isinstance(objects, Mapping) else objects
     if not isinstance(items, Iterable) or isinstance(items, (str, bytes, torch.Tensor)):
-        raise TypeError(
-            message(
-                f"peak_memory: {type(objects).__name__} is neither module nor optimizer",
-                found=type(objects).__name__,
-                expected="modules and optimizers, alone or in a list or dict",
-                fix="with weft.monitoring.peak_memory([model, optimizer], ctx) as peak: ...",
-            )
+        raise type_error(
+            f"peak_memory: {type(objects).__name__} is neither module nor optimizer",
+            found=type(objects).__name__,
+            expected="modules and optimizers, alone or in a list or dict",
+            fix="with weft.monitoring.peak_memory([model, optimizer], ctx) as peak: ...",
         )
     parts = [_sorted_out(item) for item in items]
     return [m for modules, _ in parts for m in modules], [o for _, optimizers in parts for o in optimizers]

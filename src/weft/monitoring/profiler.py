@@ -13,7 +13,7 @@ import torch.profiler
 from torch.profiler import ProfilerActivity
 
 from weft.context import DistContext
-from weft.errors import message
+from weft.errors import value_error
 
 __all__ = ["Profile", "profile"]
 
@@ -145,11 +145,9 @@ def _activities(ctx: DistContext) -> list[ProfilerActivity]:
 
 
 def _refuse(found: str, expected: str, fix: str) -> None:
-    raise ValueError(
-        message(
-            f"profile: {found} cannot be used",
-            found=found,
-            expected=expected,
-            fix=f"weft.monitoring.profile(ctx, folder, {fix})",
-        )
+    raise value_error(
+        f"profile: {found} cannot be used",
+        found=found,
+        expected=expected,
+        fix=f"weft.monitoring.profile(ctx, folder, {fix})",
     )

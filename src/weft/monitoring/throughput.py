@@ -13,7 +13,7 @@ import torch
 
 from weft.collectives import reduce
 from weft.context import DistContext
-from weft.errors import ContextError, listed, message
+from weft.errors import ContextError, listed, value_error
 from weft.monitoring.flops import peak_flops as peak_of_device
 from weft.monitoring.peak_memory import used_bytes
 
@@ -60,13 +60,11 @@ def throughput(
         (True, True)
     """
     if peak_flops is not None and not (isinstance(peak_flops, (int, float)) and 0 < peak_flops < math.inf):
-        raise ValueError(
-            message(
-                f"throughput: peak_flops = {peak_flops!r} cannot be used",
-                found=repr(peak_flops),
-                expected="a number > 0, or None",
-                fix="weft.monitoring.throughput(ctx, peak_flops=989e12)",
-            )
+        raise value_error(
+            f"throughput: peak_flops = {peak_flops!r} cannot be used",
+            found=repr(peak_flops),
+            expected="a number > 0, or None",
+            fix="weft.monitoring.throughput(ctx, peak_flops=989e12)",
         )
     return Throughput(ctx, peak_of_device(ctx.device) if peak_flops is None else peak_flops, clock)
 
@@ -214,12 +212,10 @@ class Throughput:
             rows = reduce(table.to(ctx.device), ctx).tolist()
         if len(names) > _PARTS or any(row[0] != seal for row in rows):
             raise ContextError(
-                message(
-                    "throughput: the parts of a step differ between the ranks, or are too many",
-                    found=f"{listed(names)} on rank {ctx.rank}",
-                    expected=f"the same names on all ranks, at most {_PARTS - 2} besides data and rest",
-                    fix='with speed.part("optimizer"): ...  # on all ranks',
-                )
+                "throughput: the parts of a step differ between the ranks, or are too many",
+                found=f"{listed(names)} on rank {ctx.rank}",
+                expected=f"the same names on all ranks, at most {_PARTS - 2} besides data and rest",
+                fix='with speed.part("optimizer"): ...  # on all ranks',
             )
         return rows
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.errors import ContextError, PeerError, listed, message
+from weft.errors import ContextError, PeerError, listed
 from weft.peers.board import StoreLost
 from weft.peers.liveness import SLICE_S, blame, culprit, failure_at, peer_error
 from weft.peers.world import World, arrives
@@ -54,14 +54,12 @@ def compare(what: str, entries: Sequence[Mapping[str, object]] | Mapping[int, Ma
             for name in different
         ]
         raise ContextError(
-            message(
-                f"{what}: the ranks do not agree",
-                found=listed(lines),
-                expected="the same call with the same settings on every rank",
-                fix=f"call {' and '.join(map(str, calls))} on all ranks, without `if ctx.is_main:` around it"
-                if len(calls) > 1
-                else "compute these values from arguments that are equal on all ranks",
-            )
+            f"{what}: the ranks do not agree",
+            found=listed(lines),
+            expected="the same call with the same settings on every rank",
+            fix=f"call {' and '.join(map(str, calls))} on all ranks, without `if ctx.is_main:` around it"
+            if len(calls) > 1
+            else "compute these values from arguments that are equal on all ranks",
         )
 
 
@@ -130,7 +128,7 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
 
     Raises:
         PeerError: A rank that is waited for failed or died, or the time is over.
-    """  # noqa: DOC501  (errors made by functions)
+    """
     assert world.store is not None
     end = time.monotonic() + world.timeout_s
     with _store_errors(world, what):
@@ -154,12 +152,10 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
 def _late(world: World, what: str, missing: Sequence[int]) -> PeerError:
     """The error for peers that show no sign of failure, and do not come either."""
     return PeerError(
-        message(
-            f"{what}: rank {listed(missing)} of {world.size} did not arrive",
-            found=f"waited {world.timeout_s:g} s on rank {world.rank}; no sign of failure there",
-            expected="every rank makes the same calls in the same order",
-            fix=f"call {what} on all ranks, without `if ctx.is_main:` around it; or raise start(timeout_s=...)",
-        ),
+        f"{what}: rank {listed(missing)} of {world.size} did not arrive",
+        found=f"waited {world.timeout_s:g} s on rank {world.rank}; no sign of failure there",
+        expected="every rank makes the same calls in the same order",
+        fix=f"call {what} on all ranks, without `if ctx.is_main:` around it; or raise start(timeout_s=...)",
         rank=missing[0] if missing else -1,
         text=f"did not arrive within {world.timeout_s:g} s",
     )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft.errors import ContextError, PeerError, message
+from weft.errors import ContextError, PeerError
 from weft.peers.gloo_connections import cut
 
 __all__ = ["Board", "StoreLost"]
@@ -113,12 +113,10 @@ class Board:
             if not names or (isinstance(value, dict) and all(name in value for name in names)):
                 return value
         raise ContextError(
-            message(
-                f"the store of the job holds a value that no rank has written: {key}",
-                found=repr(text[:60]),
-                expected=f"JSON with {', '.join(names)}" if names else "JSON",
-                fix="give each job a store of its own: another MASTER_PORT, closed to others",
-            )
+            f"the store of the job holds a value that no rank has written: {key}",
+            found=repr(text[:60]),
+            expected=f"JSON with {', '.join(names)}" if names else "JSON",
+            fix="give each job a store of its own: another MASTER_PORT, closed to others",
         )
 
     def write(self, key: str, value: object) -> None:

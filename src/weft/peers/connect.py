@@ -14,7 +14,7 @@ import struct
 import sys
 import time
 
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 
 __all__ = ["interface_to", "is_here", "listen_at", "reach"]
 
@@ -54,13 +54,11 @@ def reach(host: str, port: int, *, who: str, limit_s: float, patient: bool = Fal
         hopeless = hopeless_since is not None and not patient and now - hopeless_since > min(_HOPELESS_S, limit_s)
         if hopeless or now - begin > limit_s:
             raise ContextError(
-                message(
-                    f"{who} cannot reach {host}:{port}",
-                    found=f"{_words(error)}, for {now - begin:.0f} s, from {interface_to(host)}",
-                    expected="the first rank or node listens there, and no firewall stands between",
-                    fix=f"weft doctor --rdzv {host}:{port}; check the name and the port; "
-                    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface",
-                )
+                f"{who} cannot reach {host}:{port}",
+                found=f"{_words(error)}, for {now - begin:.0f} s, from {interface_to(host)}",
+                expected="the first rank or node listens there, and no firewall stands between",
+                fix=f"weft doctor --rdzv {host}:{port}; check the name and the port; "
+                "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface",
             )
         if not said and now - begin > min(_SAY_S, limit_s / 2):
             said = True

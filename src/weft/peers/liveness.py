@@ -129,7 +129,7 @@ def check_failed(world: World) -> None:
 
     Raises:
         PeerError: The other one left, or has told of an error.
-    """  # noqa: DOC501  (an error made by a function)
+    """
     if world.root.failure is not None:
         raise peer_error("", *world.root.failure)
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.errors import ContextError, PeerError, message
+from weft.errors import ContextError, PeerError
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import cut, listening_ports
 from weft.peers.world import World
@@ -88,7 +88,7 @@ class Watch:
 
         Raises:
             PeerError: It does; the text names the rank and its line.
-        """  # noqa: DOC501  (an error made by a function)
+        """
         root = self._world()
         if root is None or root.store is None:
             return
@@ -250,12 +250,10 @@ def _give_up(world: World, rank: int, text: str, ports: Sequence[int]) -> None:
 
 def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
     return PeerError(
-        message(
-            f"{what}: rank {rank} of {world.size} did not call it",
-            found=f"rank {rank} waits in a collective at {place}, for rank {world.rank}, which is in {what}",
-            expected="every rank makes the same calls in the same order",
-            fix=f"call {what} on all ranks: no `if ctx.is_main:` around it",
-        ),
+        f"{what}: rank {rank} of {world.size} did not call it",
+        found=f"rank {rank} waits in a collective at {place}, for rank {world.rank}, which is in {what}",
+        expected="every rank makes the same calls in the same order",
+        fix=f"call {what} on all ranks: no `if ctx.is_main:` around it",
         rank=rank,
         text=f"did not call {what}, but waits in a collective at {place}",
     )

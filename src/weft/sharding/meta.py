@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.errors import listed, message
+from weft.errors import listed, value_error
 from weft.peers.agreement import disagree
 from weft.sharding.request import Weights, WeightSource
 
@@ -87,20 +87,18 @@ class Source:
             if tensor.is_meta and id(tensor) not in self._given and id(tensor) not in drawn
         ]
         if lost or wrong:
-            raise ValueError(
-                message(
-                    f"{what}: weights do not fit the {type(module).__name__} on meta",
-                    found="; ".join(
-                        [
-                            *([f"wrong: {listed(wrong)}"] if wrong else []),
-                            *([f"no value: {listed(lost)}"] if lost else []),
-                        ]
-                    ),
-                    expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
-                    "reset_parameters() in its module",
-                    fix=f'weft.{what}(..., weights="later"), then weft.load_weights(model, path, ctx); buffers that '
-                    "are not saved: build them on a real device, and put the parameters alone on meta",
-                )
+            raise value_error(
+                f"{what}: weights do not fit the {type(module).__name__} on meta",
+                found="; ".join(
+                    [
+                        *([f"wrong: {listed(wrong)}"] if wrong else []),
+                        *([f"no value: {listed(lost)}"] if lost else []),
+                    ]
+                ),
+                expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
+                "reset_parameters() in its module",
+                fix=f'weft.{what}(..., weights="later"), then weft.load_weights(model, path, ctx); buffers that '
+                "are not saved: build them on a real device, and put the parameters alone on meta",
             )
 
     def make_real(self, unit: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import check_methods, check_not_wrapped, check_whole
-from weft.errors import AlreadyApplied, OrderError, listed, message
+from weft.errors import AlreadyApplied, OrderError, listed, type_error, value_error
 from weft.sharding.meta import is_meta
 from weft.sharding.request import Request
 from weft.sharding.units import owner_units
@@ -36,35 +36,29 @@ def check_module(what: str, module: nn.Module, ctx: DistContext) -> None:
         ValueError: A parameter has no shape yet.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            message(
-                f"{what}: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix=f"model, ctx = weft.{what}(model, ctx)",
-            )
+        raise type_error(
+            f"{what}: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix=f"model, ctx = weft.{what}(model, ctx)",
         )
     check_not_wrapped(what, module)
     check_whole(what, module, ctx)
     taken = [name for name, p in module.named_parameters() if ctx.engine.is_reduced(p)]
     if taken:
         raise AlreadyApplied(
-            message(
-                f"{what}: parameters of {type(module).__name__} are replicated already",
-                found=listed(taken),
-                expected="each parameter in one sharded or replicated module: the outermost",
-                fix=f"call weft.{what} once, on the whole model",
-            )
+            f"{what}: parameters of {type(module).__name__} are replicated already",
+            found=listed(taken),
+            expected="each parameter in one sharded or replicated module: the outermost",
+            fix=f"call weft.{what} once, on the whole model",
         )
     lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
-        raise ValueError(
-            message(
-                f"{what}: parameters of {type(module).__name__} have no shape yet",
-                found=listed(lazy),
-                expected="a module that has been called once (lazy modules get their shapes then)",
-                fix=f"model(example_batch)  # before {what}",
-            )
+        raise value_error(
+            f"{what}: parameters of {type(module).__name__} have no shape yet",
+            found=listed(lazy),
+            expected="a module that has been called once (lazy modules get their shapes then)",
+            fix=f"model(example_batch)  # before {what}",
         )
 
 
@@ -80,45 +74,37 @@ def check_options(what: str, module: nn.Module, ctx: DistContext, request: Reque
         ("buffers", request.buffers, ("broadcast", "local")),
     ):
         if value not in allowed:
-            raise ValueError(
-                message(
-                    f"{what}: {name} = {value!r} is unknown",
-                    found=repr(value),
-                    expected=" or ".join(map(repr, allowed)),
-                    fix=f"weft.{what}(..., {name}={allowed[0]!r})",
-                )
+            raise value_error(
+                f"{what}: {name} = {value!r} is unknown",
+                found=repr(value),
+                expected=" or ".join(map(repr, allowed)),
+                fix=f"weft.{what}(..., {name}={allowed[0]!r})",
             )
     if request.offload and ctx.device.type == "cpu":
-        raise ValueError(
-            message(
-                f"{what}: offload=True has no effect on a CPU",
-                found=f"device {ctx.device}",
-                expected="an accelerator, whose memory the shards are to leave",
-                fix=f"weft.{what}(..., offload=False)",
-            )
+        raise value_error(
+            f"{what}: offload=True has no effect on a CPU",
+            found=f"device {ctx.device}",
+            expected="an accelerator, whose memory the shards are to leave",
+            fix=f"weft.{what}(..., offload=False)",
         )
     if not (request.weights is None or request.weights == "later" or callable(request.weights)) and not isinstance(
         request.weights, Mapping
     ):
-        raise TypeError(
-            message(
-                f"{what}: weights = {request.weights!r} cannot be used",
-                found=type(request.weights).__name__,
-                expected='tensors by name, a function that reads them, or "later"; files are read by load_weights, of '
-                "which each rank reads its own part",
-                fix=f'model, ctx = weft.{what}(model, ctx, weights="later"); weft.load_weights(model, path, ctx)',
-            )
+        raise type_error(
+            f"{what}: weights = {request.weights!r} cannot be used",
+            found=type(request.weights).__name__,
+            expected='tensors by name, a function that reads them, or "later"; files are read by load_weights, of '
+            "which each rank reads its own part",
+            fix=f'model, ctx = weft.{what}(model, ctx, weights="later"); weft.load_weights(model, path, ctx)',
         )
     if request.weights is not None and not is_meta(module):
-        raise ValueError(
-            message(
-                f"{what}: weights are for a module on meta",
-                found=f"{type(module).__name__} with real parameters",
-                expected="with torch.device('meta'): model = ...",
-                fix="weft.load_weights(model, path, ctx)"
-                if request.weights == "later"
-                else "model.load_state_dict(weights)",
-            )
+        raise value_error(
+            f"{what}: weights are for a module on meta",
+            found=f"{type(module).__name__} with real parameters",
+            expected="with torch.device('meta'): model = ...",
+            fix="weft.load_weights(model, path, ctx)"
+            if request.weights == "later"
+            else "model.load_state_dict(weights)",
         )
     check_methods(what, module, request.methods)
 
@@ -129,13 +115,11 @@ def reshard_of(what: str, ctx: DistContext, axes: tuple[str, ...], reshard: bool
         return reshard
     size = ctx.axis_size(axes[-1])
     if not isinstance(reshard, int) or reshard < 1 or (size > 1 and size % reshard):
-        raise ValueError(
-            message(
-                f"{what}: reshard_after_forward = {reshard!r} cannot be used",
-                found=f"{reshard!r}, with {size} rank(s) along {axes[-1]!r}",
-                expected="True, False, or a number of ranks that divides those of the axis",
-                fix=f"weft.{what}(..., reshard_after_forward=True)",
-            )
+        raise value_error(
+            f"{what}: reshard_after_forward = {reshard!r} cannot be used",
+            found=f"{reshard!r}, with {size} rank(s) along {axes[-1]!r}",
+            expected="True, False, or a number of ranks that divides those of the axis",
+            fix=f"weft.{what}(..., reshard_after_forward=True)",
         )
     return reshard if 1 < reshard < size else reshard != 1
 
@@ -150,24 +134,20 @@ def check_parameters(
     """Raise if a parameter would not be the same once it is cut, or cannot be reduced with its unit."""
     sparse = ctx.engine.sparse_gradients(module)
     if sparse:
-        raise ValueError(
-            message(
-                f"{what}: sparse gradients of {type(module).__name__} cannot be sharded",
-                found=f"{listed(sparse)}, of embeddings with sparse=True",
-                expected="dense gradients: torch's FSDP2 knows no others",
-                fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
-            )
+        raise value_error(
+            f"{what}: sparse gradients of {type(module).__name__} cannot be sharded",
+            found=f"{listed(sparse)}, of embeddings with sparse=True",
+            expected="dense gradients: torch's FSDP2 knows no others",
+            fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
         )
     named = {name: p for name, p in module.named_parameters() if name not in set(ignored)}
     hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
-        raise ValueError(
-            message(
-                f"{what}: hooks on parameters of {type(module).__name__} would be lost",
-                found=listed(hooked),
-                expected="no hooks: the parameters are exchanged for shards, on which torch calls none",
-                fix=f"weft.{what}(..., ignored=...) for the modules that own them, or remove the hooks",
-            )
+        raise value_error(
+            f"{what}: hooks on parameters of {type(module).__name__} would be lost",
+            found=listed(hooked),
+            expected="no hooks: the parameters are exchanged for shards, on which torch calls none",
+            fix=f"weft.{what}(..., ignored=...) for the modules that own them, or remove the hooks",
         )
     unit_of = {id(part): number for number, group in enumerate(groups, 1) for part in group}
     owner = owner_units(module, [part for group in groups for part in group])
@@ -180,13 +160,11 @@ def check_parameters(
         ", ".join(f"{name} {dtype}" for dtype, name in found.items()) for found in kinds.values() if len(found) > 1
     ]
     if mixed:
-        raise ValueError(
-            message(
-                f"{what}: parameters of one unit have different dtypes",
-                found=listed(mixed),
-                expected="one dtype for the trained parameters of a unit, which travel together",
-                fix=f'weft.with_precision(model, ctx, "bf16") before {what}, or other units',
-            )
+        raise value_error(
+            f"{what}: parameters of one unit have different dtypes",
+            found=listed(mixed),
+            expected="one dtype for the trained parameters of a unit, which travel together",
+            fix=f'weft.with_precision(model, ctx, "bf16") before {what}, or other units',
         )
 
 
@@ -210,13 +188,11 @@ def optimizers_in(
     optimizers = (rebind,) if isinstance(rebind, torch.optim.Optimizer) else tuple(rebind)
     wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
     if wrong:
-        raise TypeError(
-            message(
-                f"{what}: rebind holds something else than optimizers",
-                found=listed(wrong),
-                expected="torch.optim.Optimizer",
-                fix=f"weft.{what}(..., rebind=[optimizer])",
-            )
+        raise type_error(
+            f"{what}: rebind holds something else than optimizers",
+            found=listed(wrong),
+            expected="torch.optim.Optimizer",
+            fix=f"weft.{what}(..., rebind=[optimizer])",
         )
     return optimizers
 
@@ -231,25 +207,21 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
     held = {id(p) for p in module.parameters()}
     strangers = [one for one in rebind if not any(id(p) in held for entry in one.param_groups for p in entry["params"])]
     if strangers:
-        raise ValueError(
-            message(
-                f"{what}: {len(strangers)} optimizer(s) in rebind hold no parameter of {type(module).__name__}",
-                found=listed(f"{type(one).__name__}, {len(one.param_groups)} group(s)" for one in strangers),
-                expected="optimizers over its parameters as they are now; others would train nothing of it",
-                fix=f"optimizer = torch.optim.AdamW(model.parameters())  # after weft.{what}(model, ctx)",
-            )
+        raise value_error(
+            f"{what}: {len(strangers)} optimizer(s) in rebind hold no parameter of {type(module).__name__}",
+            found=listed(f"{type(one).__name__}, {len(one.param_groups)} group(s)" for one in strangers),
+            expected="optimizers over its parameters as they are now; others would train nothing of it",
+            fix=f"optimizer = torch.optim.AdamW(model.parameters())  # after weft.{what}(model, ctx)",
         )
     if _left_out(module, ctx, rebind):
         gc.collect()  # some may have been dropped, in a cycle
     left = _left_out(module, ctx, rebind)
     if left:
         raise OrderError(
-            message(
-                f"{what}: {len(left)} optimizer(s) hold parameters of {type(module).__name__}, and would keep the old",
-                found=listed(f"{type(one).__name__}, {len(one.param_groups)} group(s)" for one in left),
-                expected=f"{what}, then the optimizer; or the optimizer given along",
-                fix=f"weft.{what}(..., rebind=optimizer)",
-            )
+            f"{what}: {len(left)} optimizer(s) hold parameters of {type(module).__name__}, and would keep the old",
+            found=listed(f"{type(one).__name__}, {len(one.param_groups)} group(s)" for one in left),
+            expected=f"{what}, then the optimizer; or the optimizer given along",
+            fix=f"weft.{what}(..., rebind=optimizer)",
         )
 
 

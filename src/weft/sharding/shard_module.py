@@ -12,7 +12,7 @@ from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import ReducesIn, agree_on_parameters, check_data_axes, offered
 from weft.engines.options import ShardOptions
-from weft.errors import ContextError, listed, message
+from weft.errors import ContextError, listed
 from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
 from weft.sharding.meta import Source, is_meta, place_real
@@ -152,12 +152,10 @@ def sharding_axes(what: str, ctx: DistContext, axis: str | Sequence[str] | None)
         ctx.axis_size(name)
     if not 1 <= len(names) <= 2 or len(set(names)) != len(names):
         raise ContextError(
-            message(
-                f"{what}: axis = {names} cannot be sharded over",
-                found=f"{len(names)} axes: {listed(names) or 'none'}",
-                expected='one axis, or two: ("replica", "shard")',
-                fix=f'weft.{what}(..., axis="{ctx.axes[-1][0]}")',
-            )
+            f"{what}: axis = {names} cannot be sharded over",
+            found=f"{len(names)} axes: {listed(names) or 'none'}",
+            expected='one axis, or two: ("replica", "shard")',
+            fix=f'weft.{what}(..., axis="{ctx.axes[-1][0]}")',
         )
     check_data_axes(what, ctx, names)
     return names

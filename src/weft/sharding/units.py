@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.contract.select_modules import Selection, select
-from weft.errors import listed, message
+from weft.errors import listed, value_error
 
 __all__ = ["ignored_in", "owner_units", "units_of"]
 
@@ -30,13 +30,11 @@ def units_of(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tu
         parts = [part for part in found.values() if part is not module]
         uncalled = [name for name, part in found.items() if not _has_forward(part)]
         if uncalled:
-            raise ValueError(
-                message(
-                    f"{what}: units are never called",
-                    found=listed(f"{name!r} ({type(found[name]).__name__})" for name in uncalled),
-                    expected="parts that have a forward, around which they are gathered and freed",
-                    fix=f'weft.{what}(..., units="{uncalled[0]}.*")',
-                )
+            raise value_error(
+                f"{what}: units are never called",
+                found=listed(f"{name!r} ({type(found[name]).__name__})" for name in uncalled),
+                expected="parts that have a forward, around which they are gathered and freed",
+                fix=f'weft.{what}(..., units="{uncalled[0]}.*")',
             )
     read = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
     parts = [part for part in parts if id(part) not in read and any(True for _ in part.parameters())]

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from weft.errors import message
+from weft.errors import type_error
 
 __all__ = [
     "Path",
@@ -253,11 +253,9 @@ def _emptied(path: Path, leaf: Any, rows: int) -> Any:
             return part
     except Exception as error:  # noqa: BLE001  (whatever a foreign class raises: it cannot be cut)
         cause = error
-    raise TypeError(
-        message(
-            f"a batch without rows cannot be made: {'.'.join(path) or 'the batch'} has rows that cannot be taken out",
-            found=type(leaf).__name__,
-            expected="tensors, arrays and lists with one row per sample, or an object of which `[:0]` has no row",
-            fix='weft.shard_data(loader, ctx, uneven="drop")  # or a collate_fn that returns a dict of tensors',
-        )
+    raise type_error(
+        f"a batch without rows cannot be made: {'.'.join(path) or 'the batch'} has rows that cannot be taken out",
+        found=type(leaf).__name__,
+        expected="tensors, arrays and lists with one row per sample, or an object of which `[:0]` has no row",
+        fix='weft.shard_data(loader, ctx, uneven="drop")  # or a collate_fn that returns a dict of tensors',
     ) from cause

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.errors import ContractError, message
+from weft.errors import ContractError
 
 __all__ = ["CutGradient"]
 
@@ -75,12 +75,10 @@ class CutGradient(torch.Tensor):
         """
         if self.spent:
             raise ContractError(
-                message(
-                    f"the gradient of {self.parameter_name} was used by optimizer.step(), and is gone",
-                    found="a gradient between step() and zero_grad()",
-                    expected="gradients are read and clipped between backward and step()",
-                    fix="weft.clip_grads(model, ctx, max_norm=1.0)  # before optimizer.step()",
-                )
+                f"the gradient of {self.parameter_name} was used by optimizer.step(), and is gone",
+                found="a gradient between step() and zero_grad()",
+                expected="gradients are read and clipped between backward and step()",
+                fix="weft.clip_grads(model, ctx, max_norm=1.0)  # before optimizer.step()",
             )
         return self._piece()
 
@@ -117,23 +115,19 @@ class CutGradient(torch.Tensor):
             return None
         names = [one.parameter_name for one in _flat(args) if isinstance(one, cls)]
         raise ContractError(
-            message(
-                f"the gradient of {names[0] if names else 'a parameter'} lies in pieces on all ranks",
-                found=f"{func}, which would see nothing of it",
-                expected="functions that know of pieces; torch.nn.utils.clip_grad_norm_ does not",
-                fix="weft.clip_grads(model, ctx, max_norm=1.0), or weft.full_grads(model, ctx) to read them",
-            )
+            f"the gradient of {names[0] if names else 'a parameter'} lies in pieces on all ranks",
+            found=f"{func}, which would see nothing of it",
+            expected="functions that know of pieces; torch.nn.utils.clip_grad_norm_ does not",
+            fix="weft.clip_grads(model, ctx, max_norm=1.0), or weft.full_grads(model, ctx) to read them",
         )
 
     def _take(self, new: torch.Tensor) -> CutGradient:
         if self.spent and not self.cleared:
             raise ContractError(
-                message(
-                    f"a second backward pass adds to the gradient of {self.parameter_name}, which a step has used",
-                    found="optimizer.step() without optimizer.zero_grad() after it",
-                    expected="zero_grad() between a step and the next backward pass",
-                    fix="optimizer.zero_grad()",
-                )
+                f"a second backward pass adds to the gradient of {self.parameter_name}, which a step has used",
+                found="optimizer.step() without optimizer.zero_grad() after it",
+                expected="zero_grad() between a step and the next backward pass",
+                fix="optimizer.zero_grad()",
             )
         self.pending = new if self.pending is None else self.pending + new
         return self

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weft.errors import listed, message
+from weft.errors import listed, value_error
 from weft.tensors.nested import leaves
 from weft.testing.ranks import run_ranks
 
@@ -104,13 +104,11 @@ def largest_difference(one: object, two: object) -> float:
     largest = torch.zeros((), dtype=torch.float64)
     for (path, a), (_, b) in zip(leaves(one), leaves(two), strict=True):
         if a.shape != b.shape:
-            raise ValueError(
-                message(
-                    f"largest_difference: {'.'.join(path) or 'the values'} cannot be compared",
-                    found=f"shapes {tuple(a.shape)} and {tuple(b.shape)}",
-                    expected="equal shapes",
-                    fix="compare values of one structure",
-                )
+            raise value_error(
+                f"largest_difference: {'.'.join(path) or 'the values'} cannot be compared",
+                found=f"shapes {tuple(a.shape)} and {tuple(b.shape)}",
+                expected="equal shapes",
+                fix="compare values of one structure",
             )
         if a.numel():
             wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64

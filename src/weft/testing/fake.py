@@ -9,7 +9,7 @@ import torch
 from weft.context import DistContext, World
 from weft.context.settings import mesh_axes
 from weft.engines import TorchEngine
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 
 __all__ = ["fake"]
 
@@ -50,12 +50,10 @@ def fake(
     per_node = world_size if local_world_size is None else local_world_size
     if not 0 <= rank < world_size or per_node < 1 or world_size % per_node:
         raise ContextError(
-            message(
-                f"fake: rank {rank} of {world_size} with {per_node} per node cannot be",
-                found=f"rank={rank}, world_size={world_size}, local_world_size={per_node}",
-                expected="0 <= rank < world_size, a multiple of local_world_size",
-                fix="weft.testing.fake(rank=0, world_size=2)",
-            )
+            f"fake: rank {rank} of {world_size} with {per_node} per node cannot be",
+            found=f"rank={rank}, world_size={world_size}, local_world_size={per_node}",
+            expected="0 <= rank < world_size, a multiple of local_world_size",
+            fix="weft.testing.fake(rank=0, world_size=2)",
         )
     axes, data = mesh_axes(mesh, data_axes, world_size)
     return DistContext(

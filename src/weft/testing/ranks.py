@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft.errors import PeerError, WeftError, message
+from weft.errors import PeerError, WeftError, type_error, value_error
 from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
@@ -141,8 +141,11 @@ class RankPool:
     ) -> list[R]:
         """See `run_ranks`."""
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 64:
-            raise ValueError(
-                message("run_ranks: n cannot be used", found=repr(n), expected="1 to 64 ranks", fix="run_ranks(fn, 2)")
+            raise value_error(
+                "run_ranks: n cannot be used",
+                found=repr(n),
+                expected="1 to 64 ranks",
+                fix="run_ranks(fn, 2)",
             )
         job = {
             "call": _pickled(fn, args, kwargs),
@@ -348,16 +351,12 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     try:
         data: bytes = cloudpickle.dumps(call) if cloudpickle is not None else pickle.dumps(call)
     except Exception as error:
-        raise TypeError(
-            message(
-                f"run_ranks: {getattr(fn, '__qualname__', fn)!s} and its arguments cannot be sent to the ranks",
-                found=f"{type(error).__name__}: {error}",
-                expected="a function of a module and arguments that pickle"
-                + (", or cloudpickle" if cloudpickle is None else ""),
-                fix="pip install 'weft[test]'"
-                if cloudpickle is None
-                else "build such arguments inside of the function",
-            )
+        raise type_error(
+            f"run_ranks: {getattr(fn, '__qualname__', fn)!s} and its arguments cannot be sent to the ranks",
+            found=f"{type(error).__name__}: {error}",
+            expected="a function of a module and arguments that pickle"
+            + (", or cloudpickle" if cloudpickle is None else ""),
+            fix="pip install 'weft[test]'" if cloudpickle is None else "build such arguments inside of the function",
         ) from error
     return data
 

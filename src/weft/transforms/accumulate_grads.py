@@ -21,7 +21,7 @@ from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
 from weft.data.window_loader import Windows, known_length, windowed
 from weft.data.windows import Cutting, Remainder, Steps, Window, check_steps
-from weft.errors import message
+from weft.errors import type_error, value_error
 
 __all__ = ["Window", "Windows", "accumulate_grads"]
 
@@ -116,23 +116,19 @@ def accumulate_grads(
         ("reduce", reduce, ("last", "every")),
     ):
         if value not in allowed:
-            raise ValueError(
-                message(
-                    f"accumulate_grads: {name} = {value!r} is unknown",
-                    found=repr(value),
-                    expected=" or ".join(map(repr, allowed)),
-                    fix=f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})",
-                )
+            raise value_error(
+                f"accumulate_grads: {name} = {value!r} is unknown",
+                found=repr(value),
+                expected=" or ".join(map(repr, allowed)),
+                fix=f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})",
             )
     several = _flattened(modules)
     if not several or not all(isinstance(m, nn.Module) for m in several) or not isinstance(loader, Iterable):
-        raise TypeError(
-            message(
-                "accumulate_grads: takes modules and a loader",
-                found=f"{', '.join(type(m).__name__ for m in several) or 'no module'}; {type(loader).__name__}",
-                expected="one module, or a list, tuple or dict of them, and an iterable of batches",
-                fix="model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
-            )
+        raise type_error(
+            "accumulate_grads: takes modules and a loader",
+            found=f"{', '.join(type(m).__name__ for m in several) or 'no module'}; {type(loader).__name__}",
+            expected="one module, or a list, tuple or dict of them, and an iterable of batches",
+            fix="model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
         )
     syncs = _grad_syncs(several)
     # Without a strategy gradients are reduced by hand, if at all, and what the ranks read is not ours to judge.
@@ -141,13 +137,11 @@ def accumulate_grads(
         warnings.warn(str(incomplete("accumulate_grads", [findings])), stacklevel=3)
     means = {sync.mean_over for sync in syncs} or {1}
     if len(means) > 1:
-        raise ValueError(
-            message(
-                "accumulate_grads: the modules average their gradients over different numbers of ranks",
-                found=f"{sorted(means)} ranks",
-                expected="modules with one denominator in one window",
-                fix="one accumulate_grads per module, each with a loader of its own",
-            )
+        raise value_error(
+            "accumulate_grads: the modules average their gradients over different numbers of ranks",
+            found=f"{sorted(means)} ranks",
+            expected="modules with one denominator in one window",
+            fix="one accumulate_grads per module, each with a loader of its own",
         )
     cutting: Cutting[Any] = Cutting(steps, remainder, reduce, syncs, means.pop(), ctx)
     windows = windowed(loader, cutting)

@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import check_not_elsewhere, offered, transform
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed, type_error, value_error
 
 __all__ = ["Averages", "average_weights", "averages"]
 
@@ -132,13 +132,11 @@ class Averages:
         counts = [state.get(key) for key in ("num_averaged", "calls")]
         weights = state.get("weights")
         if not isinstance(weights, Mapping) or not all(isinstance(count, int) and count >= 0 for count in counts):
-            raise ValueError(
-                message(
-                    "load_state_dict: this is no state of averages",
-                    found=f"keys {listed(map(repr, state)) or 'none'}",
-                    expected="'weights', 'num_averaged' and 'calls'",
-                    fix="averages.load_state_dict(saved)  # from averages.state_dict()",
-                )
+            raise value_error(
+                "load_state_dict: this is no state of averages",
+                found=f"keys {listed(map(repr, state)) or 'none'}",
+                expected="'weights', 'num_averaged' and 'calls'",
+                fix="averages.load_state_dict(saved)  # from averages.state_dict()",
             )
         self._held.load(weights)
         self.num_averaged, self._calls = int(state["num_averaged"]), int(state["calls"])
@@ -161,12 +159,10 @@ class Averages:
     def _check_not_swapped(self, what: str) -> None:
         if self._is_swapped:
             raise ContractError(
-                message(
-                    f"{what}: the module holds its averages at this moment",
-                    found=f"averages.{what}() inside of `with averages.swapped():`",
-                    expected=f"{what} after the body",
-                    fix=f"with averages.swapped():\n    evaluate(model)\naverages.{what}(...)",
-                )
+                f"{what}: the module holds its averages at this moment",
+                found=f"averages.{what}() inside of `with averages.swapped():`",
+                expected=f"{what} after the body",
+                fix=f"with averages.swapped():\n    evaluate(model)\naverages.{what}(...)",
             )
 
 
@@ -270,12 +266,10 @@ def averages(module: nn.Module) -> Averages:
     found = offered(module, Averages)
     if not found:
         raise ContractError(
-            message(
-                "averages: this object has no averages",
-                found=type(module).__name__,
-                expected="a module that average_weights was applied to",
-                fix="model, ctx = weft.average_weights(model, ctx)",
-            )
+            "averages: this object has no averages",
+            found=type(module).__name__,
+            expected="a module that average_weights was applied to",
+            fix="model, ctx = weft.average_weights(model, ctx)",
         )
     return found[-1]
 
@@ -285,54 +279,44 @@ def averages(module: nn.Module) -> Averages:
 
 def _check_options(module: object, decay: Decay, every: object, start: object, buffers: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            message(
-                "average_weights: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix="model, ctx = weft.average_weights(model, ctx)",
-            )
+        raise type_error(
+            "average_weights: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix="model, ctx = weft.average_weights(model, ctx)",
         )
     if decay is not None and not callable(decay):
         _check_decay(decay, "decay")
     for name, value, least in (("every", every, 1), ("start", start, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
-                message(
-                    f"average_weights: {name} = {value!r} cannot be used",
-                    found=repr(value),
-                    expected=f"a whole number >= {least}",
-                    fix=f"weft.average_weights(model, ctx, {name}={least})",
-                )
+            raise value_error(
+                f"average_weights: {name} = {value!r} cannot be used",
+                found=repr(value),
+                expected=f"a whole number >= {least}",
+                fix=f"weft.average_weights(model, ctx, {name}={least})",
             )
     if buffers not in ("live", "average"):
-        raise ValueError(
-            message(
-                f"average_weights: buffers = {buffers!r} is unknown",
-                found=repr(buffers),
-                expected="'live' or 'average'",
-                fix='weft.average_weights(model, ctx, buffers="live")',
-            )
+        raise value_error(
+            f"average_weights: buffers = {buffers!r} is unknown",
+            found=repr(buffers),
+            expected="'live' or 'average'",
+            fix='weft.average_weights(model, ctx, buffers="live")',
         )
     lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy or not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(
-            message(
-                f"average_weights: {type(module).__name__} has no weights to average",
-                found=f"parameters without a shape: {listed(lazy)}" if lazy else "no parameter requires a gradient",
-                expected="trained parameters, with their shapes",
-                fix="model(example_batch)  # before average_weights" if lazy else "model.requires_grad_()",
-            )
+        raise value_error(
+            f"average_weights: {type(module).__name__} has no weights to average",
+            found=f"parameters without a shape: {listed(lazy)}" if lazy else "no parameter requires a gradient",
+            expected="trained parameters, with their shapes",
+            fix="model(example_batch)  # before average_weights" if lazy else "model.requires_grad_()",
         )
 
 
 def _check_decay(decay: object, name: str) -> None:
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
-        raise ValueError(
-            message(
-                f"average_weights: {name} = {decay!r} cannot be used",
-                found=repr(decay),
-                expected="a number from 0 to 1, a function that gives one, or None for equal weights",
-                fix="weft.average_weights(model, ctx, decay=0.999)",
-            )
+        raise value_error(
+            f"average_weights: {name} = {decay!r} cannot be used",
+            found=repr(decay),
+            expected="a number from 0 to 1, a function that gives one, or None for equal weights",
+            fix="weft.average_weights(model, ctx, decay=0.999)",
         )

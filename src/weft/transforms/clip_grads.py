@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.errors import listed, message
+from weft.errors import listed, message, type_error, value_error
 from weft.peers.agreement import exchange
 
 __all__ = ["clip_grads"]
@@ -129,34 +129,28 @@ def _parts(given: object, name: str) -> Iterator[_Part]:
         for count, item in enumerate(given):
             yield from _parts(item, _join(name, count))
         if count < 0 and isinstance(given, Iterator):
-            raise ValueError(
-                message(
-                    "clip_grads: an iterator gave nothing",
-                    found=f"{name or 'modules'}: an empty {type(given).__name__}; was it used before?",
-                    expected="modules, optimizers or parameters",
-                    fix="weft.clip_grads(model, ctx, max_norm=1.0)",
-                )
-            )
-    else:
-        raise TypeError(
-            message(
-                f"clip_grads: {name or 'modules'} has no gradients",
-                found=type(given).__name__,
-                expected="a module, an optimizer, a parameter, or an iterable or mapping of them",
+            raise value_error(
+                "clip_grads: an iterator gave nothing",
+                found=f"{name or 'modules'}: an empty {type(given).__name__}; was it used before?",
+                expected="modules, optimizers or parameters",
                 fix="weft.clip_grads(model, ctx, max_norm=1.0)",
             )
+    else:
+        raise type_error(
+            f"clip_grads: {name or 'modules'} has no gradients",
+            found=type(given).__name__,
+            expected="a module, an optimizer, a parameter, or an iterable or mapping of them",
+            fix="weft.clip_grads(model, ctx, max_norm=1.0)",
         )
 
 
 def _check_leaf(given: object, name: str) -> None:
     if isinstance(given, torch.Tensor) and not given.is_leaf:
-        raise TypeError(
-            message(
-                f"clip_grads: {name or 'modules'} is no parameter",
-                found=f"a tensor of shape {tuple(given.shape)} that was computed by {type(given.grad_fn).__name__}",
-                expected="parameters, whose .grad is clipped",
-                fix="weft.clip_grads(model.parameters(), ctx, max_norm=1.0)",
-            )
+        raise type_error(
+            f"clip_grads: {name or 'modules'} is no parameter",
+            found=f"a tensor of shape {tuple(given.shape)} that was computed by {type(given.grad_fn).__name__}",
+            expected="parameters, whose .grad is clipped",
+            fix="weft.clip_grads(model.parameters(), ctx, max_norm=1.0)",
         )
 
 
@@ -211,25 +205,21 @@ def _raise_not_finite(parts: list[_Part], norm: torch.Tensor, ctx: DistContext) 
 def _check_real(parts: list[_Part]) -> None:
     wrong = [name for name, p in _named(parts) if p.is_complex()]
     if wrong:
-        raise ValueError(
-            message(
-                "clip_grads: max_value cannot limit complex gradients, which have no order",
-                found=listed(wrong),
-                expected="real parameters with max_value; max_norm is for complex ones, too",
-                fix="weft.clip_grads(model, ctx, max_norm=1.0)",
-            )
+        raise value_error(
+            "clip_grads: max_value cannot limit complex gradients, which have no order",
+            found=listed(wrong),
+            expected="real parameters with max_value; max_norm is for complex ones, too",
+            fix="weft.clip_grads(model, ctx, max_norm=1.0)",
         )
 
 
 def _check_context(ctx: object) -> None:
     if not isinstance(ctx, DistContext):
-        raise TypeError(
-            message(
-                f"clip_grads: ctx = {ctx!r} is not a context",
-                found=type(ctx).__name__,
-                expected="the DistContext that the last transform returned",
-                fix="weft.clip_grads(model, ctx, max_norm=1.0)",
-            )
+        raise type_error(
+            f"clip_grads: ctx = {ctx!r} is not a context",
+            found=type(ctx).__name__,
+            expected="the DistContext that the last transform returned",
+            fix="weft.clip_grads(model, ctx, max_norm=1.0)",
         )
 
 
@@ -238,38 +228,30 @@ def _check_options(max_norm: object, max_value: object, norm_type: object, nonfi
         if value is None and name != "norm_type":
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(
-                message(
-                    f"clip_grads: {name} = {value!r} is no number",
-                    found=type(value).__name__,
-                    expected="a number > 0",
-                    fix=f"weft.clip_grads(model, ctx, {name}={'math.inf' if value == 'inf' else '1.0'})",
-                )
+            raise type_error(
+                f"clip_grads: {name} = {value!r} is no number",
+                found=type(value).__name__,
+                expected="a number > 0",
+                fix=f"weft.clip_grads(model, ctx, {name}={'math.inf' if value == 'inf' else '1.0'})",
             )
         if not value > 0:
-            raise ValueError(
-                message(
-                    f"clip_grads: {name} = {value!r} cannot be used",
-                    found=repr(value),
-                    expected="a number > 0" + (" or None, for no clipping" if name != "norm_type" else ""),
-                    fix=f"weft.clip_grads(model, ctx, {name}={2.0 if name == 'norm_type' else 1.0})",
-                )
+            raise value_error(
+                f"clip_grads: {name} = {value!r} cannot be used",
+                found=repr(value),
+                expected="a number > 0" + (" or None, for no clipping" if name != "norm_type" else ""),
+                fix=f"weft.clip_grads(model, ctx, {name}={2.0 if name == 'norm_type' else 1.0})",
             )
     if max_norm is not None and max_value is not None:
-        raise ValueError(
-            message(
-                "clip_grads: max_norm and max_value exclude each other",
-                found=f"max_norm={max_norm!r}, max_value={max_value!r}",
-                expected="one of them; the order of both would matter",
-                fix=f"weft.clip_grads(model, ctx, max_norm={max_norm!r})",
-            )
+        raise value_error(
+            "clip_grads: max_norm and max_value exclude each other",
+            found=f"max_norm={max_norm!r}, max_value={max_value!r}",
+            expected="one of them; the order of both would matter",
+            fix=f"weft.clip_grads(model, ctx, max_norm={max_norm!r})",
         )
     if nonfinite is not None and nonfinite not in _POLICIES:
-        raise ValueError(
-            message(
-                f"clip_grads: nonfinite = {nonfinite!r} is unknown",
-                found=repr(nonfinite),
-                expected=" or ".join(repr(policy) for policy in _POLICIES) + ", or None",
-                fix='weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip")',
-            )
+        raise value_error(
+            f"clip_grads: nonfinite = {nonfinite!r} is unknown",
+            found=repr(nonfinite),
+            expected=" or ".join(repr(policy) for policy in _POLICIES) + ", or None",
+            fix='weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip")',
         )

@@ -14,7 +14,7 @@ from weft.context import DistContext
 from weft.contract import check_not_elsewhere, transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import CompileOptions
-from weft.errors import AlreadyApplied, listed, message
+from weft.errors import AlreadyApplied, listed, value_error
 
 __all__ = ["compile"]
 
@@ -95,22 +95,18 @@ def compile(
 
 def _check_options(backend: object, mode: str | None, options: Mapping[str, Any] | None) -> None:
     if mode is not None and options is not None:
-        raise ValueError(
-            message(
-                "compile: mode and options cannot be used together",
-                found=f"mode = {mode!r}, options = {dict(options)!r}",
-                expected="a set of options by its name, or single options",
-                fix=f"weft.compile(model, ctx, mode={mode!r})",
-            )
+        raise value_error(
+            "compile: mode and options cannot be used together",
+            found=f"mode = {mode!r}, options = {dict(options)!r}",
+            expected="a set of options by its name, or single options",
+            fix=f"weft.compile(model, ctx, mode={mode!r})",
         )
     if backend in ("eager", "aot_eager") and (mode is not None or options is not None):
-        raise ValueError(
-            message(
-                f"compile: mode and options have no effect on backend {backend!r}",
-                found=f"mode = {mode!r}" if mode is not None else f"options = {options!r}",
-                expected="a backend that generates code",
-                fix=f"weft.compile(model, ctx, backend={backend!r})",
-            )
+        raise value_error(
+            f"compile: mode and options have no effect on backend {backend!r}",
+            found=f"mode = {mode!r}" if mode is not None else f"options = {options!r}",
+            expected="a backend that generates code",
+            fix=f"weft.compile(model, ctx, backend={backend!r})",
         )
 
 
@@ -119,12 +115,10 @@ def _check_new(module: nn.Module, ctx: DistContext) -> None:
     if done:
         wrapped = hasattr(module, "_orig_mod")
         raise AlreadyApplied(
-            message(
-                f"compile: parts of {type(module).__name__} are compiled already",
-                found=listed(done),
-                expected="a module that is compiled here, and was not before",
-                fix="model, ctx = weft.compile(model._orig_mod, ctx)  # the module that torch.compile was given"
-                if wrapped
-                else "model, ctx = weft.compile(model, ctx)  # in place of module.compile(), once",
-            )
+            f"compile: parts of {type(module).__name__} are compiled already",
+            found=listed(done),
+            expected="a module that is compiled here, and was not before",
+            fix="model, ctx = weft.compile(model._orig_mod, ctx)  # the module that torch.compile was given"
+            if wrapped
+            else "model, ctx = weft.compile(model, ctx)  # in place of module.compile(), once",
         )

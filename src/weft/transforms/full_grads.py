@@ -7,7 +7,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import KeepsParameters, offered
-from weft.errors import message
+from weft.errors import type_error
 
 __all__ = ["full_grads"]
 
@@ -41,13 +41,11 @@ def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
         {'weight': tensor([[3.]])}
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            message(
-                "full_grads: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix="gradients = weft.full_grads(model, ctx)",
-            )
+        raise type_error(
+            "full_grads: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix="gradients = weft.full_grads(model, ctx)",
         )
     ctx.require_collective("full_grads")
     ctx.engine.drop_gathered(module)

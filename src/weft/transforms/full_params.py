@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import ComputesAlone, KeepsParameters, offered
-from weft.errors import ContractError, message
+from weft.errors import ContractError, type_error
 
 __all__ = ["full_params"]
 
@@ -62,23 +62,19 @@ def full_params(
         [[3.0, 3.0]]
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            message(
-                "full_params: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix="with weft.full_params(model, ctx): ...",
-            )
+        raise type_error(
+            "full_params: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix="with weft.full_params(model, ctx): ...",
         )
     elsewhere = [part for part in module.modules() if any(o.elsewhere for o in offered(part, KeepsParameters))]
     if forward and elsewhere:
         raise ContractError(
-            message(
-                f"full_params: a {type(elsewhere[0]).__name__} cannot be called by one rank alone",
-                found="parameters that another engine keeps between steps, and gathers in each call",
-                expected="fully_shard, or zero_partition of torch's engine",
-                fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
-            )
+            f"full_params: a {type(elsewhere[0]).__name__} cannot be called by one rank alone",
+            found="parameters that another engine keeps between steps, and gathers in each call",
+            expected="fully_shard, or zero_partition of torch's engine",
+            fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
         )
     group = ctx.require_collective("full_params").group if write else None
     return _gathered(module, ctx, group, write=write, forward=forward)

@@ -8,7 +8,7 @@ import torch
 
 from weft.context import DistContext
 from weft.contract import transform
-from weft.errors import ContractError, message
+from weft.errors import ContractError, type_error
 
 __all__ = ["gather_step"]
 
@@ -51,22 +51,18 @@ def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         ['gather_step']
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            message(
-                "gather_step: this is not an optimizer",
-                found=type(optimizer).__name__,
-                expected="a torch.optim.Optimizer",
-                fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
-            )
+        raise type_error(
+            "gather_step: this is not an optimizer",
+            found=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer",
+            fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ContractError(
-            message(
-                "gather_step: LBFGS looks at all parameters at once",
-                found="LBFGS",
-                expected="an optimizer that updates each parameter by itself",
-                fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
-            )
+            "gather_step: LBFGS looks at all parameters at once",
+            found="LBFGS",
+            expected="an optimizer that updates each parameter by itself",
+            fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
         )
     if ctx.world_size == 1:
         return optimizer, ctx

@@ -16,7 +16,7 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import RecomputeOptions
-from weft.errors import AlreadyApplied, listed, message
+from weft.errors import AlreadyApplied, listed, type_error, value_error
 
 __all__ = ["recompute"]
 
@@ -107,34 +107,28 @@ def recompute(
 
 def _check_options(every: int, determinism_check: str) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            message(
-                f"recompute: every = {every!r} cannot be used",
-                found=repr(every),
-                expected="a whole number of blocks >= 1",
-                fix="weft.recompute(model, ctx, blocks=..., every=2)",
-            )
+        raise value_error(
+            f"recompute: every = {every!r} cannot be used",
+            found=repr(every),
+            expected="a whole number of blocks >= 1",
+            fix="weft.recompute(model, ctx, blocks=..., every=2)",
         )
     if determinism_check not in ("default", "none"):
-        raise ValueError(
-            message(
-                f"recompute: determinism_check = {determinism_check!r} is unknown",
-                found=repr(determinism_check),
-                expected="'default' or 'none'",
-                fix='weft.recompute(model, ctx, blocks=..., determinism_check="default")',
-            )
+        raise value_error(
+            f"recompute: determinism_check = {determinism_check!r} is unknown",
+            found=repr(determinism_check),
+            expected="'default' or 'none'",
+            fix='weft.recompute(model, ctx, blocks=..., determinism_check="default")',
         )
 
 
 def _listed_ops(save: Sequence[Op]) -> Sequence[Op]:
     if isinstance(save, str):  # a sequence of letters
-        raise TypeError(
-            message(
-                f"recompute: save = {save!r} is one name",
-                found=repr(save),
-                expected="a list of operations",
-                fix=f"weft.recompute(model, ctx, blocks=..., save=[{save!r}])",
-            )
+        raise type_error(
+            f"recompute: save = {save!r} is one name",
+            found=repr(save),
+            expected="a list of operations",
+            fix=f"weft.recompute(model, ctx, blocks=..., save=[{save!r}])",
         )
     return save
 
@@ -143,10 +137,8 @@ def _check_new(module: nn.Module, ctx: DistContext) -> None:
     done = ctx.engine.already_recomputed(module)
     if done:
         raise AlreadyApplied(
-            message(
-                f"recompute: parts of {type(module).__name__} are checkpointed already",
-                found=listed(done),
-                expected="one place that decides what is computed twice",
-                fix="model, ctx = weft.recompute(model, ctx, blocks=[...])  # once, with all of them",
-            )
+            f"recompute: parts of {type(module).__name__} are checkpointed already",
+            found=listed(done),
+            expected="one place that decides what is computed twice",
+            fix="model, ctx = weft.recompute(model, ctx, blocks=[...])  # once, with all of them",
         )

@@ -23,7 +23,7 @@ from weft.contract import (
     transform,
 )
 from weft.engines.options import ReduceOptions
-from weft.errors import AlreadyApplied, listed, message
+from weft.errors import AlreadyApplied, listed, type_error, value_error
 from weft.peers.ledger import Ledger
 
 __all__ = ["replicate"]
@@ -126,23 +126,19 @@ def _options(
     methods: Sequence[str],
 ) -> ReduceOptions:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-        raise ValueError(
-            message(
-                f"replicate: bucket_bytes = {bucket_bytes!r} cannot be used",
-                found=repr(bucket_bytes),
-                expected="a whole number of bytes > 0",
-                fix="weft.replicate(model, ctx, bucket_bytes=25 * 2**20)",
-            )
+        raise value_error(
+            f"replicate: bucket_bytes = {bucket_bytes!r} cannot be used",
+            found=repr(bucket_bytes),
+            expected="a whole number of bytes > 0",
+            fix="weft.replicate(model, ctx, bucket_bytes=25 * 2**20)",
         )
     for name, value, allowed in (("unused", unused, ("error", "zero")), ("buffers", buffers, ("broadcast", "local"))):
         if value not in allowed:
-            raise ValueError(
-                message(
-                    f"replicate: {name} = {value!r} is unknown",
-                    found=repr(value),
-                    expected=" or ".join(repr(choice) for choice in allowed),
-                    fix=f"weft.replicate(model, ctx, {name}={allowed[0]!r})",
-                )
+            raise value_error(
+                f"replicate: {name} = {value!r} is unknown",
+                found=repr(value),
+                expected=" or ".join(repr(choice) for choice in allowed),
+                fix=f"weft.replicate(model, ctx, {name}={allowed[0]!r})",
             )
     check_methods("replicate", module, methods)
     dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
@@ -158,33 +154,27 @@ def _options(
 
 def _check_module(module: nn.Module, ctx: DistContext) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            message(
-                "replicate: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix="model, ctx = weft.replicate(model, ctx)",
-            )
+        raise type_error(
+            "replicate: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix="model, ctx = weft.replicate(model, ctx)",
         )
     check_not_wrapped("replicate", module)
     check_whole("replicate", module, ctx)
     shared = [name for name, parameter in module.named_parameters() if ctx.engine.is_reduced(parameter)]
     if shared:
         raise AlreadyApplied(
-            message(
-                f"replicate: parameters of {type(module).__name__} are replicated already",
-                found=listed(shared),
-                expected="each parameter in one replicated module: the outermost",
-                fix="replicate the whole model once, and not its parts",
-            )
+            f"replicate: parameters of {type(module).__name__} are replicated already",
+            found=listed(shared),
+            expected="each parameter in one replicated module: the outermost",
+            fix="replicate the whole model once, and not its parts",
         )
     lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
-        raise ValueError(
-            message(
-                f"replicate: parameters of {type(module).__name__} have no shape yet",
-                found=listed(lazy),
-                expected="a module that has been called once (lazy modules get their shapes then)",
-                fix="model(example_batch)  # before replicate",
-            )
+        raise value_error(
+            f"replicate: parameters of {type(module).__name__} have no shape yet",
+            found=listed(lazy),
+            expected="a module that has been called once (lazy modules get their shapes then)",
+            fix="model(example_batch)  # before replicate",
         )

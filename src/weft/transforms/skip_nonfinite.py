@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import offered, transform
-from weft.errors import ContractError, OrderError, listed, message
+from weft.errors import ContractError, OrderError, listed, type_error, value_error
 from weft.precision import PrecisionOffer
 
 __all__ = ["skip_nonfinite", "was_skipped"]
@@ -64,37 +64,31 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         >>> optimizer, ctx = weft.skip_nonfinite(torch.optim.SGD(model.parameters()), ctx)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            message(
-                "skip_nonfinite: this is not an optimizer",
-                found=type(optimizer).__name__,
-                expected="a torch.optim.Optimizer",
-                fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
-            )
+        raise type_error(
+            "skip_nonfinite: this is not an optimizer",
+            found=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer",
+            fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
         )
     modules = [ref() for record in ctx.applied if record.name == "with_precision" for ref in record.refs]
     pairs = [(module, offer) for module in modules for offer in offered(module, PrecisionOffer)]
     wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
     if not any(wanted & {id(p) for p in cast("nn.Module", module).parameters()} for module, _ in pairs):
         raise OrderError(
-            message(
-                "skip_nonfinite: the context knows no module with a precision that holds these parameters",
-                found=f"transforms so far: {listed(record.name for record in ctx.applied) or 'none'}",
-                expected="with_precision on the module, then the optimizer, then skip_nonfinite on the optimizer",
-                fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
-            )
+            "skip_nonfinite: the context knows no module with a precision that holds these parameters",
+            found=f"transforms so far: {listed(record.name for record in ctx.applied) or 'none'}",
+            expected="with_precision on the module, then the optimizer, then skip_nonfinite on the optimizer",
+            fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
         )
     scales = [
         offer.precise.scale for _, offer in pairs if offer.precise is not None and offer.precise.scale is not None
     ]
     if scales and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            message(
-                "skip_nonfinite: LBFGS evaluates the loss inside of step, which cannot be skipped",
-                found="LBFGS with an fp16 module",
-                expected="an optimizer that is stepped after backward",
-                fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
-            )
+        raise value_error(
+            "skip_nonfinite: LBFGS evaluates the loss inside of step, which cannot be skipped",
+            found="LBFGS with an fp16 module",
+            expected="an optimizer that is stepped after backward",
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
     ctx.agree("skip_nonfinite", {"optimizer": type(optimizer).__name__, "fp16 modules": len(scales)})
     if not scales:
@@ -127,11 +121,9 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     offers = offered(optimizer, _SkipOffer)
     if not offers:
         raise ContractError(
-            message(
-                "was_skipped: this optimizer steps whatever the gradients are",
-                found=type(optimizer).__name__,
-                expected="an optimizer that skip_nonfinite was applied to",
-                fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
-            )
+            "was_skipped: this optimizer steps whatever the gradients are",
+            found=type(optimizer).__name__,
+            expected="an optimizer that skip_nonfinite was applied to",
+            fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
         )
     return bool(offers[-1].skipping is not None and offers[-1].skipping.skipped)

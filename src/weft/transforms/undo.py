@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract import Undoable, check_known, forget, offered
-from weft.errors import message
+from weft.errors import type_error
 from weft.peers.agreement import disagree
 from weft.sharding import check_optimizers, exchange_parameters, layouts, optimizers_in
 
@@ -79,13 +79,11 @@ def _optimizers(
     """Those in `rebind`, and those that were partitioned together with the module."""
     given = optimizers_in("undo", rebind)
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            message(
-                "undo: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)",
-            )
+        raise type_error(
+            "undo: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)",
         )
     together = [ref() for record in ctx.records(module) for ref in record.refs]
     found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))

@@ -15,7 +15,7 @@ from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.contract import check_methods, offered, transform
 from weft.engines.options import CastOptions, ScaleOptions
-from weft.errors import listed, message
+from weft.errors import listed, type_error, value_error
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
 
 __all__ = ["loss_scale", "with_precision"]
@@ -73,15 +73,13 @@ def with_precision(
     """
     if not isinstance(module, nn.Module):
         is_optimizer = isinstance(module, torch.optim.Optimizer)
-        raise TypeError(
-            message(
-                "with_precision: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)"
-                if is_optimizer
-                else 'model, ctx = weft.with_precision(model, ctx, "bf16")',
-            )
+        raise type_error(
+            "with_precision: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)"
+            if is_optimizer
+            else 'model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
     return _on_module(module, ctx, named_policy(policy), tuple(methods))
 
@@ -112,23 +110,19 @@ def _check_device(precision: Precision, ctx: DistContext) -> None:
     double = torch.float64 in (precision.param, precision.compute, precision.buffer, precision.output)
     low = precision.compute in LOW and precision.param is not precision.compute
     if (kind == "mps" and double) or (low and not torch.amp.autocast_mode.is_autocast_available(kind)):
-        raise ValueError(
-            message(
-                f"with_precision: {kind} cannot do this policy",
-                found="float64 on mps" if double else f"torch has no autocast on {kind}",
-                expected="a policy the device supports",
-                fix='model, ctx = weft.with_precision(model, ctx, "fp32")',
-            )
+        raise value_error(
+            f"with_precision: {kind} cannot do this policy",
+            found="float64 on mps" if double else f"torch has no autocast on {kind}",
+            expected="a policy the device supports",
+            fix='model, ctx = weft.with_precision(model, ctx, "fp32")',
         )
     reasons = [ctx.engine.refusal(dtype) for dtype in (precision.compute, precision.param)]
     for reason in filter(None, reasons):
-        raise ValueError(
-            message(
-                f"with_precision: {kind} cannot do this policy",
-                found=reason,
-                expected='"bf16", whose range is that of float32 and needs no scale',
-                fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
-            )
+        raise value_error(
+            f"with_precision: {kind} cannot do this policy",
+            found=reason,
+            expected='"bf16", whose range is that of float32 and needs no scale',
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
 
 
@@ -142,13 +136,11 @@ def _check_scalable(module: nn.Module, precision: Precision) -> None:
         if p.requires_grad and torch.float16 in (precision.param, p.dtype if precision.param is None else None)
     ]
     if names:
-        raise ValueError(
-            message(
-                "with_precision: float16 parameters cannot be trained with a loss scale",
-                found=listed(names),
-                expected="float32 parameters, computed in float16",
-                fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
-            )
+        raise value_error(
+            "with_precision: float16 parameters cannot be trained with a loss scale",
+            found=listed(names),
+            expected="float32 parameters, computed in float16",
+            fix='model, ctx = weft.with_precision(model, ctx, "fp16")',
         )
 
 
@@ -156,13 +148,11 @@ def _check_callable(module: nn.Module, precision: Precision, methods: tuple[str,
     """A list of modules is never called itself: casts and autocast would have no effect."""
     has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
     if not (has_forward or methods or precision.compute is precision.output is None):
-        raise ValueError(
-            message(
-                f"with_precision: {type(module).__name__} has no forward, so nothing can be computed in a precision",
-                found=type(module).__name__,
-                expected="a module that is called, or the methods that are",
-                fix="for part in modules: part, ctx = weft.with_precision(part, ctx, policy)",
-            )
+        raise value_error(
+            f"with_precision: {type(module).__name__} has no forward, so nothing can be computed in a precision",
+            found=type(module).__name__,
+            expected="a module that is called, or the methods that are",
+            fix="for part in modules: part, ctx = weft.with_precision(part, ctx, policy)",
         )
 
 
@@ -172,13 +162,11 @@ def _check_castable(module: nn.Module, precision: Precision) -> None:
     empty = {id(t) for t, dtype in _to_cast(module, precision) if isinstance(t, lazy) and t.dtype is not dtype}
     names = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if id(t) in empty]
     if names:
-        raise ValueError(
-            message(
-                f"with_precision: parameters of {type(module).__name__} have no shape yet and cannot be cast",
-                found=listed(names),
-                expected="a module that has been called once (lazy modules get their shapes then)",
-                fix="model(example_batch)  # before with_precision",
-            )
+        raise value_error(
+            f"with_precision: parameters of {type(module).__name__} have no shape yet and cannot be cast",
+            found=listed(names),
+            expected="a module that has been called once (lazy modules get their shapes then)",
+            fix="model(example_batch)  # before with_precision",
         )
 
 
@@ -195,13 +183,11 @@ def _check_one_scale(module: nn.Module, precision: Precision, ctx: DistContext) 
     taken = {id(p): type(other).__name__ for other in scaled for p in other.parameters()}
     names = [f"{name} (of {taken[id(p)]})" for name, p in module.named_parameters() if id(p) in taken]
     if names:
-        raise ValueError(
-            message(
-                f"with_precision: parameters of {type(module).__name__} have a loss scale already",
-                found=listed(names),
-                expected="each parameter in one fp16 module: the outermost",
-                fix='model, ctx = weft.with_precision(model, ctx, "fp16")  # once, for what holds them all',
-            )
+        raise value_error(
+            f"with_precision: parameters of {type(module).__name__} have a loss scale already",
+            found=listed(names),
+            expected="each parameter in one fp16 module: the outermost",
+            fix='model, ctx = weft.with_precision(model, ctx, "fp16")  # once, for what holds them all',
         )
 
 

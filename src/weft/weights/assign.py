@@ -25,7 +25,7 @@ from weft.checkpoint.format.safetensors_write import check_file
 from weft.checkpoint.format.tensor_blocks import Block, block_of, local_part, writers
 from weft.checkpoint.state.collect import tell_keepers
 from weft.context import DistContext
-from weft.errors import CheckpointError, ContextError, listed, message
+from weft.errors import CheckpointError, ContextError, listed, value_error
 from weft.sharding import check_optimizers
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.host_memory import memory_of
@@ -129,12 +129,10 @@ class Placement:
         found += [f"not in the file: {listed(self.missing)}"] if self.missing and strict else []
         found += [f"only in the file: {listed(self.unexpected)}"] if self.unexpected and strict else []
         raise CheckpointError(
-            message(
-                f"{self._what}: {self._source.path} does not fit the module",
-                found="; ".join(found),
-                expected="the names, shapes and kinds of numbers of the module",
-                fix=self._tie() or f"weft.{self._what}(module, path, ctx, {self._hint()})",
-            )
+            f"{self._what}: {self._source.path} does not fit the module",
+            found="; ".join(found),
+            expected="the names, shapes and kinds of numbers of the module",
+            fix=self._tie() or f"weft.{self._what}(module, path, ctx, {self._hint()})",
         )
 
     def _tie(self) -> str:
@@ -168,13 +166,11 @@ class Placement:
             or (isinstance(one.tensor, nn.Parameter) and engine.is_reduced(one.tensor))
         ]
         if bound:
-            raise ValueError(
-                message(
-                    f"{self._what}: dtype cannot be changed by now",
-                    found=f"{listed(bound)}, after {listed(records) or 'sharding'}",
-                    expected="dtype for a module that no transform was applied to",
-                    fix=f"weft.{self._what} first, then the transforms; or no dtype",
-                )
+            raise value_error(
+                f"{self._what}: dtype cannot be changed by now",
+                found=f"{listed(bound)}, after {listed(records) or 'sharding'}",
+                expected="dtype for a module that no transform was applied to",
+                fix=f"weft.{self._what} first, then the transforms; or no dtype",
             )
 
     # -- who reads what --------------------------------------------------------------------------
@@ -199,12 +195,10 @@ class Placement:
         outside = set(mesh.mesh.flatten().tolist()) - set(self._ctx.ranks)
         if outside and mesh.size() > 1:
             raise ContextError(
-                message(
-                    f"{self._what}: {move.name} is cut over ranks that the context does not have",
-                    found=f"global ranks {listed(sorted(outside))} besides {listed(self._ctx.ranks)}",
-                    expected="the context the module was sharded with",
-                    fix=f"weft.{self._what}(module, path, ctx)  # of weft.start()",
-                )
+                f"{self._what}: {move.name} is cut over ranks that the context does not have",
+                found=f"global ranks {listed(sorted(outside))} besides {listed(self._ctx.ranks)}",
+                expected="the context the module was sharded with",
+                fix=f"weft.{self._what}(module, path, ctx)  # of weft.start()",
             )
         copies = [dim for dim, one in enumerate(cut.placements) if one.is_replicate() and mesh.size(dim) > 1]
         return tuple((mesh.get_group(dim), index % mesh.size(dim)) for dim in copies)
@@ -247,12 +241,10 @@ class Placement:
             mine = out[inside(part, (0,) * len(part.shape))].to("cpu").contiguous()
             if memory_of(mine) != memory_of(values.contiguous()):
                 raise CheckpointError(
-                    message(
-                        f"{self._what}: {move.name} and {other.key} differ in {self._source.path}",
-                        found="one tensor in the module, two in the file",
-                        expected="equal values for tied weights",
-                        fix="build the module without tying them (tie_word_embeddings=False)",
-                    )
+                    f"{self._what}: {move.name} and {other.key} differ in {self._source.path}",
+                    found="one tensor in the module, two in the file",
+                    expected="equal values for tied weights",
+                    fix="build the module without tying them (tie_word_embeddings=False)",
                 )
 
     def undo(self) -> None:
@@ -293,13 +285,11 @@ def renamed(what: str, source: Source, rename: Callable[[str], str | None] | Non
     for name, stored in source.tensors.items():
         new = rename(name)
         if new in tensors and tensors[new] != stored:
-            raise ValueError(
-                message(
-                    f"{what}: rename gives two tensors one name",
-                    found=f"{new!r}, the second for {name!r}",
-                    expected="a name of its own for each, or None to leave it out",
-                    fix='rename=lambda name: name.removeprefix("model.")',
-                )
+            raise value_error(
+                f"{what}: rename gives two tensors one name",
+                found=f"{new!r}, the second for {name!r}",
+                expected="a name of its own for each, or None to leave it out",
+                fix='rename=lambda name: name.removeprefix("model.")',
             )
         if new is not None:
             tensors[new] = stored

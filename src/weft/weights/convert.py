@@ -9,7 +9,7 @@ import torch
 from weft.checkpoint.format.dtypes import is_faithful
 from weft.checkpoint.format.safetensors_read import TensorFiles, in_order, inside
 from weft.checkpoint.format.tensor_blocks import Block
-from weft.errors import message
+from weft.errors import value_error
 from weft.weights.sources import Stored
 
 __all__ = ["blocks", "fill", "floating_dtype"]
@@ -33,13 +33,11 @@ def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | 
     name = str(dtype).removeprefix("torch.")
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            message(
-                f"{what}: dtype = {dtype!r} cannot be used",
-                found=repr(dtype),
-                expected="a floating-point dtype: only tensors of these are converted",
-                fix=f"weft.{what}(..., dtype=torch.bfloat16)",
-            )
+        raise value_error(
+            f"{what}: dtype = {dtype!r} cannot be used",
+            found=repr(dtype),
+            expected="a floating-point dtype: only tensors of these are converted",
+            fix=f"weft.{what}(..., dtype=torch.bfloat16)",
         )
     return found
 
@@ -86,12 +84,10 @@ def _converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         return values
     result = values.to(dtype)
     if not is_faithful(values, result):
-        raise ValueError(
-            message(
-                f"{name} does not fit into {dtype}",
-                found=f"{values.dtype} up to {values.abs().max().item():.3g}",
-                expected="values that are numbers there too",
-                fix="dtype=torch.bfloat16, which has the range of float32",
-            )
+        raise value_error(
+            f"{name} does not fit into {dtype}",
+            found=f"{values.dtype} up to {values.abs().max().item():.3g}",
+            expected="values that are numbers there too",
+            fix="dtype=torch.bfloat16, which has the range of float32",
         )
     return result

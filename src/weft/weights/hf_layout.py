@@ -14,7 +14,7 @@ import torch
 from weft.checkpoint.format.safetensors_write import check_file, file_head, write_parts, write_text
 from weft.checkpoint.format.tensor_blocks import Block
 from weft.contract.select_modules import Names, fits_pattern
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed, value_error
 from weft.tensors.host_memory import memory_of
 from weft.weights.convert import blocks
 from weft.weights.sources import Source, Stored
@@ -38,13 +38,11 @@ def num_bytes(size: int | str) -> int:
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]i?B|B)", size) if isinstance(size, str) else None
     value = int(float(found[1]) * _UNITS[found[2]]) if found else size
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            message(
-                f"export: max_shard_size = {size!r} is no size",
-                found=repr(size),
-                expected=f"a whole number of bytes > 0, or a number and one of {', '.join(_UNITS)}",
-                fix='weft.export(path, out, max_shard_size="5GB")',
-            )
+        raise value_error(
+            f"export: max_shard_size = {size!r} is no size",
+            found=repr(size),
+            expected=f"a whole number of bytes > 0, or a number and one of {', '.join(_UNITS)}",
+            fix='weft.export(path, out, max_shard_size="5GB")',
         )
     return value
 
@@ -75,22 +73,18 @@ class Plan:
         rename: Callable[[str], str] | None,
     ) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
-            raise ValueError(
-                message(
-                    f"export: name = {name!r} cannot be used",
-                    found=repr(name),
-                    expected="the beginning of names of files",
-                    fix='weft.export(path, out, name="model")',
-                )
+            raise value_error(
+                f"export: name = {name!r} cannot be used",
+                found=repr(name),
+                expected="the beginning of names of files",
+                fix='weft.export(path, out, name="model")',
             )
         if rename is not None and not callable(rename):
-            raise ValueError(
-                message(
-                    f"export: rename = {rename!r:.80} cannot be used",
-                    found=type(rename).__name__,
-                    expected="a function from the name in the module to one in the files",
-                    fix='rename=lambda name: "model." + name',
-                )
+            raise value_error(
+                f"export: rename = {rename!r:.80} cannot be used",
+                found=type(rename).__name__,
+                expected="a function from the name in the module to one in the files",
+                fix='rename=lambda name: "model." + name',
             )
         self._source = source
         self._name = name
@@ -151,25 +145,21 @@ def _chosen(source: Source, filter: Names | None) -> dict[str, Stored]:
     else:
         patterns = [filter] if isinstance(filter, str) else list(filter) if isinstance(filter, Iterable) else [filter]
         if not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(
-                message(
-                    f"export: filter = {filter!r:.80} cannot be used",
-                    found=listed(sorted({type(one).__name__ for one in patterns if not isinstance(one, str)})),
-                    expected="a pattern, several patterns, or a function of the name",
-                    fix='filter="**.weight"; filter=lambda name: "lora_" in name',
-                )
+            raise value_error(
+                f"export: filter = {filter!r:.80} cannot be used",
+                found=listed(sorted({type(one).__name__ for one in patterns if not isinstance(one, str)})),
+                expected="a pattern, several patterns, or a function of the name",
+                fix='filter="**.weight"; filter=lambda name: "lora_" in name',
             )
         names = [name for name in source.tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
         idle = [one for one in patterns if not any(fits_pattern(name, one) for name in names)]
         names = [] if idle else names
     if not names:
         raise CheckpointError(
-            message(
-                "export: nothing is left to export",
-                found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
-                expected="tensors, of which each pattern of `filter` fits at least one",
-                fix='filter="**.weight"; filter=lambda name: "lora_" in name',
-            )
+            "export: nothing is left to export",
+            found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
+            expected="tensors, of which each pattern of `filter` fits at least one",
+            fix='filter="**.weight"; filter=lambda name: "lora_" in name',
         )
     first: dict[str, str] = {}
     for name in names:
@@ -184,13 +174,11 @@ def _named(
     for name, stored in tensors.items():
         new = name if rename is None else rename(name)
         if not isinstance(new, str) or new in found or new == "__metadata__":
-            raise ValueError(
-                message(
-                    f"export: {name} cannot be called {new!r}",
-                    found="a name that is taken" if new in found else repr(new),
-                    expected="from rename, a name of its own for each tensor",
-                    fix='rename=lambda name: "model." + name',
-                )
+            raise value_error(
+                f"export: {name} cannot be called {new!r}",
+                found="a name that is taken" if new in found else repr(new),
+                expected="from rename, a name of its own for each tensor",
+                fix='rename=lambda name: "model." + name',
             )
         there: torch.dtype = getattr(torch, stored.entry.dtype)
         found[new] = Tensor(stored, dtype if dtype is not None and there.is_floating_point else there)

@@ -17,7 +17,7 @@ from weft.checkpoint.format.tensor_blocks import block_of
 from weft.checkpoint.history import history_of
 from weft.checkpoint.state.json_values import encode
 from weft.context import local
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError
 from weft.weights.deepspeed_folders import Folder, read_folder
 
 __all__ = ["import_deepspeed"]
@@ -65,12 +65,10 @@ def import_deepspeed(
     folder = Path(path)
     if not folder.is_dir() or (tag is not None and not (folder / tag).is_dir()):
         raise CheckpointError(
-            message(
-                f"import_deepspeed: there is no checkpoint of DeepSpeed in {folder}",
-                found="no folder" if not folder.is_dir() else f"no folder {tag}",
-                expected="the folder that was given to engine.save_checkpoint",
-                fix='weft.weights.import_deepspeed("runs", "checkpoints", tag="global_step1000")',
-            )
+            f"import_deepspeed: there is no checkpoint of DeepSpeed in {folder}",
+            found="no folder" if not folder.is_dir() else f"no folder {tag}",
+            expected="the folder that was given to engine.save_checkpoint",
+            fix='weft.weights.import_deepspeed("runs", "checkpoints", tag="global_step1000")',
         )
     engine: Any = importlib.import_module("weft.engines.deepspeed")
     engine.deepspeed()

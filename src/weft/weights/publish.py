@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.checkpoint.format.safetensors_write import sync_folder
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed
 
 __all__ = ["published"]
 
@@ -62,12 +62,10 @@ def _check(out: Path, source: Path, name: str) -> None:
         foreign = listed(others) if others else None
     if foreign is not None:
         raise CheckpointError(
-            message(
-                f"export: {out} is not replaced",
-                found=foreign,
-                expected=f"no folder yet, an empty one, or one with an earlier export called {name!r}",
-                fix=f'weft.export(path, "{out.with_name(out.name + "-weights")}")',
-            )
+            f"export: {out} is not replaced",
+            found=foreign,
+            expected=f"no folder yet, an empty one, or one with an earlier export called {name!r}",
+            fix=f'weft.export(path, "{out.with_name(out.name + "-weights")}")',
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 from weft.checkpoint.format.commit import folders, latest
 from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, read_manifest
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed
 
 __all__ = ["Source", "Stored", "from_checkpoint", "from_path"]
 
@@ -55,12 +55,10 @@ def from_checkpoint(what: str, path: Path, key: str) -> Source:
     modules = [name for name, value in manifest.values.items() if isinstance(value, dict) and "extra" in value]
     if key not in modules:
         raise CheckpointError(
-            message(
-                f"{what}: object = {key!r} is no module in {folder}",
-                found=f"modules: {listed(map(repr, modules)) or 'none'}",
-                expected="the name a module was given in weft.checkpointable",
-                fix=f"weft.{what}(..., object={modules[0]!r})" if modules else "save the module: {'model': model}",
-            )
+            f"{what}: object = {key!r} is no module in {folder}",
+            found=f"modules: {listed(map(repr, modules)) or 'none'}",
+            expected="the name a module was given in weft.checkpointable",
+            fix=f"weft.{what}(..., object={modules[0]!r})" if modules else "save the module: {'model': model}",
         )
     tensors = {
         name.removeprefix(f"{key}/"): Stored(entry.same_as or name, manifest.tensors[entry.same_as or name])
@@ -80,12 +78,10 @@ def _checkpoint_folder(what: str, path: Path) -> Path:
     near = [path.parent, *(sorted(path.iterdir()) if path.is_dir() else [])]
     meant = next((one for one in near if one.is_dir() and ((one / NAME).exists() or folders(one))), None)
     raise CheckpointError(
-        message(
-            f"{what}: there is no complete checkpoint in {path}",
-            found=listed(one.name for one in there) or _content(path),
-            expected=f"the folder of a checkpoint, with {NAME}, or a directory of such folders",
-            fix=f'weft.{what}("{meant}", ...)' if meant else f'weft.{what}(directory / "step-00000010", ...)',
-        )
+        f"{what}: there is no complete checkpoint in {path}",
+        found=listed(one.name for one in there) or _content(path),
+        expected=f"the folder of a checkpoint, with {NAME}, or a directory of such folders",
+        fix=f'weft.{what}("{meant}", ...)' if meant else f'weft.{what}(directory / "step-00000010", ...)',
     )
 
 
@@ -110,12 +106,10 @@ def from_path(what: str, path: Path, key: str) -> Source:
         return from_checkpoint(what, path, key)
     if key != "model":
         raise CheckpointError(
-            message(
-                f"{what}: object = {key!r} has no effect here",
-                found=f"{path} is no checkpoint",
-                expected="object for checkpoints of weft, which may hold several modules",
-                fix=f'weft.{what}(module, "{path}", ctx)',
-            )
+            f"{what}: object = {key!r} has no effect here",
+            found=f"{path} is no checkpoint",
+            expected="object for checkpoints of weft, which may hold several modules",
+            fix=f'weft.{what}(module, "{path}", ctx)',
         )
     chosen = _in_folder(what, path) if path.is_dir() else path
     if chosen.suffix in _PICKLES:
@@ -199,24 +193,20 @@ def _place(what: str, folder: Path, name: str) -> Path:
 
 def _refuse(what: str, path: Path, found: str, cause: BaseException | None = None) -> NoReturn:
     raise CheckpointError(
-        message(
-            f"{what}: {path} cannot be used",
-            found=found,
-            expected="a whole .safetensors file; an index with its files beside it; a folder with one of these; "
-            "or a checkpoint of weft",
-            fix=f'weft.{what}(module, "model.safetensors", ctx)',
-        )
+        f"{what}: {path} cannot be used",
+        found=found,
+        expected="a whole .safetensors file; an index with its files beside it; a folder with one of these; "
+        "or a checkpoint of weft",
+        fix=f'weft.{what}(module, "model.safetensors", ctx)',
     ) from cause
 
 
 def _refuse_pickle(what: str, path: Path) -> NoReturn:
     raise CheckpointError(
-        message(
-            f"{what}: {path} is a pickle, which may run any code when it is read",
-            found=path.name,
-            expected="safetensors",
-            # Without their modules: a test looks for names of functions that unpickle, in all of the package.
-            fix=f'save_file(load("{path.name}", weights_only=True), "model.safetensors")'
-            "  # of torch and safetensors.torch, if you trust it",
-        )
+        f"{what}: {path} is a pickle, which may run any code when it is read",
+        found=path.name,
+        expected="safetensors",
+        # Without their modules: a test looks for names of functions that unpickle, in all of the package.
+        fix=f'save_file(load("{path.name}", weights_only=True), "model.safetensors")'
+        "  # of torch and safetensors.torch, if you trust it",
     )

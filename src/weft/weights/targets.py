@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
 from weft.context import DistContext
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed, type_error, value_error
 from weft.sharding.meta import draw_values, draws, own_tensors
 from weft.tensors.dtensor import is_sharded
 
@@ -45,13 +45,11 @@ def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor])
         ValueError: A parameter has no shape yet.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            message(
-                f"{what}: this is not a module",
-                found=type(module).__name__,
-                expected="a torch.nn.Module",
-                fix=f'weft.{what}(model, "model.safetensors", ctx)',
-            )
+        raise type_error(
+            f"{what}: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix=f'weft.{what}(model, "model.safetensors", ctx)',
         )
     state = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
@@ -60,23 +58,19 @@ def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor])
         if id(value) in held:
             found.setdefault(id(value), ([], value))[0].append(plain_name(name))
         elif not is_extra(name):
-            raise TypeError(
-                message(
-                    f"{what}: {name} cannot be loaded",
-                    found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
-                    expected="parameters and buffers",
-                    fix="load it by the load_state_dict of the module",
-                )
+            raise type_error(
+                f"{what}: {name} cannot be loaded",
+                found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
+                expected="parameters and buffers",
+                fix="load it by the load_state_dict of the module",
             )
     lazy = [names[0] for names, value in found.values() if nn.parameter.is_lazy(value)]
     if lazy:
-        raise ValueError(
-            message(
-                f"{what}: parameters of {type(module).__name__} have no shape yet",
-                found=listed(lazy),
-                expected="a module that has been called once (lazy modules get their shapes then)",
-                fix=f"model(example_batch)  # before {what}",
-            )
+        raise value_error(
+            f"{what}: parameters of {type(module).__name__} have no shape yet",
+            found=listed(lazy),
+            expected="a module that has been called once (lazy modules get their shapes then)",
+            fix=f"model(example_batch)  # before {what}",
         )
     for names, value in found.values():
         check_memory(what, names[0], value)
@@ -116,13 +110,11 @@ class Memory:
         ]
         if lost:
             raise CheckpointError(
-                message(
-                    f"{what}: tensors on meta would have no value",
-                    found=listed(lost),
-                    expected="each in the file; or, as for buffers that are not saved, in a part whose "
-                    "reset_parameters() makes it, with nothing in it that is sharded or has values already",
-                    fix="give the part a reset_parameters(), or put its parameters alone on meta",
-                )
+                f"{what}: tensors on meta would have no value",
+                found=listed(lost),
+                expected="each in the file; or, as for buffers that are not saved, in a part whose "
+                "reset_parameters() makes it, with nothing in it that is sharded or has values already",
+                fix="give the part a reset_parameters(), or put its parameters alone on meta",
             )
 
     def take(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from weft.checkpoint.format.manifest import STEP, Damage, Manifest, check_place, read_manifest
 from weft.checkpoint.format.safetensors_write import check_file, sync_folder
 from weft.checkpoint.history import History
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError
 
 __all__ = [
     "begin",
@@ -67,12 +67,10 @@ def _set_aside(final: Path, step: int) -> None:
         rename_as(final, "damaged")
         return
     raise CheckpointError(
-        message(
-            f"save: step {step} is saved already",
-            found=str(final),
-            expected="a step that is not there: a checkpoint is never changed",
-            fix="weft.save(state, directory, step + 1, ctx), or another directory",
-        )
+        f"save: step {step} is saved already",
+        found=str(final),
+        expected="a step that is not there: a checkpoint is never changed",
+        fix="weft.save(state, directory, step + 1, ctx), or another directory",
     )
 
 
@@ -125,12 +123,10 @@ def check_directory(what: str, directory: Path) -> None:
     if found is None or found.is_dir():
         return
     raise CheckpointError(
-        message(
-            f"{what}: {directory} is no directory of checkpoints",
-            found=f"{found} is {'a symbolic link to nothing' if found.is_symlink() else 'a file'}",
-            expected="a directory, or a name that is free, for a new run",
-            fix="mount the file system that it is on, or name another directory",
-        )
+        f"{what}: {directory} is no directory of checkpoints",
+        found=f"{found} is {'a symbolic link to nothing' if found.is_symlink() else 'a file'}",
+        expected="a directory, or a name that is free, for a new run",
+        fix="mount the file system that it is on, or name another directory",
     )
 
 

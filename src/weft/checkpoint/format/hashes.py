@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Protocol
 
-from weft.errors import MissingExtra, message
+from weft.errors import MissingExtra
 
 __all__ = ["HASHES", "Hash", "best_hash", "new_hash"]
 
@@ -49,11 +49,9 @@ def new_hash(kind: str) -> Hash:
         import xxhash  # noqa: PLC0415  (an extra)
     except ImportError as error:
         raise MissingExtra(
-            message(
-                "the checkpoint was written with hashes of xxhash, which is not installed",
-                found=str(error),
-                expected="the package xxhash",
-                fix="pip install 'weft[checkpoint]'",
-            )
+            "the checkpoint was written with hashes of xxhash, which is not installed",
+            found=str(error),
+            expected="the package xxhash",
+            fix="pip install 'weft[checkpoint]'",
         ) from error
     return xxhash.xxh3_128()

@@ -269,12 +269,10 @@ def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None 
 def _check_format(folder: Path, found: Any) -> None:
     if isinstance(found, str) and found.startswith(_FORMATS) and found != FORMAT:
         raise CheckpointError(
-            message(
-                f"{folder} was written by another version of weft",
-                found=f"format {found!r:.60}",
-                expected=f"format {FORMAT!r}",
-                fix="install the version of weft that wrote it; nothing was changed, and no older checkpoint was taken",
-            )
+            f"{folder} was written by another version of weft",
+            found=f"format {found!r:.60}",
+            expected=f"format {FORMAT!r}",
+            fix="install the version of weft that wrote it; nothing was changed, and no older checkpoint was taken",
         )
     if found != FORMAT:
         raise ValueError(f"format {found!r:.60}")

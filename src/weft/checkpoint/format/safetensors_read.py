@@ -23,7 +23,7 @@ import torch
 
 from weft.checkpoint.format.manifest import DTYPES, Piece, TensorEntry, raise_if_unreadable
 from weft.checkpoint.format.tensor_blocks import Block, overlap
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError
 from weft.tensors.host_memory import memory_of
 
 __all__ = ["Slot", "TensorFiles", "in_order", "inside", "open_tensors", "read_into"]
@@ -65,12 +65,10 @@ class TensorFiles:
         except (OSError, ValueError) as error:
             raise_if_unreadable(error)
             raise CheckpointError(
-                message(
-                    f"{self._what}: {self._places[file]} cannot be read",
-                    found=f"{type(error).__name__}: {error}",
-                    expected="a whole safetensors file",
-                    fix="get the file anew, or compare it with its source",
-                )
+                f"{self._what}: {self._places[file]} cannot be read",
+                found=f"{type(error).__name__}: {error}",
+                expected="a whole safetensors file",
+                fix="get the file anew, or compare it with its source",
             ) from error
 
     def check(self, name: str, entry: TensorEntry, block: Block) -> None:
@@ -105,12 +103,10 @@ class TensorFiles:
         """What to raise of a file that does not hold a piece; names it and the tensor."""
         raise_if_unreadable(error)
         return CheckpointError(
-            message(
-                f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
-                found=f"{type(error).__name__}: {error}",
-                expected=f"{entry.dtype} of shape {piece.shape}",
-                fix="an older checkpoint, or a whole copy of the file",
-            )
+            f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
+            found=f"{type(error).__name__}: {error}",
+            expected=f"{entry.dtype} of shape {piece.shape}",
+            fix="an older checkpoint, or a whole copy of the file",
         )
 
     def _open(self, file: str) -> tuple[int, dict[str, Slot]]:

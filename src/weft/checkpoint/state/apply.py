@@ -41,7 +41,7 @@ from weft.checkpoint.state.generators import (
 from weft.checkpoint.state.json_values import decode, encode
 from weft.checkpoint.state.rng_state import drawn_state, prepare_random_state, random_state
 from weft.context import DistContext
-from weft.errors import CheckpointError, listed, message
+from weft.errors import CheckpointError, listed
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Loading"]
@@ -119,12 +119,10 @@ class Loading:
             found += [f"not in the checkpoint: {listed(self.missing)}"] if self.missing else []
             found += [f"only in the checkpoint: {listed(self.unexpected)}"] if self.unexpected else []
             raise CheckpointError(
-                message(
-                    f"restore: {self.folder} does not fit the state",
-                    found="; ".join(found),
-                    expected="the objects, names and shapes that were saved",
-                    fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
-                )
+                f"restore: {self.folder} does not fit the state",
+                found="; ".join(found),
+                expected="the objects, names and shapes that were saved",
+                fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
             )
 
     def _names_of(self) -> dict[str, list[str]]:
@@ -154,12 +152,10 @@ class Loading:
         ]
         if wrong:
             raise CheckpointError(
-                message(
-                    f"restore: {self.folder} does not fit the state",
-                    found=listed(wrong),
-                    expected="tied weights with one value, and dtypes that hold the values that were saved",
-                    fix="build the module as it was: the same weights tied, and the same dtypes",
-                )
+                f"restore: {self.folder} does not fit the state",
+                found=listed(wrong),
+                expected="tied weights with one value, and dtypes that hold the values that were saved",
+                fix="build the module as it was: the same weights tied, and the same dtypes",
             )
 
     # -- reading ---------------------------------------------------------------------------------
@@ -189,12 +185,10 @@ class Loading:
                 raise ValueError("not what a module keeps")
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                message(
-                    f"restore: the values of {key} in {self.folder} cannot be used",
-                    found=f"{type(error).__name__}: {error}",
-                    expected=f"what weft.save wrote for a {type(obj).__name__}",
-                    fix="restore an older checkpoint, or leave the object out of the state",
-                )
+                f"restore: the values of {key} in {self.folder} cannot be used",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"what weft.save wrote for a {type(obj).__name__}",
+                fix="restore an older checkpoint, or leave the object out of the state",
             ) from error
         return found
 
@@ -281,12 +275,10 @@ class Loading:
                 self._load_object(obj, loaded)
             except Exception as error:
                 raise CheckpointError(
-                    message(
-                        f"restore: {key} does not take its state from {self.folder}",
-                        found=f"{type(error).__name__}: {error}",
-                        expected=f"load_state_dict of {type(obj).__name__} to take what state_dict gave",
-                        fix="build the object as it was, or leave it out of the state",
-                    )
+                    f"restore: {key} does not take its state from {self.folder}",
+                    found=f"{type(error).__name__}: {error}",
+                    expected=f"load_state_dict of {type(obj).__name__} to take what state_dict gave",
+                    fix="build the object as it was, or leave it out of the state",
                 ) from error
 
     def _load_object(self, obj: Any, loaded: Any) -> None:
@@ -438,10 +430,8 @@ def _check_groups(key: str, saved: list[list[str]], here: list[list[str]]) -> No
         if a != b
     ]
     raise CheckpointError(
-        message(
-            f"restore: {key} has other parameters or groups than were saved",
-            found=listed(differing) if differing else f"{len(saved)} groups saved, {len(here)} here",
-            expected="the same parameters in the same groups",
-            fix="build the optimizer as it was, or leave it out of the state",
-        )
+        f"restore: {key} has other parameters or groups than were saved",
+        found=listed(differing) if differing else f"{len(saved)} groups saved, {len(here)} here",
+        expected="the same parameters in the same groups",
+        fix="build the optimizer as it was, or leave it out of the state",
     )

@@ -19,7 +19,7 @@ from weft.checkpoint.state.generators import generator_kind, generator_state, is
 from weft.checkpoint.state.json_values import check_tensor, encode
 from weft.context import Applied, DistContext
 from weft.contract import KeepsParameters, Stateful, offered
-from weft.errors import listed, message
+from weft.errors import listed, type_error, value_error
 from weft.tensors.dtensor import resting_parameters
 
 __all__ = [
@@ -97,13 +97,11 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
     """
     wrong = [name for name in objects if not isinstance(name, str) or not name or "/" in name or name == "rng"]
     if wrong or not objects:
-        raise ValueError(
-            message(
-                "checkpointable: names cannot be used" if wrong else "checkpointable: there is nothing to save",
-                found=listed(map(repr, wrong)) if wrong else "no objects",
-                expected='names without "/", other than "rng"',
-                fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',
-            )
+        raise value_error(
+            "checkpointable: names cannot be used" if wrong else "checkpointable: there is nothing to save",
+            found=listed(map(repr, wrong)) if wrong else "no objects",
+            expected='names without "/", other than "rng"',
+            fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',
         )
     stateless = [
         f"{name}: {type(obj).__name__}"
@@ -111,13 +109,11 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
         if not isinstance(obj, (nn.Module, torch.optim.Optimizer, Stateful)) and not is_generator(obj)
     ]
     if stateless:
-        raise TypeError(
-            message(
-                "checkpointable: objects without state_dict and load_state_dict",
-                found=listed(stateless),
-                expected="modules, optimizers, random generators, or objects with both methods",
-                fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
-            )
+        raise type_error(
+            "checkpointable: objects without state_dict and load_state_dict",
+            found=listed(stateless),
+            expected="modules, optimizers, random generators, or objects with both methods",
+            fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
         )
     state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng)
     for name, obj in objects.items():
@@ -228,15 +224,13 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)
         else:
-            raise TypeError(
-                message(
-                    f"save: {full} could not be restored",
-                    found="a name that begins with #, which marks what transforms keep"
-                    if id(value) in held
-                    else f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
-                    expected="parameters, buffers, and what get_extra_state() returns",
-                    fix="return it from get_extra_state() and take it in set_extra_state(state)",
-                )
+            raise type_error(
+                f"save: {full} could not be restored",
+                found="a name that begins with #, which marks what transforms keep"
+                if id(value) in held
+                else f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
+                expected="parameters, buffers, and what get_extra_state() returns",
+                fix="return it from get_extra_state() and take it in set_extra_state(state)",
             )
     kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
     content.values[key] = {"extra": values, "transforms": kept}
@@ -249,13 +243,11 @@ def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
         TypeError: Several of its elements are one place in memory; the text names it.
     """
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise TypeError(
-            message(
-                f"{what}: {name} could not be restored",
-                found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
-                expected="memory of its own for each element",
-                fix='self.register_buffer("name", value.expand(shape).clone())',
-            )
+        raise type_error(
+            f"{what}: {name} could not be restored",
+            found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}: elements that share memory",
+            expected="memory of its own for each element",
+            fix='self.register_buffer("name", value.expand(shape).clone())',
         )
 
 
@@ -329,12 +321,10 @@ def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[in
         if id(p) not in names
     ]
     if unknown:
-        raise ValueError(
-            message(
-                f"checkpointable: {key} holds parameters of no module in the state",
-                found=listed(unknown),
-                expected="the modules of all its parameters, under names of their own",
-                fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',
-            )
+        raise value_error(
+            f"checkpointable: {key} holds parameters of no module in the state",
+            found=listed(unknown),
+            expected="the modules of all its parameters, under names of their own",
+            fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',
         )
     return [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]

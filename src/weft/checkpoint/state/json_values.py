@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from weft.checkpoint.format.manifest import DTYPES
-from weft.errors import message
+from weft.errors import message, type_error
 
 __all__ = ["check_tensor", "decode", "encode"]
 
@@ -90,17 +90,15 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
     has_values = not is_lazy(tensor) and not tensor.is_meta
     if name in DTYPES and tensor.layout is torch.strided and has_values:
         return
-    raise TypeError(
-        message(
-            f"save: {path} cannot be saved",
-            found="a parameter that has no shape yet"
-            if is_lazy(tensor)
-            else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
-            expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
-            fix="leave it out of state_dict(), or convert it there"
-            if has_values
-            else "give it values first: weft.load_weights(module, path, ctx), or one call of a lazy module",
-        )
+    raise type_error(
+        f"save: {path} cannot be saved",
+        found="a parameter that has no shape yet"
+        if is_lazy(tensor)
+        else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+        expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+        fix="leave it out of state_dict(), or convert it there"
+        if has_values
+        else "give it values first: weft.load_weights(module, path, ctx), or one call of a lazy module",
     )
 
 

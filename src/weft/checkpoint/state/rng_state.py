@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from weft.context import DistContext
-from weft.errors import CheckpointError, message
+from weft.errors import CheckpointError
 
 __all__ = ["drawn_state", "numpy_state", "prepare_random_state", "python_state", "random_state", "to_hex"]
 
@@ -85,12 +85,10 @@ def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable
             engine.check_rng_state(device, other)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            message(
-                "restore: the random states in the checkpoint cannot be used",
-                found=f"{type(error).__name__}: {error}",
-                expected="states of python, numpy and torch",
-                fix="weft.checkpointable(objects, ctx, rng=False)",
-            )
+            "restore: the random states in the checkpoint cannot be used",
+            found=f"{type(error).__name__}: {error}",
+            expected="states of python, numpy and torch",
+            fix="weft.checkpointable(objects, ctx, rng=False)",
         ) from error
 
     def apply() -> None:

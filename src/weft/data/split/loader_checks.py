@@ -11,7 +11,7 @@ from weft.context import DistContext
 from weft.data.loader_copy import split_already
 from weft.data.split.sharded_loader import DataPlan, is_stock
 from weft.data.split.stream_samples import shards_of
-from weft.errors import message
+from weft.errors import message, value_error
 
 __all__ = ["check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
 
@@ -100,13 +100,11 @@ def check_divisible(batch_size: int, size: int) -> None:
         ValueError: It cannot.
     """
     if batch_size % size:
-        raise ValueError(
-            message(
-                f"shard_data: a batch of {batch_size} cannot be split among {size} ranks",
-                found=f"batch_size={batch_size}, {size} ranks",
-                expected=f"a batch size divisible by {size}",
-                fix=f"DataLoader(..., batch_size={-(-batch_size // size) * size})",
-            )
+        raise value_error(
+            f"shard_data: a batch of {batch_size} cannot be split among {size} ranks",
+            found=f"batch_size={batch_size}, {size} ranks",
+            expected=f"a batch size divisible by {size}",
+            fix=f"DataLoader(..., batch_size={-(-batch_size // size) * size})",
         )
 
 
@@ -117,13 +115,11 @@ def check_uneven(uneven: str | None, total: int | None, ctx: DistContext, *, alr
         ValueError: The text names the choices.
     """
     if uneven is None and total is None and ctx.data_size > 1 and not already_sharded:
-        raise ValueError(
-            message(
-                "shard_data: the end of a stream of unknown length needs a choice",
-                found=f"no __len__, {ctx.data_size} ranks, and no uneven=",
-                expected='uneven="drop", "pad", "empty", "balance" or "error", or a __len__ that is true',
-                fix='weft.shard_data(loader, ctx, uneven="empty")',
-            )
+        raise value_error(
+            "shard_data: the end of a stream of unknown length needs a choice",
+            found=f"no __len__, {ctx.data_size} ranks, and no uneven=",
+            expected='uneven="drop", "pad", "empty", "balance" or "error", or a __len__ that is true',
+            fix='weft.shard_data(loader, ctx, uneven="empty")',
         )
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from weft.data.split.epoch_order import epoch_order, tell_epoch
 from weft.data.split.split_plan import Plan, Stretch
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed
 from weft.rng import mix, seeded, seeds_for
 
 __all__ = ["Epoch", "Given", "Samples", "StepIndices", "Units", "WorkerStart", "at_sample", "name_samples"]
@@ -181,12 +181,10 @@ class Units:
         order = epoch_order(self.source, seed, epoch)
         if self.known is not None and len(order) != self.known:
             raise ContractError(
-                message(
-                    "shard_data: the sampler does not yield what its length says",
-                    found=f"{len(order)} in epoch {epoch}, {self.known} at set-up",
-                    expected="the same number in every epoch",
-                    fix="give the sampler a __len__ that is true, or none",
-                )
+                "shard_data: the sampler does not yield what its length says",
+                found=f"{len(order)} in epoch {epoch}, {self.known} at set-up",
+                expected="the same number in every epoch",
+                fix="give the sampler a __len__ that is true, or none",
             )
         self._last = ((seed, epoch), order)
         return order

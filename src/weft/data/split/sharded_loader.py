@@ -21,7 +21,7 @@ from weft.data.split.map_samples import Epoch, Given, Samples, StepIndices, Unit
 from weft.data.split.split_plan import UNKNOWN, Plan, Stretch
 from weft.data.split.stream_samples import CollateSteps, Step, StreamSteps
 from weft.data.split.uneven_ranks import Meeting
-from weft.errors import ContractError, message
+from weft.errors import ContractError, type_error, value_error
 from weft.metrics import SampleIds, samples_of_all
 from weft.rng import mix
 from weft.tensors.nested import rows_of, without_rows
@@ -217,13 +217,11 @@ class ShardedLoader(Extension[T]):
     def __len__(self) -> int:
         reading, cursor = self.weft_reading, self.weft_cursor
         if reading.endless:
-            raise TypeError(
-                message(
-                    "len: a loader over a stream of unknown length has none",
-                    found=f"{type(self.dataset).__name__} without __len__",
-                    expected="a dataset that knows its length",
-                    fix="for batch in loader: ...  # without len(loader)",
-                )
+            raise type_error(
+                "len: a loader over a stream of unknown length has none",
+                found=f"{type(self.dataset).__name__} without __len__",
+                expected="a dataset that knows its length",
+                fix="for batch in loader: ...  # without len(loader)",
             )
         return reading.steps_in(cursor.todo)
 
@@ -255,12 +253,10 @@ class ShardedLoader(Extension[T]):
         cursor, ctx = self.weft_cursor, self.weft_ctx
         if cursor.last is None:
             raise ContractError(
-                message(
-                    "share: it is that of the batch that is being processed",
-                    found="no iteration over the loader is running",
-                    expected="loader.share inside of the loop over the loader",
-                    fix="for x, y in loader:\n    loss = cross_entropy(model(x), y) * loader.share",
-                )
+                "share: it is that of the batch that is being processed",
+                found="no iteration over the loader is running",
+                expected="loader.share inside of the loop over the loader",
+                fix="for x, y in loader:\n    loss = cross_entropy(model(x), y) * loader.share",
             )
         own, everyone = self.weft_size()
         if everyone is None:
@@ -485,13 +481,11 @@ class ShardedLoader(Extension[T]):
         todo = _stretches(state, reading)
         if todo is None:
             known = "" if reading.total is None else f" <= {reading.total}"
-            raise ValueError(
-                message(
-                    "load_state_dict: this is not a position in this loader",
-                    found=repr(state),
-                    expected=f"seed, epoch, and 0 <= samples{known}",
-                    fix="loader.load_state_dict(saved_loader.state_dict())",
-                )
+            raise value_error(
+                "load_state_dict: this is not a position in this loader",
+                found=repr(state),
+                expected=f"seed, epoch, and 0 <= samples{known}",
+                fix="loader.load_state_dict(saved_loader.state_dict())",
             )
         _check_ranks(state, reading)
         for stretch in () if reading.endless else todo:
@@ -598,13 +592,11 @@ def _other_length(state: Mapping[str, Any], reading: Reading) -> bool:
         return False
     if reading.resized == "next_epoch":
         return True
-    raise ValueError(
-        message(
-            "load_state_dict: the position is one in a dataset of another length, whose order was another one",
-            found=_lengths(state, reading),
-            expected="the same length, or the beginning of an epoch",
-            fix='weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
-        )
+    raise value_error(
+        "load_state_dict: the position is one in a dataset of another length, whose order was another one",
+        found=_lengths(state, reading),
+        expected="the same length, or the beginning of an epoch",
+        fix='weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
     )
 
 
@@ -616,13 +608,11 @@ def _lengths(state: Mapping[str, Any], reading: Reading) -> str:
 def _check_ranks(state: Mapping[str, Any], reading: Reading) -> None:
     if state.get("ranks") == reading.split_for:
         return
-    raise ValueError(
-        message(
-            "load_state_dict: the data was split by somebody else, and cannot be split anew",
-            found=f"a position of {_ranks(state.get('ranks'))}, loaded by {_ranks(reading.split_for)}",
-            expected="the same number of ranks, or a source that weft splits: one order of all samples",
-            fix="weft.shard_data(loader, ctx)  # over the whole dataset, without already_sharded=True",
-        )
+    raise value_error(
+        "load_state_dict: the data was split by somebody else, and cannot be split anew",
+        found=f"a position of {_ranks(state.get('ranks'))}, loaded by {_ranks(reading.split_for)}",
+        expected="the same number of ranks, or a source that weft splits: one order of all samples",
+        fix="weft.shard_data(loader, ctx)  # over the whole dataset, without already_sharded=True",
     )
 
 

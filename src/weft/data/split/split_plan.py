@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from weft.errors import message
+from weft.errors import value_error
 
 __all__ = ["UNKNOWN", "Plan", "Stretch", "Uneven"]
 
@@ -135,12 +135,10 @@ class Plan(NamedTuple):
         unequal = self.uneven == "error" and rest % self.size != 0
         too_few = self.uneven == "balance" and 0 < rest < self.size
         if unequal or too_few:
-            raise ValueError(
-                message(
-                    f"shard_data: {what} cannot be shared out among {self.size} ranks",
-                    found=f"{units} in steps of {self.per_rank} x {self.size}, {rest} left for the last step",
-                    expected=f"{'a multiple of' if unequal else 'at least'} {self.size} left, or a choice what to do",
-                    fix='drop_last=True, or weft.shard_data(loader, ctx, uneven="drop"), "pad" (repeats samples) '
-                    'or "empty" (some ranks get a batch with no rows)',
-                )
+            raise value_error(
+                f"shard_data: {what} cannot be shared out among {self.size} ranks",
+                found=f"{units} in steps of {self.per_rank} x {self.size}, {rest} left for the last step",
+                expected=f"{'a multiple of' if unequal else 'at least'} {self.size} left, or a choice what to do",
+                fix='drop_last=True, or weft.shard_data(loader, ctx, uneven="drop"), "pad" (repeats samples) '
+                'or "empty" (some ranks get a batch with no rows)',
             )

@@ -28,7 +28,7 @@ from weft.contract import Stateful
 from weft.data.split.epoch_order import generators_of, tell_epoch
 from weft.data.split.map_samples import Epoch, Given, at_sample
 from weft.data.split.split_plan import Plan
-from weft.errors import ContractError, message
+from weft.errors import ContractError, message, value_error
 from weft.rng import mix, seeded
 
 __all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state", "shards_of", "with_own_shards"]
@@ -212,13 +212,11 @@ def with_own_shards(loader: DataLoader[Any], ctx: DistContext) -> DataLoader[Any
     dataset: Any = loader.dataset
     number = shards_of(dataset)
     if number is None or number < ctx.data_size:
-        raise ValueError(
-            message(
-                "shard_data: the stream has fewer shards than there are ranks",
-                found=f"{number} shards, {ctx.data_size} ranks",
-                expected="at least one shard for each rank",
-                fix='weft.shard_data(loader, ctx, mode="batches")  # every rank reads all, or "dispatch": rank 0 does',
-            )
+        raise value_error(
+            "shard_data: the stream has fewer shards than there are ranks",
+            found=f"{number} shards, {ctx.data_size} ranks",
+            expected="at least one shard for each rank",
+            fix='weft.shard_data(loader, ctx, mode="batches")  # every rank reads all, or "dispatch": rank 0 does',
         )
     new = copy.copy(loader)
     new.__dict__["dataset"] = dataset.shard(num_shards=ctx.data_size, index=ctx.data_rank)
@@ -357,12 +355,10 @@ class _Reader:
 
 def _untrue_length(found: int, said: int) -> ContractError:
     return ContractError(
-        message(
-            "shard_data: the stream does not yield what its length says",
-            found=f"{found} samples, and not {said}",
-            expected="a __len__ that is true in every epoch, or none; the same samples when it is read again",
-            fix="def __len__(self): return ...  # the true number of samples of this epoch",
-        )
+        "shard_data: the stream does not yield what its length says",
+        found=f"{found} samples, and not {said}",
+        expected="a __len__ that is true in every epoch, or none; the same samples when it is read again",
+        fix="def __len__(self): return ...  # the true number of samples of this epoch",
     )
 
 

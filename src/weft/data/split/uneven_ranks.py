@@ -13,7 +13,7 @@ from weft.collectives import broadcast, reduce
 from weft.context import DistContext
 from weft.data.split.map_samples import Given
 from weft.data.split.split_plan import Stretch
-from weft.errors import ContextError, PeerError, listed, message
+from weft.errors import ContextError, PeerError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.nested import without_rows
 
@@ -118,10 +118,8 @@ def uneven_counts(counts: Sequence[int]) -> ContextError:
 
 def _uneven(found: str) -> ContextError:
     return ContextError(
-        message(
-            "shard_data: the ranks have different numbers of batches",
-            found=found,
-            expected="the same number on every rank, or a choice what to do",
-            fix='weft.shard_data(loader, ctx, already_sharded=True, uneven="join"), or "drop"',
-        )
+        "shard_data: the ranks have different numbers of batches",
+        found=found,
+        expected="the same number on every rank, or a choice what to do",
+        fix='weft.shard_data(loader, ctx, already_sharded=True, uneven="join"), or "drop"',
     )

@@ -16,7 +16,7 @@ from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfSt
 from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, quietly, without_broadcasts
 from weft.engines.deepspeed.optimizer_state import State
 from weft.engines.deepspeed.partition import Order, Partition
-from weft.errors import message
+from weft.errors import value_error
 
 __all__ = ["Order", "check_config", "partition"]
 
@@ -41,13 +41,11 @@ def check_config(config: Mapping[str, Any], group: dist.ProcessGroup, local_rank
         with quietly(local_rank):
             kind(dict(config), view)
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            message(
-                "zero_partition: DeepSpeed does not take the configuration",
-                found=f"{type(error).__name__}: {error}",
-                expected="keys and values of DeepSpeed",
-                fix="config={...}  # without them",
-            )
+        raise value_error(
+            "zero_partition: DeepSpeed does not take the configuration",
+            found=f"{type(error).__name__}: {error}",
+            expected="keys and values of DeepSpeed",
+            fix="config={...}  # without them",
         ) from error
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.errors import message
+from weft.errors import type_error, value_error
 
 __all__ = ["Facts", "complete", "read"]
 
@@ -59,13 +59,11 @@ def read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
-        raise TypeError(
-            message(
-                "zero_partition: config is no configuration",
-                found=type(config).__name__,
-                expected="a dict with DeepSpeed's keys, or the path of a JSON file with them",
-                fix='config={"zero_optimization": {"reduce_bucket_size": 5e8}}',
-            )
+        raise type_error(
+            "zero_partition: config is no configuration",
+            found=type(config).__name__,
+            expected="a dict with DeepSpeed's keys, or the path of a JSON file with them",
+            fix='config={"zero_optimization": {"reduce_bucket_size": 5e8}}',
         )
     try:
         found = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -73,13 +71,11 @@ def read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         found, problem = None, str(error)
     if not isinstance(found, dict):
-        raise ValueError(  # noqa: TRY004  (what a file holds is no type)
-            message(
-                f"zero_partition: config = {str(config)!r} holds no configuration",
-                found=problem,
-                expected="a JSON object with DeepSpeed's keys",
-                fix='{"zero_optimization": {"reduce_bucket_size": 5e8}}',
-            )
+        raise value_error(
+            f"zero_partition: config = {str(config)!r} holds no configuration",
+            found=problem,
+            expected="a JSON object with DeepSpeed's keys",
+            fix='{"zero_optimization": {"reduce_bucket_size": 5e8}}',
         )
     return found
 
@@ -108,13 +104,11 @@ def complete(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     _offload(zero, "offload_optimizer", facts.optimizer_place, wrong)
     _offload(zero, "offload_param", facts.parameter_place, wrong)
     if wrong:
-        raise ValueError(
-            message(
-                f"zero_partition: {len(wrong)} key(s) of the configuration contradict the pipeline",
-                found="; ".join(wrong),
-                expected='these keys left out, or "auto": the pipeline fills them in',
-                fix="config={...}  # without them",
-            )
+        raise value_error(
+            f"zero_partition: {len(wrong)} key(s) of the configuration contradict the pipeline",
+            found="; ".join(wrong),
+            expected='these keys left out, or "auto": the pipeline fills them in',
+            fix="config={...}  # without them",
         )
     _without_auto(done)
     return done

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.errors import ContextError, MissingExtra, message
+from weft.errors import ContextError, MissingExtra
 
 __all__ = [
     "Attributes",
@@ -51,12 +51,10 @@ def deepspeed() -> Any:
         library = importlib.import_module("deepspeed")
     except ImportError as error:
         raise MissingExtra(
-            message(
-                'zero_partition: engine="deepspeed" needs the package deepspeed',
-                found=f"{type(error).__name__}: {error}",
-                expected="DeepSpeed 0.19, which is not installed with weft",
-                fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
-            )
+            'zero_partition: engine="deepspeed" needs the package deepspeed',
+            found=f"{type(error).__name__}: {error}",
+            expected="DeepSpeed 0.19, which is not installed with weft",
+            fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
         ) from error
     finally:
         logging.disable(disabled)
@@ -64,12 +62,10 @@ def deepspeed() -> Any:
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     if version != _TESTED:
         raise MissingExtra(
-            message(
-                'zero_partition: engine="deepspeed" does not know this version',
-                found=f"deepspeed {library.__version__}",
-                expected="deepspeed 0.19: weft reaches into its optimizers, which change from version to version",
-                fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
-            )
+            'zero_partition: engine="deepspeed" does not know this version',
+            found=f"deepspeed {library.__version__}",
+            expected="deepspeed 0.19: weft reaches into its optimizers, which change from version to version",
+            fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
         )
     # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
     operations = importlib.import_module("deepspeed.ops").__compatible_ops__
@@ -92,12 +88,10 @@ def check_accelerator(device: torch.device) -> None:
     chosen = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
     if chosen.partition(":")[0] != device.type:
         raise ContextError(
-            message(
-                "zero_partition: DeepSpeed computes on another device than the context",
-                found=f"{chosen}, and {device}",
-                expected="one kind of device for both",
-                fix=f"DS_ACCELERATOR={device.type}  # in the environment, before the program starts",
-            )
+            "zero_partition: DeepSpeed computes on another device than the context",
+            found=f"{chosen}, and {device}",
+            expected="one kind of device for both",
+            fix=f"DS_ACCELERATOR={device.type}  # in the environment, before the program starts",
         )
 
 
@@ -125,12 +119,10 @@ def load_async_io() -> None:
 
 def _raise_no_async_io(why: str) -> NoReturn:
     raise MissingExtra(
-        message(
-            "zero_partition: DeepSpeed cannot offload to a disk here",
-            found=why,
-            expected="a C++ compiler, ninja and libaio, from which DeepSpeed compiles its extension",
-            fix="apt-get install g++ libaio-dev",
-        )
+        "zero_partition: DeepSpeed cannot offload to a disk here",
+        found=why,
+        expected="a C++ compiler, ninja and libaio, from which DeepSpeed compiles its extension",
+        fix="apt-get install g++ libaio-dev",
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from weft.engines.deepspeed.buffers import Buffers, Place, chunks_of
 from weft.engines.deepspeed.library import Attributes
 from weft.engines.torch.optim.flat_step import SHARED_STATE
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed
 
 __all__ = ["State"]
 
@@ -205,12 +205,10 @@ class State:
             differing.append(f"state of {listed(sorted(self._names[p] for p, state in given.items() if state))} only")
         if differing:
             raise ContractError(
-                message(
-                    "zero_partition: the parameters of one group have been trained differently",
-                    found=listed(differing),
-                    expected="one count of steps per group of the optimizer: DeepSpeed steps on all of it together",
-                    fix="a group of its own for each kind of parameters",
-                )
+                "zero_partition: the parameters of one group have been trained differently",
+                found=listed(differing),
+                expected="one count of steps per group of the optimizer: DeepSpeed steps on all of it together",
+                fix="a group of its own for each kind of parameters",
             )
 
     # -- the end ---------------------------------------------------------------------------------

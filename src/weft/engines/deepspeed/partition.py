@@ -446,42 +446,34 @@ class Partition:
 
     def _raise_second(self) -> NoReturn:
         raise ContractError(
-            message(
-                f"a second backward pass through one forward pass of {self._class_name}",
-                found="retain_graph=True, or two losses of one output with a backward each",
-                expected="one backward per forward pass: DeepSpeed averages gradients as they come, and frees weights",
-                fix="(loss_a + loss_b).backward()",
-            )
+            f"a second backward pass through one forward pass of {self._class_name}",
+            found="retain_graph=True, or two losses of one output with a backward each",
+            expected="one backward per forward pass: DeepSpeed averages gradients as they come, and frees weights",
+            fix="(loss_a + loss_b).backward()",
         )
 
     def _raise_spent(self) -> NoReturn:
         raise ContractError(
-            message(
-                f"the gradients of {self._class_name} were used by a step, and were not dropped since",
-                found="optimizer.step() without optimizer.zero_grad() after it",
-                expected="zero_grad() between a step and what comes next: DeepSpeed keeps no gradient after a step",
-                fix="optimizer.zero_grad()",
-            )
+            f"the gradients of {self._class_name} were used by a step, and were not dropped since",
+            found="optimizer.step() without optimizer.zero_grad() after it",
+            expected="zero_grad() between a step and what comes next: DeepSpeed keeps no gradient after a step",
+            fix="optimizer.zero_grad()",
         )
 
     def _raise_not_reduced(self, names: Sequence[str]) -> NoReturn:
         raise NotSynchronized(
-            message(
-                f"optimizer.step() with gradients of {self._class_name} that are not averaged over the ranks",
-                found=listed(names),
-                expected="a step after the last micro-batch of a window, and gradients made by backward",
-                fix="for window in loader:\n    for batch in window: ...\n    optimizer.step()",
-            )
+            f"optimizer.step() with gradients of {self._class_name} that are not averaged over the ranks",
+            found=listed(names),
+            expected="a step after the last micro-batch of a window, and gradients made by backward",
+            fix="for window in loader:\n    for batch in window: ...\n    optimizer.step()",
         )
 
     def _raise_unused(self, names: Sequence[str]) -> NoReturn:
         raise UnusedParameters(
-            message(
-                f"zero_partition: {len(names)} parameter(s) of {self._class_name} got no gradient",
-                found=listed(names),
-                expected="a gradient for every trained parameter: DeepSpeed steps on all of them together",
-                fix='requires_grad_(False) on them before zero_partition, or engine="torch"',
-            )
+            f"zero_partition: {len(names)} parameter(s) of {self._class_name} got no gradient",
+            found=listed(names),
+            expected="a gradient for every trained parameter: DeepSpeed steps on all of them together",
+            fix='requires_grad_(False) on them before zero_partition, or engine="torch"',
         )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from weft.engines.options import RecomputeOptions
 from weft.engines.torch.compute.activation_checkpoint import Checkpoint, no_cached_casts
 from weft.engines.torch.hooks.method_hooks import Removable, around_methods
-from weft.errors import ContractError, message
+from weft.errors import ContractError, value_error
 from weft.tensors.nested import tensors
 
 __all__ = ["RecomputedOnXla"]
@@ -28,13 +28,11 @@ class RecomputedOnXla:
 
     def __init__(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> None:
         if options.save:
-            raise ValueError(
-                message(
-                    "recompute: save cannot be used on xla",
-                    found="operations whose results are to be kept",
-                    expected="whole blocks that are computed again: torch-xla knows no other way",
-                    fix="weft.recompute(model, ctx, blocks=...)  # smaller blocks keep more",
-                )
+            raise value_error(
+                "recompute: save cannot be used on xla",
+                found="operations whose results are to be kept",
+                expected="whole blocks that are computed again: torch-xla knows no other way",
+                fix="weft.recompute(model, ctx, blocks=...)  # smaller blocks keep more",
             )
         self._removable = Removable()
         for name, block in blocks.items():
@@ -79,10 +77,8 @@ class _CheckpointOnXla(Checkpoint):
         hidden = [v for v in others if any(t.requires_grad or not only_with_gradient for t in tensors(v))]
         if hidden:
             raise ContractError(
-                message(
-                    f"recompute: block {self._name!r} {verb} tensors inside of other values",
-                    found=type(hidden[0]).__name__,
-                    expected="tensors as arguments, and a tensor or a tuple of tensors as the result, on xla",
-                    fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
-                )
+                f"recompute: block {self._name!r} {verb} tensors inside of other values",
+                found=type(hidden[0]).__name__,
+                expected="tensors as arguments, and a tensor or a tuple of tensors as the result, on xla",
+                fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
             )

@@ -21,7 +21,7 @@ from weft.engines.xla.layout import Laid, batch_plan, lay
 from weft.engines.xla.library import Library, check_processes, library, use_spmd
 from weft.engines.xla.step import StepEnd
 from weft.engines.xla.transfer import fetch, place, prefetch
-from weft.errors import ContextError, message
+from weft.errors import ContextError, value_error
 from weft.tensors.nested import map_leaves, moves_itself
 
 __all__ = ["XlaEngine"]
@@ -61,12 +61,10 @@ class XlaEngine(TorchEngine):
         """The one device that stands for all of this process."""
         if request is not None and torch.device(request).index not in (None, 0):
             raise ContextError(
-                message(
-                    f"start: device = {request!r} cannot be chosen",
-                    found=request,
-                    expected='"xla": all devices of this host are one mesh, which the process drives alone',
-                    fix='weft.start(device="xla")',
-                )
+                f"start: device = {request!r} cannot be chosen",
+                found=request,
+                expected='"xla": all devices of this host are one mesh, which the process drives alone',
+                fix='weft.start(device="xla")',
             )
         check_processes(self._lib, world_size)
         return torch.device("xla", 0)
@@ -82,12 +80,10 @@ class XlaEngine(TorchEngine):
         size = math.prod(size for _, size in axes)
         if world_size > 1 and axes[0][1] % world_size:
             raise ContextError(
-                message(
-                    f"start: mesh = {dict(axes)} does not fit {world_size} hosts",
-                    found=f"{axes[0][1]} devices along {axes[0][0]!r}",
-                    expected=f"an outermost axis that {world_size} hosts can share",
-                    fix='weft.start(device="xla", mesh={"data": -1})',
-                )
+                f"start: mesh = {dict(axes)} does not fit {world_size} hosts",
+                found=f"{axes[0][1]} devices along {axes[0][0]!r}",
+                expected=f"an outermost axis that {world_size} hosts can share",
+                fix='weft.start(device="xla", mesh={"data": -1})',
             )
         ranks = tuple((name, world_size if place == 0 else 1) for place, (name, _) in enumerate(axes))
         mesh = None
@@ -221,13 +217,11 @@ class XlaEngine(TorchEngine):
         Raises:
             ValueError: Always.
         """
-        raise ValueError(
-            message(
-                "compiled: has no place on xla",
-                found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
-                expected="no torch.compile: XLA compiles forward, backward and step as one graph",
-                fix="leave weft.compile out",
-            )
+        raise value_error(
+            "compiled: has no place on xla",
+            found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
+            expected="no torch.compile: XLA compiles forward, backward and step as one graph",
+            fix="leave weft.compile out",
         )
 
     # -- random numbers, and values of the devices -----------------------------------------------
@@ -244,13 +238,11 @@ class XlaEngine(TorchEngine):
     def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Raise if this is no random state of XLA."""
         if state.shape != (8,):
-            raise ValueError(
-                message(
-                    "this is no random state of xla",
-                    found=f"{state.numel()} bytes",
-                    expected="8 bytes: the one number that XLA draws from",
-                    fix="weft.checkpointable(objects, ctx, rng=False)",
-                )
+            raise value_error(
+                "this is no random state of xla",
+                found=f"{state.numel()} bytes",
+                expected="8 bytes: the one number that XLA draws from",
+                fix="weft.checkpointable(objects, ctx, rng=False)",
             )
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import logging
 import sys
 from typing import Any, NamedTuple
 
-from weft.errors import ContextError, MissingExtra, message
+from weft.errors import ContextError, MissingExtra
 
 __all__ = ["Library", "check_processes", "check_versions", "library", "use_spmd"]
 
@@ -51,12 +51,10 @@ def library() -> Library:
             importlib.import_module("torch_xla")
         except ImportError as error:
             raise MissingExtra(
-                message(
-                    'start: device = "xla" needs the package torch-xla',
-                    found=f"{type(error).__name__}: {error}",
-                    expected="torch-xla, which is not installed with weft",
-                    fix=_INSTALL,
-                )
+                'start: device = "xla" needs the package torch-xla',
+                found=f"{type(error).__name__}: {error}",
+                expected="torch-xla, which is not installed with weft",
+                fix=_INSTALL,
             ) from error
         finally:
             logging.root.handlers[:] = handlers
@@ -76,22 +74,18 @@ def check_versions() -> None:
         xla = importlib.metadata.version("torch-xla")
     except importlib.metadata.PackageNotFoundError as error:
         raise MissingExtra(
-            message(
-                'start: device = "xla" needs the package torch-xla',
-                found="no package torch-xla",
-                expected="torch-xla, which is not installed with weft",
-                fix=_INSTALL,
-            )
+            'start: device = "xla" needs the package torch-xla',
+            found="no package torch-xla",
+            expected="torch-xla, which is not installed with weft",
+            fix=_INSTALL,
         ) from error
     torch = importlib.metadata.version("torch")
     if xla.split(".")[:2] != torch.split(".")[:2]:
         raise MissingExtra(
-            message(
-                'start: device = "xla": torch-xla was made for another torch',
-                found=f"torch-xla {xla} and torch {torch}",
-                expected=f"torch {'.'.join(xla.split('.')[:2])}, as the two are linked to each other",
-                fix=_INSTALL,
-            )
+            'start: device = "xla": torch-xla was made for another torch',
+            found=f"torch-xla {xla} and torch {torch}",
+            expected=f"torch {'.'.join(xla.split('.')[:2])}, as the two are linked to each other",
+            fix=_INSTALL,
         )
 
 
@@ -104,22 +98,18 @@ def check_processes(lib: Library, world_size: int) -> None:
     kind = lib.runtime.device_type()
     if world_size > 1 and kind == "CPU":
         raise ContextError(
-            message(
-                f'start: device = "xla" cannot serve {world_size} ranks on CPUs',
-                found=f"{world_size} processes, PJRT_DEVICE=CPU",
-                expected="one process: XLA sends nothing between processes on CPUs, each would train by itself",
-                fix="PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python train.py  # one process, four devices",
-            )
+            f'start: device = "xla" cannot serve {world_size} ranks on CPUs',
+            found=f"{world_size} processes, PJRT_DEVICE=CPU",
+            expected="one process: XLA sends nothing between processes on CPUs, each would train by itself",
+            fix="PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python train.py  # one process, four devices",
         )
     known = lib.runtime.process_count() if world_size > 1 else 1
     if known != world_size:
         raise ContextError(
-            message(
-                f'start: device = "xla" knows another number of processes than the launcher, {world_size}',
-                found=f"{known} process(es) of XLA on {kind}, world size {world_size}",
-                expected="one process per host, all of them started",
-                fix="weft launch -n 1 --nnodes <hosts> --rdzv <first host>:29500 train.py  # on each host",
-            )
+            f'start: device = "xla" knows another number of processes than the launcher, {world_size}',
+            found=f"{known} process(es) of XLA on {kind}, world size {world_size}",
+            expected="one process per host, all of them started",
+            fix="weft launch -n 1 --nnodes <hosts> --rdzv <first host>:29500 train.py  # on each host",
         )
 
 
@@ -133,11 +123,9 @@ def use_spmd(lib: Library) -> None:
         return
     if lib.native._xla_get_spmd_config_is_locked():
         raise ContextError(
-            message(
-                'start: device = "xla" comes too late',
-                found="a device of XLA is in use already",
-                expected="weft.start before the first tensor on a device: several devices are one mesh from the start",
-                fix='with weft.start(device="xla") as ctx:  # first of all',
-            )
+            'start: device = "xla" comes too late',
+            found="a device of XLA is in use already",
+            expected="weft.start before the first tensor on a device: several devices are one mesh from the start",
+            fix='with weft.start(device="xla") as ctx:  # first of all',
         )
     lib.runtime.use_spmd()

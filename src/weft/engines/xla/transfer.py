@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.engines.torch.optim.step_watch import optimizers_of
 from weft.engines.xla.library import Library
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["fetch", "place", "prefetch"]
@@ -32,12 +32,10 @@ def place(module: nn.Module, device: torch.device) -> None:
     cut = [name for name, p in module.named_parameters() if is_sharded(p)]
     if cut:
         raise ContractError(
-            message(
-                f"{type(module).__name__} cannot be brought to xla: FSDP2 does not work there",
-                found=f"parameters cut by torch.distributed.fsdp: {listed(cut)}",
-                expected="a plain module; on xla the compiler cuts parameters, and weft tells it how",
-                fix="model, ctx = weft.fully_shard(model, ctx)  # instead of torch's fully_shard",
-            )
+            f"{type(module).__name__} cannot be brought to xla: FSDP2 does not work there",
+            found=f"parameters cut by torch.distributed.fsdp: {listed(cut)}",
+            expected="a plain module; on xla the compiler cuts parameters, and weft tells it how",
+            fix="model, ctx = weft.fully_shard(model, ctx)  # instead of torch's fully_shard",
         )
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     there = {name: tensor for name, tensor in named.items() if tensor.device.type != "xla"}
@@ -46,12 +44,10 @@ def place(module: nn.Module, device: torch.device) -> None:
             _exchange(tensor, device)
         except RuntimeError as error:
             raise ContractError(
-                message(
-                    f"{type(module).__name__} cannot be brought to xla",
-                    found=f"{name}: {error}".split("\n", 1)[0],
-                    expected="parameters that no graph of an earlier forward pass holds",
-                    fix="bring the module to the device before its first forward pass",
-                )
+                f"{type(module).__name__} cannot be brought to xla",
+                found=f"{name}: {error}".split("\n", 1)[0],
+                expected="parameters that no graph of an earlier forward pass holds",
+                fix="bring the module to the device before its first forward pass",
             ) from error
     for optimizer in optimizers_of([p for p in there.values() if isinstance(p, nn.Parameter)]):
         for parameter, state in optimizer.state.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import message
+from weft.errors import value_error
 
 __all__ = ["Trace", "read_trace"]
 
@@ -48,13 +48,11 @@ def read_trace(path: Path) -> Trace | None:
     if rank is None:
         return None
     if path.stat().st_size > _LARGEST:
-        raise ValueError(
-            message(
-                f"report: {path.name} is too large to be read",
-                found=f"{path.stat().st_size / 2**20:.0f} MiB",
-                expected=f"at most {_LARGEST // 2**20} MiB",
-                fix="weft.monitoring.profile(ctx, folder, active=1), or open it in Perfetto",
-            )
+        raise value_error(
+            f"report: {path.name} is too large to be read",
+            found=f"{path.stat().st_size / 2**20:.0f} MiB",
+            expected=f"at most {_LARGEST // 2**20} MiB",
+            fix="weft.monitoring.profile(ctx, folder, active=1), or open it in Perfetto",
         )
     content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(content, dict) or "traceEvents" not in content:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.errors import MissingExtra, message
+from weft.errors import MissingExtra
 from weft.monitoring.values import Histogram, HParams, Image, Tracker, numbers_of
 
 __all__ = ["EventFile", "tensorboard"]
@@ -60,12 +60,10 @@ class _Events:
             events: Any = importlib.import_module("torch.utils.tensorboard.writer")
         except ImportError as error:
             raise MissingExtra(
-                message(
-                    "tensorboard: the package tensorboard is not installed",
-                    found=str(error),
-                    expected="the package tensorboard",
-                    fix="pip install 'weft[tracking]'",
-                )
+                "tensorboard: the package tensorboard is not installed",
+                found=str(error),
+                expected="the package tensorboard",
+                fix="pip install 'weft[tracking]'",
             ) from error
         self._options = {"purge_step": purge_step, "flush_secs": flush_s or 10}
         self._at_once = flush_s == 0

@@ -18,7 +18,7 @@ from weft.context.placement import place_module
 from weft.contract import ReducesIn, Undoable, agree_on_parameters, check_methods, offered, transform
 from weft.contract.select_modules import Selection
 from weft.engines.options import ReduceOptions
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed, type_error, value_error
 from weft.peers.ledger import Ledger
 from weft.sharding import Request, check_module, layouts, shard_module, sharding_axes
 from weft.transforms.zero_partition.deepspeed import Offload, Wish, check_for_deepspeed_alone, with_deepspeed
@@ -143,13 +143,11 @@ def zero_partition(
             return module, optimizer, ctx
         return module, optimizer, ctx.offering(sharded, _step(module, optimizer, ctx, None))
     if units is not None:
-        raise ValueError(
-            message(
-                "zero_partition: units have no effect in stage 1",
-                found="stage=1 with units",
-                expected="units with stage=2 or 3, which gather parameters unit by unit",
-                fix="weft.zero_partition(model, optimizer, ctx, stage=1)",
-            )
+        raise value_error(
+            "zero_partition: units have no effect in stage 1",
+            found="stage=1 with units",
+            expected="units with stage=2 or 3, which gather parameters unit by unit",
+            fix="weft.zero_partition(model, optimizer, ctx, stage=1)",
         )
     check_module("zero_partition", module, ctx)
     check_methods("zero_partition", module, methods)
@@ -194,50 +192,40 @@ def _step(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext,
 
 def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engine: str) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            message(
-                "zero_partition: the second argument is not an optimizer",
-                found=type(optimizer).__name__,
-                expected="a torch.optim.Optimizer",
-                fix="model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)",
-            )
+        raise type_error(
+            "zero_partition: the second argument is not an optimizer",
+            found=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer",
+            fix="model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)",
         )
     if stage not in (1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(
-            message(
-                f"zero_partition: stage = {stage!r} is unknown",
-                found=repr(stage),
-                expected="1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
-                fix="weft.replicate(model, ctx)" if stage == 0 else "stage=1",
-            )
+        raise value_error(
+            f"zero_partition: stage = {stage!r} is unknown",
+            found=repr(stage),
+            expected="1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
+            fix="weft.replicate(model, ctx)" if stage == 0 else "stage=1",
         )
     if engine not in ("torch", "deepspeed"):
-        raise ValueError(
-            message(
-                f"zero_partition: engine = {engine!r} is unknown",
-                found=repr(engine),
-                expected="'torch' or 'deepspeed'",
-                fix="weft.zero_partition(model, optimizer, ctx, stage=1, engine='torch')",
-            )
+        raise value_error(
+            f"zero_partition: engine = {engine!r} is unknown",
+            found=repr(engine),
+            expected="'torch' or 'deepspeed'",
+            fix="weft.zero_partition(model, optimizer, ctx, stage=1, engine='torch')",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ContractError(
-            message(
-                "zero_partition: LBFGS looks at all parameters at once",
-                found="LBFGS",
-                expected="an optimizer that updates each parameter by itself",
-                fix="model, ctx = weft.replicate(model, ctx)",
-            )
+            "zero_partition: LBFGS looks at all parameters at once",
+            found="LBFGS",
+            expected="an optimizer that updates each parameter by itself",
+            fix="model, ctx = weft.replicate(model, ctx)",
         )
     if stage == 1 and engine == "torch" and callable(getattr(optimizer, "eval", None)):
         raise ContractError(
-            message(
-                f"zero_partition: {type(optimizer).__name__} changes parameters outside of step, by its whole state",
-                found="an optimizer with eval(), as those of schedulefree; in stage 1 its state is cut and its "
-                "parameters are whole",
-                expected="parameters and state cut alike, as in stages 2 and 3",
-                fix="weft.zero_partition(model, optimizer, ctx, stage=2)",
-            )
+            f"zero_partition: {type(optimizer).__name__} changes parameters outside of step, by its whole state",
+            found="an optimizer with eval(), as those of schedulefree; in stage 1 its state is cut and its "
+            "parameters are whole",
+            expected="parameters and state cut alike, as in stages 2 and 3",
+            fix="weft.zero_partition(model, optimizer, ctx, stage=2)",
         )
     if not isinstance(module, nn.Module):
         return  # told by what comes next
@@ -250,10 +238,8 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engi
     ]
     if strange:
         raise ContractError(
-            message(
-                f"zero_partition: the optimizer holds parameters that are not {type(module).__name__}'s",
-                found=listed(strange),
-                expected="an optimizer over parameters of the module",
-                fix="optimizer = torch.optim.AdamW(model.parameters())",
-            )
+            f"zero_partition: the optimizer holds parameters that are not {type(module).__name__}'s",
+            found=listed(strange),
+            expected="an optimizer over parameters of the module",
+            fix="optimizer = torch.optim.AdamW(model.parameters())",
         )

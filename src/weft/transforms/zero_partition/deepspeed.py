@@ -16,7 +16,7 @@ from weft.context.placement import check_place, place_module
 from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered
 from weft.contract.select_modules import Selection
 from weft.engines.torch.amp.loss_scale import LossScale
-from weft.errors import ContextError, ContractError, OrderError, listed, message
+from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
 from weft.sharding import check_module, check_optimizers, exchange_parameters, layouts, sharding_axes
 from weft.sharding.meta import Source, is_meta
@@ -51,13 +51,11 @@ def check_for_deepspeed_alone(offload: Offload, config: object) -> None:
     """
     given = [f"{name} = {value!r}" for name, value in (("offload", offload), ("config", config)) if value is not None]
     if given:
-        raise ValueError(
-            message(
-                "zero_partition: engine='torch' neither offloads nor takes a configuration",
-                found=listed(given),
-                expected="engine='deepspeed' with them",
-                fix="weft.zero_partition(model, optimizer, ctx, stage=2, engine='deepspeed', offload='cpu')",
-            )
+        raise value_error(
+            "zero_partition: engine='torch' neither offloads nor takes a configuration",
+            found=listed(given),
+            expected="engine='deepspeed' with them",
+            fix="weft.zero_partition(model, optimizer, ctx, stage=2, engine='deepspeed', offload='cpu')",
         )
 
 
@@ -147,26 +145,22 @@ def _check_wish(wish: Wish) -> None:
         ("units", wish.units, (None,)),
     ):
         if value not in allowed:
-            raise ValueError(
-                message(
-                    f"zero_partition: {name} = {value!r} cannot be used with DeepSpeed",
-                    found=f"{name}={value!r}, engine='deepspeed'",
-                    expected={
-                        "unused": "'error': DeepSpeed steps on all parameters of a group together",
-                        "buffers": "'broadcast' or 'local'",
-                        "units": "None: DeepSpeed gathers module by module",
-                    }[name],
-                    fix="engine='torch'" if name != "buffers" else "buffers='broadcast'",
-                )
+            raise value_error(
+                f"zero_partition: {name} = {value!r} cannot be used with DeepSpeed",
+                found=f"{name}={value!r}, engine='deepspeed'",
+                expected={
+                    "unused": "'error': DeepSpeed steps on all parameters of a group together",
+                    "buffers": "'broadcast' or 'local'",
+                    "units": "None: DeepSpeed gathers module by module",
+                }[name],
+                fix="engine='torch'" if name != "buffers" else "buffers='broadcast'",
             )
     if isinstance(wish.bucket_bytes, bool) or not isinstance(wish.bucket_bytes, int) or wish.bucket_bytes <= 0:
-        raise ValueError(
-            message(
-                f"zero_partition: bucket_bytes = {wish.bucket_bytes!r} cannot be used",
-                found=repr(wish.bucket_bytes),
-                expected="a whole number > 0",
-                fix="bucket_bytes=25 * 2**20",
-            )
+        raise value_error(
+            f"zero_partition: bucket_bytes = {wish.bucket_bytes!r} cannot be used",
+            found=repr(wish.bucket_bytes),
+            expected="a whole number > 0",
+            fix="bucket_bytes=25 * 2**20",
         )
 
 
@@ -180,12 +174,10 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dis
     known = ctx.engine.is_elementwise(optimizer) or kind.__module__.startswith("deepspeed.")
     if any(offered(part, LossScale) for part in module.modules()):
         raise OrderError(
-            message(
-                "zero_partition: DeepSpeed cannot be combined with with_precision in fp16",
-                found="with_precision(model, ctx, 'fp16'), which scales losses, before zero_partition",
-                expected="bf16, then zero_partition: DeepSpeed averages gradients before they could be scaled back",
-                fix="weft.with_precision(model, ctx, 'bf16')",
-            )
+            "zero_partition: DeepSpeed cannot be combined with with_precision in fp16",
+            found="with_precision(model, ctx, 'fp16'), which scales losses, before zero_partition",
+            expected="bf16, then zero_partition: DeepSpeed averages gradients before they could be scaled back",
+            fix="weft.with_precision(model, ctx, 'bf16')",
         )
     for wrong, found, expected, fix in (
         (not trained, "no parameter with requires_grad", "something to train", "module.requires_grad_()"),
@@ -211,12 +203,10 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dis
     ):
         if wrong:
             raise ContractError(
-                message(
-                    f"zero_partition: DeepSpeed cannot train this {type(module).__name__} with this {kind.__name__}",
-                    found=found,
-                    expected=expected,
-                    fix=fix,
-                )
+                f"zero_partition: DeepSpeed cannot train this {type(module).__name__} with this {kind.__name__}",
+                found=found,
+                expected=expected,
+                fix=fix,
             )
 
 
@@ -229,35 +219,29 @@ def _places(wish: Wish) -> dict[str, str]:
     bad += [f"{key}: {value!r}" for key, value in given.items() if not isinstance(value, (str, os.PathLike))]
     bad += [f"{key}: 'nvme' (which directory?)" for key, value in given.items() if value == "nvme"]
     if bad or not given:
-        raise ValueError(
-            message(
-                f"zero_partition: offload = {wish.offload!r} cannot be used",
-                found=listed(bad) or "nothing",
-                expected="'cpu', or a directory on a fast disk, for the optimizer; or a mapping for both",
-                fix="offload={'optimizer': '/local_nvme', 'parameters': 'cpu'}",
-            )
+        raise value_error(
+            f"zero_partition: offload = {wish.offload!r} cannot be used",
+            found=listed(bad) or "nothing",
+            expected="'cpu', or a directory on a fast disk, for the optimizer; or a mapping for both",
+            fix="offload={'optimizer': '/local_nvme', 'parameters': 'cpu'}",
         )
     places = {key: os.fspath(value) for key, value in given.items()}
     early = [key for key, place in places.items() if key == "parameters" or place != "cpu"]
     if early and wish.stage < 3:
-        raise ValueError(
-            message(
-                f"zero_partition: stage {wish.stage} cannot offload so",
-                found=listed(f"{key} to {places[key]!r}" for key in early),
-                expected="stage 3 for parameters, and for a disk; the optimizer's state to 'cpu' in every stage",
-                fix="weft.zero_partition(..., stage=3, engine='deepspeed', offload=...)",
-            )
+        raise value_error(
+            f"zero_partition: stage {wish.stage} cannot offload so",
+            found=listed(f"{key} to {places[key]!r}" for key in early),
+            expected="stage 3 for parameters, and for a disk; the optimizer's state to 'cpu' in every stage",
+            fix="weft.zero_partition(..., stage=3, engine='deepspeed', offload=...)",
         )
     return places
 
 
 def _raise_no_group(places: Mapping[str, str]) -> NoReturn:
     raise ContextError(
-        message(
-            "zero_partition: DeepSpeed needs a process group to offload, also for one rank",
-            found=f"a context without one, and offload to {listed(places.values())}",
-            expected="a program started by a launcher, or a group of one rank",
-            fix="torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
-            "world_size=1); ctx = weft.adopt()",
-        )
+        "zero_partition: DeepSpeed needs a process group to offload, also for one rank",
+        found=f"a context without one, and offload to {listed(places.values())}",
+        expected="a program started by a launcher, or a group of one rank",
+        fix="torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
+        "world_size=1); ctx = weft.adopt()",
     )

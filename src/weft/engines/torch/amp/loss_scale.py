@@ -29,7 +29,7 @@ from torch import nn
 from weft.engines.options import ScaleOptions
 from weft.engines.torch.amp.graph_walk import running_backward, survey
 from weft.engines.torch.hooks.backward_session import BackwardSession
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.nested import map_tensors
 
@@ -188,12 +188,10 @@ class LossScale:
         self._unstepped = []
         if changed:
             raise ContractError(
-                message(
-                    f"with_precision: parameters of {self._class_name} were stepped by an optimizer that cannot skip",
-                    found="an optimizer step after an fp16 backward, by an optimizer that skip_nonfinite does not know",
-                    expected="with fp16, a step with a non-finite gradient is skipped, on all ranks",
-                    fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
-                )
+                f"with_precision: parameters of {self._class_name} were stepped by an optimizer that cannot skip",
+                found="an optimizer step after an fp16 backward, by an optimizer that skip_nonfinite does not know",
+                expected="with fp16, a step with a non-finite gradient is skipped, on all ranks",
+                fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
             )
 
     def _check_wide(self, parameters: list[nn.Parameter]) -> None:
@@ -201,12 +199,10 @@ class LossScale:
         half = [p for p in parameters if p.requires_grad and p.dtype is torch.float16]
         if half:
             raise ContractError(
-                message(
-                    f"with_precision: float16 parameters of {self._class_name} are trained since it was applied",
-                    found=listed(f"a parameter of shape {tuple(p.shape)}" for p in half),
-                    expected="float32 parameters, computed in float16",
-                    fix="parameter.data = parameter.data.float()  # when it is unfrozen",
-                )
+                f"with_precision: float16 parameters of {self._class_name} are trained since it was applied",
+                found=listed(f"a parameter of shape {tuple(p.shape)}" for p in half),
+                expected="float32 parameters, computed in float16",
+                fix="parameter.data = parameter.data.float()  # when it is unfrozen",
             )
 
     def _find_leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
@@ -223,23 +219,19 @@ class LossScale:
         direct = [leaf for leaf in seen.outside if id(leaf) in inside]
         if direct:
             raise ContractError(
-                message(
-                    f"with_precision: the loss uses parameters of {self._class_name} outside of its forward pass",
-                    found=listed(f"a parameter of shape {tuple(p.shape)}" for p in direct),
-                    expected="with fp16, gradients reach what the module uses through the module's outputs only",
-                    fix="compute this part of the loss inside of forward, call backward for it alone, "
-                    'or use the policy "bf16"',
-                )
+                f"with_precision: the loss uses parameters of {self._class_name} outside of its forward pass",
+                found=listed(f"a parameter of shape {tuple(p.shape)}" for p in direct),
+                expected="with fp16, gradients reach what the module uses through the module's outputs only",
+                fix="compute this part of the loss inside of forward, call backward for it alone, "
+                'or use the policy "bf16"',
             )
         asked = [t for t in running.returned if id(t) in inside or t.grad_fn in seen.nodes_inside]
         if asked:
             raise ContractError(
-                message(
-                    f"with_precision: torch.autograd.grad for tensors inside of {self._class_name}",
-                    found=listed(f"a tensor of shape {tuple(t.shape)}" for t in asked),
-                    expected="with fp16, gradients inside of the module are scaled until backward has ended",
-                    fix="loss.backward()  # then read parameter.grad",
-                )
+                f"with_precision: torch.autograd.grad for tensors inside of {self._class_name}",
+                found=listed(f"a tensor of shape {tuple(t.shape)}" for t in asked),
+                expected="with fp16, gradients inside of the module are scaled until backward has ended",
+                fix="loss.backward()  # then read parameter.grad",
             )
         return list(inside.values())
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from weft.engines.options import RecomputeOptions
 from weft.engines.torch.hooks.method_hooks import Removable, around_methods, arounds
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed, type_error, value_error
 
 __all__ = ["Checkpoint", "Recomputed", "already_recomputed", "moves_statistics_twice", "no_cached_casts", "saved_ops"]
 
@@ -114,12 +114,10 @@ class Checkpoint:
         ]
         if changed:
             raise ContractError(
-                message(
-                    f"recompute: forward of block {self._name!r} changes buffers, and would change them twice",
-                    found=listed(changed),
-                    expected="blocks whose forward changes nothing but running statistics of norms",
-                    fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
-                )
+                f"recompute: forward of block {self._name!r} changes buffers, and would change them twice",
+                found=listed(changed),
+                expected="blocks whose forward changes nothing but running statistics of norms",
+                fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
             )
 
 
@@ -220,24 +218,20 @@ def _resolve(op: Any) -> list[Any]:
         return usable or _resolve(overloads[0])
     if isinstance(op, torch._ops.OpOverload):
         if _is_composite(op):
-            raise ValueError(
-                message(
-                    f"recompute: {op} cannot be saved",
-                    found="an operation that torch takes apart into others before they run",
-                    expected=f"those others, or one of {', '.join(map(repr, _GROUPS))}",
-                    fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
-                )
+            raise value_error(
+                f"recompute: {op} cannot be saved",
+                found="an operation that torch takes apart into others before they run",
+                expected=f"those others, or one of {', '.join(map(repr, _GROUPS))}",
+                fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
             )
         return [op]
     if isinstance(op, torch._ops.HigherOrderOperator):
         return [op]
-    raise TypeError(
-        message(
-            f"recompute: save = {op!r} is no operation",
-            found=type(op).__name__,
-            expected="names, torch.ops.<library>.<name>, or one function (ctx, op, *args, **kwargs) for all",
-            fix='weft.recompute(model, ctx, blocks=..., save=["matmul", torch.ops.aten.gelu])',
-        )
+    raise type_error(
+        f"recompute: save = {op!r} is no operation",
+        found=type(op).__name__,
+        expected="names, torch.ops.<library>.<name>, or one function (ctx, op, *args, **kwargs) for all",
+        fix='weft.recompute(model, ctx, blocks=..., save=["matmul", torch.ops.aten.gelu])',
     )
 
 
@@ -252,11 +246,9 @@ def _named(name: str) -> Any:
     kinds = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     if isinstance(value, kinds):
         return value
-    raise ValueError(
-        message(
-            f"recompute: save = {name!r} is no operation of torch",
-            found=repr(name),
-            expected=f"one of {', '.join(map(repr, _GROUPS))}, or a name below torch.ops such as 'aten.gelu'",
-            fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
-        )
+    raise value_error(
+        f"recompute: save = {name!r} is no operation of torch",
+        found=repr(name),
+        expected=f"one of {', '.join(map(repr, _GROUPS))}, or a name below torch.ops such as 'aten.gelu'",
+        fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
     )

@@ -22,7 +22,7 @@ from torch import nn
 from weft.engines.options import CompileOptions
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed, moves_statistics_twice, no_cached_casts
 from weft.engines.torch.hooks.method_hooks import Removable, around_methods, arounds
-from weft.errors import listed, message
+from weft.errors import listed, value_error
 
 __all__ = ["Compiled", "already_compiled", "check_backend"]
 
@@ -113,11 +113,9 @@ def check_backend(backend: str) -> None:
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        raise ValueError(
-            message(
-                f"compiled: backend = {backend!r} is unknown",
-                found=repr(backend),
-                expected=f"one of {listed(known)}, or a function",
-                fix='weft.compile(model, ctx, backend="inductor")',
-            )
+        raise value_error(
+            f"compiled: backend = {backend!r} is unknown",
+            found=repr(backend),
+            expected=f"one of {listed(known)}, or a function",
+            fix='weft.compile(model, ctx, backend="inductor")',
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.torch.ddp.pairwise import SmallSum, as_real
-from weft.errors import ContractError, message
+from weft.errors import ContractError
 
 __all__ = ["FlatBuffer", "FlatPiece"]
 
@@ -135,12 +135,10 @@ class FlatBuffer:
         for piece in self.pieces:
             if not piece.is_intact():
                 raise ContractError(
-                    message(
-                        "replicate: the parameters were moved out of the flat buffer",
-                        found=f"a parameter of shape {tuple(piece.parameters[0].shape)} with storage of its own",
-                        expected="no Module.to(), .half() or `parameter.data = ...` after replicate(flat=True)",
-                        fix="move or cast the model before weft.replicate",
-                    )
+                    "replicate: the parameters were moved out of the flat buffer",
+                    found=f"a parameter of shape {tuple(piece.parameters[0].shape)} with storage of its own",
+                    expected="no Module.to(), .half() or `parameter.data = ...` after replicate(flat=True)",
+                    fix="move or cast the model before weft.replicate",
                 )
             piece.attach()
 

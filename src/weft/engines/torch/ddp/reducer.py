@@ -40,7 +40,7 @@ from weft.engines.torch.hooks.method_hooks import Hook, Removable, around_method
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.past_forward import raise_past_forward
 from weft.engines.torch.optim.step_watch import Steps, check_same_gradients, raise_step_inside, settings_of
-from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed, message
+from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed
 from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["GradientReducer", "check_hooks", "is_reduced"]
@@ -274,12 +274,10 @@ class GradientReducer:
     def _arm(self, outputs: list[torch.Tensor]) -> None:
         if self.channel is None:
             raise NotSynchronized(
-                message(
-                    f"{self._what}: backward through {self._class_name} after its context was closed",
-                    found="no process group",
-                    expected="backward inside of `with weft.start() as ctx:`",
-                    fix="model, ctx = weft.undo(model, ctx)  # before the context is closed",
-                )
+                f"{self._what}: backward through {self._class_name} after its context was closed",
+                found="no process group",
+                expected="backward inside of `with weft.start() as ctx:`",
+                fix="model, ctx = weft.undo(model, ctx)  # before the context is closed",
             )
         self.channel.begin(outputs)
         self._armed = True
@@ -289,12 +287,10 @@ class GradientReducer:
             return
         if self.finds_unused:
             raise NotSynchronized(
-                message(
-                    f'{self._what}: a second backward through {self._class_name} with unused="zero"',
-                    found="the outputs of the forward pass are gone, so unused parameters cannot be found",
-                    expected="one backward pass for the forward passes before it",
-                    fix="add the losses up and call backward once",
-                )
+                f'{self._what}: a second backward through {self._class_name} with unused="zero"',
+                found="the outputs of the forward pass are gone, so unused parameters cannot be found",
+                expected="one backward pass for the forward passes before it",
+                fix="add the losses up and call backward once",
             )
         self._arm([])
 
@@ -424,12 +420,10 @@ class GradientReducer:
 
     def _raise_unused(self, names: list[str]) -> NoReturn:
         error = UnusedParameters(
-            message(
-                f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
-                found=listed(names),
-                expected="every parameter that requires a gradient takes part in the loss, on every rank",
-                fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them',
-            )
+            f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
+            found=listed(names),
+            expected="every parameter that requires a gradient takes part in the loss, on every rank",
+            fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them',
         )
         self._peers.report(error)
         raise error
@@ -449,12 +443,10 @@ class GradientReducer:
 
     def _raise_in_window(self) -> NoReturn:
         raise NotSynchronized(
-            message(
-                f"{self._what}: a step on gradients of {self._class_name} before they were averaged over the ranks",
-                found="an optimizer step in the middle of a window",
-                expected="one optimizer step after the last micro-batch of a window",
-                fix="for batch in window: ...; then optimizer.step(), after the inner loop",
-            )
+            f"{self._what}: a step on gradients of {self._class_name} before they were averaged over the ranks",
+            found="an optimizer step in the middle of a window",
+            expected="one optimizer step after the last micro-batch of a window",
+            fix="for batch in window: ...; then optimizer.step(), after the inner loop",
         )
 
 
@@ -519,12 +511,10 @@ def check_hooks(what: str, class_name: str, named: Iterable[tuple[str, nn.Parame
     hooked = [name for name, p in named if len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) > own]
     if hooked:
         raise ContractError(
-            message(
-                f"{what}: hooks on parameters of {class_name} would see the gradients of one rank",
-                found=f"register_post_accumulate_grad_hook on {listed(hooked)}",
-                expected="gradients are read, and parameters are stepped, after backward, when they are averaged",
-                fix="loss.backward(); optimizer.step()  # p.register_hook(...) to look at gradients of one rank",
-            )
+            f"{what}: hooks on parameters of {class_name} would see the gradients of one rank",
+            found=f"register_post_accumulate_grad_hook on {listed(hooked)}",
+            expected="gradients are read, and parameters are stepped, after backward, when they are averaged",
+            fix="loss.backward(); optimizer.step()  # p.register_hook(...) to look at gradients of one rank",
         )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as _NativeSyncBatchNorm
 
 from weft.engines.torch.hooks.method_hooks import Removable
-from weft.errors import message
+from weft.errors import value_error
 
 __all__ = ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "synchronize_batch_norms"]
 
@@ -145,13 +145,11 @@ class _BatchNormOverRanks(torch.autograd.Function):
         dist.all_reduce(first, group=group)
         count = first[-1]
         if count <= 1:
-            raise ValueError(
-                message(
-                    "sync_batch_norm: a single value has no variance",
-                    found=f"{int(count)} value per channel over all ranks, {tuple(x.shape)} on this one",
-                    expected="more than 1 value per channel when training",
-                    fix="a larger batch, or model.eval()",
-                )
+            raise value_error(
+                "sync_batch_norm: a single value has no variance",
+                found=f"{int(count)} value per channel over all ranks, {tuple(x.shape)} on this one",
+                expected="more than 1 value per channel when training",
+                fix="a larger batch, or model.eval()",
             )
         mean = first[:-1] / count
         centred = x - mean.view(shape)

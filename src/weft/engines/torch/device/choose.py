@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from weft.errors import ContextError, MissingExtra, message
+from weft.errors import ContextError, MissingExtra
 
 __all__ = ["choose_device", "default_backend", "select_device"]
 
@@ -35,23 +35,19 @@ def choose_device(request: str | None, local_rank: int, world_size: int) -> torc
         wanted = _parse(request)
     if wanted.type == "mps" and world_size > 1:
         raise ContextError(
-            message(
-                f"start: device = {wanted} cannot serve {world_size} ranks",
-                found=f"world size {world_size} on mps",
-                expected="one process: torch has no collectives on mps",
-                fix='weft.start(device="cpu"), or launch with -n 1',
-            )
+            f"start: device = {wanted} cannot serve {world_size} ranks",
+            found=f"world size {world_size} on mps",
+            expected="one process: torch has no collectives on mps",
+            fix='weft.start(device="cpu"), or launch with -n 1',
         )
     if wanted.type in ("cpu", "mps", "meta") or wanted.index is not None:
         return wanted
     if present is None or present.type != wanted.type:
         raise ContextError(
-            message(
-                f"start: device = {request!r} is not there",
-                found=f"accelerator {present}" if present is not None else "no accelerator",
-                expected=f"torch built for {wanted.type}, and a device of that type",
-                fix='weft.start(device="cpu")',
-            )
+            f"start: device = {request!r} is not there",
+            found=f"accelerator {present}" if present is not None else "no accelerator",
+            expected=f"torch built for {wanted.type}, and a device of that type",
+            fix='weft.start(device="cpu")',
         )
     return torch.device(wanted.type, local_rank % max(torch.accelerator.device_count(), 1))
 
@@ -63,12 +59,10 @@ def _parse(request: str) -> torch.device:
         return torch.device(request)
     except RuntimeError as error:
         raise ContextError(
-            message(
-                f"start: device = {request!r} is not a device",
-                found=repr(request),
-                expected='a device type with or without an index, such as "cpu", "cuda" or "cuda:1"',
-                fix='weft.start(device="cpu")',
-            )
+            f"start: device = {request!r} is not a device",
+            found=repr(request),
+            expected='a device type with or without an index, such as "cpu", "cuda" or "cuda:1"',
+            fix='weft.start(device="cpu")',
         ) from error
 
 
@@ -81,12 +75,10 @@ def _load_tpu(request: str) -> None:
             importlib.import_module("torch_tpu")
         except ImportError as error:
             raise MissingExtra(
-                message(
-                    f"start: device = {request!r} needs the package torch_tpu",
-                    found=f"{type(error).__name__}: {error}",
-                    expected="torch_tpu, with which torch has the device (torch 2.11 to 2.15), on a machine with a TPU",
-                    fix='pip install torch_tpu  # or, with torch 2.9 and torch-xla: weft.start(device="xla")',
-                )
+                f"start: device = {request!r} needs the package torch_tpu",
+                found=f"{type(error).__name__}: {error}",
+                expected="torch_tpu, with which torch has the device (torch 2.11 to 2.15), on a machine with a TPU",
+                fix='pip install torch_tpu  # or, with torch 2.9 and torch-xla: weft.start(device="xla")',
             ) from error
 
 

@@ -48,7 +48,7 @@ from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.optim.step_watch import Steps, settings_of
-from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed, message
+from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed
 from weft.tensors.dtensor import groups_of, local, reset_units
 from weft.tensors.nested import map_tensors, tensors
 
@@ -303,12 +303,10 @@ class ShardedModule:
         empty = [name for kind in kinds for name, tensor in kind if tensor.is_meta]
         if empty:
             raise ContractError(
-                message(
-                    f"{self._what}: {self._class_name} is called before its weights were loaded",
-                    found=f"{listed(empty)} on meta",
-                    expected='weights="later", then load_weights, then the first call',
-                    fix="weft.load_weights(model, path, ctx)",
-                )
+                f"{self._what}: {self._class_name} is called before its weights were loaded",
+                found=f"{listed(empty)} on meta",
+                expected='weights="later", then load_weights, then the first call',
+                fix="weft.load_weights(model, path, ctx)",
             )
         self._parameter_watch.look(module)
         self._take_whole(module)
@@ -413,15 +411,13 @@ class ShardedModule:
         if running.creates_graph or any(id(tensor) in own for tensor in running.returned):
             asked = "a backward pass with create_graph=True" if running.creates_graph else "torch.autograd.grad"
             raise ContractError(
-                message(
-                    f"{self._what}: {asked} through {self._class_name}, whose parameters are sharded",
-                    found="a gradient penalty, or gradients of gradients"
-                    if running.creates_graph
-                    else "gradients of parameters that are returned instead of added to `.grad`",
-                    expected="loss.backward(): FSDP2, also without weft, frees parameters after their backward, and "
-                    "reduces `.grad` only",
-                    fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
-                )
+                f"{self._what}: {asked} through {self._class_name}, whose parameters are sharded",
+                found="a gradient penalty, or gradients of gradients"
+                if running.creates_graph
+                else "gradients of parameters that are returned instead of added to `.grad`",
+                expected="loss.backward(): FSDP2, also without weft, frees parameters after their backward, and "
+                "reduces `.grad` only",
+                fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
             )
 
     def _end(self) -> None:
@@ -527,12 +523,10 @@ class ShardedModule:
 
     def _raise_unused(self, names: list[str]) -> NoReturn:
         error = UnusedParameters(
-            message(
-                f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
-                found=listed(names),
-                expected="every parameter that requires a gradient takes part in the loss, on every rank",
-                fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them',
-            )
+            f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
+            found=listed(names),
+            expected="every parameter that requires a gradient takes part in the loss, on every rank",
+            fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them',
         )
         self._peers.report(error)
         raise error
@@ -550,12 +544,10 @@ class _NoCopy:
 
     def __call__(self, *unused: Any) -> NoReturn:
         raise ContractError(
-            message(
-                f"{self._what}: a sharded {self._class_name} can be neither copied nor pickled",
-                found="copy.deepcopy, pickle or torch.save of the module itself",
-                expected="weft.save or weft.export for files, weft.average_weights for averages; or a plain module",
-                fix="model, ctx = weft.undo(model, ctx)  # before it is copied",
-            )
+            f"{self._what}: a sharded {self._class_name} can be neither copied nor pickled",
+            found="copy.deepcopy, pickle or torch.save of the module itself",
+            expected="weft.save or weft.export for files, weft.average_weights for averages; or a plain module",
+            fix="model, ctx = weft.undo(model, ctx)  # before it is copied",
         )
 
 
@@ -595,34 +587,28 @@ class _Marker:
 def _check_without_gradients(what: str, class_name: str) -> None:
     if torch.is_grad_enabled():
         raise ContractError(
-            message(
-                f"{what}: {class_name} is called with gradients while its parameters are gathered for one rank alone",
-                found="a call inside of weft.full_params(..., forward=True)",
-                expected="calls without gradients: backward needs all ranks",
-                fix="with weft.full_params(model, ctx, forward=True), torch.no_grad(): ...",
-            )
+            f"{what}: {class_name} is called with gradients while its parameters are gathered for one rank alone",
+            found="a call inside of weft.full_params(..., forward=True)",
+            expected="calls without gradients: backward needs all ranks",
+            fix="with weft.full_params(model, ctx, forward=True), torch.no_grad(): ...",
         )
 
 
 def _raise_in_window(what: str, class_name: str) -> NoReturn:
     raise NotSynchronized(
-        message(
-            f"{what}: a step before the gradients of {class_name} were reduced",
-            found="an optimizer step in the middle of a window",
-            expected="one optimizer step after the last micro-batch of a window",
-            fix="for batch in window: ...; then optimizer.step(), after the inner loop",
-        )
+        f"{what}: a step before the gradients of {class_name} were reduced",
+        found="an optimizer step in the middle of a window",
+        expected="one optimizer step after the last micro-batch of a window",
+        fix="for batch in window: ...; then optimizer.step(), after the inner loop",
     )
 
 
 def _raise_changed(what: str, class_name: str) -> NoReturn:
     raise NotSynchronized(
-        message(
-            f"{what}: gradients of {class_name} were changed (clipped?) before they were reduced",
-            found="a window that was left early, by `break` or an exception, and then clip_grad_norm_ or the like",
-            expected="gradients are changed after they were reduced",
-            fix="for _ in window: pass  # after the break: ends the window, and reduces its gradients",
-        )
+        f"{what}: gradients of {class_name} were changed (clipped?) before they were reduced",
+        found="a window that was left early, by `break` or an exception, and then clip_grad_norm_ or the like",
+        expected="gradients are changed after they were reduced",
+        fix="for _ in window: pass  # after the break: ends the window, and reduces its gradients",
     )
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engines.peers import Peers
-from weft.errors import NotSynchronized, PeerError, listed, message
+from weft.errors import NotSynchronized, PeerError, listed
 
 __all__ = ["GatherOrder", "UnitGather", "UnitReduce"]
 
@@ -139,13 +139,11 @@ class GatherOrder:
 
     def _raise_different(self, steps: Sequence[int]) -> NoReturn:
         error = NotSynchronized(
-            message(
-                f"{self._what}: the ranks gather different units at the same moment",
-                found=listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps)),
-                expected="the same units in the same order on all ranks, in every forward and backward pass",
-                fix="call every unit on every rank (multiply what is not needed by zero), or "
-                "weft.replicate(model, ctx, unused='zero')",
-            )
+            f"{self._what}: the ranks gather different units at the same moment",
+            found=listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps)),
+            expected="the same units in the same order on all ranks, in every forward and backward pass",
+            fix="call every unit on every rank (multiply what is not needed by zero), or "
+            "weft.replicate(model, ctx, unused='zero')",
         )
         self._peers.report(error)
         raise error

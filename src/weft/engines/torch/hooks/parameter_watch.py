@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed
 
 __all__ = ["ParameterWatch"]
 
@@ -74,13 +74,11 @@ class ParameterWatch:
         if not new:
             return
         raise ContractError(
-            message(
-                f"{self._what}: {self._class_name} has parameters that it had not when {self._what} was applied",
-                found=f"{listed(new)}; their gradients would not be averaged",
-                expected=f"all layers in the module before {self._what}",
-                fix=f"model, ctx = weft.undo(model, ctx); model.{new[0].partition('.')[0]} = ...; "
-                f"model, ctx = weft.{self._what}(model, ctx)",
-            )
+            f"{self._what}: {self._class_name} has parameters that it had not when {self._what} was applied",
+            found=f"{listed(new)}; their gradients would not be averaged",
+            expected=f"all layers in the module before {self._what}",
+            fix=f"model, ctx = weft.undo(model, ctx); model.{new[0].partition('.')[0]} = ...; "
+            f"model, ctx = weft.{self._what}(model, ctx)",
         )
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from weft.errors import NotSynchronized, listed, message
+from weft.errors import NotSynchronized, listed
 
 __all__ = ["methods_that_call", "raise_past_forward"]
 
@@ -27,14 +27,12 @@ def raise_past_forward(
     objects = "model, optimizer, ctx" if what == "zero_partition" else "model, ctx"
     call = f"weft.{what}({objects}, methods={tuple(sorted({*listed_methods, *methods}))})"
     raise NotSynchronized(
-        message(
-            f"{what}: a gradient reached {name!r} of {kind} past forward, and would not be reduced",
-            found=f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself"
-            if methods
-            else f"a call of {part!r} itself, or of another part of the module",
-            expected="calls of the module itself, or of a method in methods=(...)",
-            fix=call if methods else f"model(...)  # in place of model.{part}(...)",
-        )
+        f"{what}: a gradient reached {name!r} of {kind} past forward, and would not be reduced",
+        found=f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself"
+        if methods
+        else f"a call of {part!r} itself, or of another part of the module",
+        expected="calls of the module itself, or of a method in methods=(...)",
+        fix=call if methods else f"model(...)  # in place of model.{part}(...)",
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed, value_error
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["WeightAverages"]
@@ -43,12 +43,10 @@ class WeightAverages:
         module = self._module()
         if module is None:
             raise ContractError(
-                message(
-                    f"averages: the {self._class_name} is gone",
-                    found="averages of a module that nobody holds any more",
-                    expected="a module that lives as long as its averages are used",
-                    fix="keep the model in a variable",
-                )
+                f"averages: the {self._class_name} is gone",
+                found="averages of a module that nobody holds any more",
+                expected="a module that lives as long as its averages are used",
+                fix="keep the model in a variable",
             )
         drop_gathered(module)
         found: Named = {name: p for name, p in module.named_parameters() if p.requires_grad or name in self._values}
@@ -90,13 +88,11 @@ class WeightAverages:
             if _differs(live[name], targets.get(name))
         ]
         if wrong:
-            raise ValueError(
-                message(
-                    f"copy_to: this {type(other).__name__} has other weights than the {self._class_name}",
-                    found=listed(wrong),
-                    expected="the same names, shapes and shards",
-                    fix="averages.copy_to(model)  # or: with averages.swapped(): model.state_dict()",
-                )
+            raise value_error(
+                f"copy_to: this {type(other).__name__} has other weights than the {self._class_name}",
+                found=listed(wrong),
+                expected="the same names, shapes and shards",
+                fix="averages.copy_to(model)  # or: with averages.swapped(): model.state_dict()",
             )
         self._write({name: targets[name] for name in live}, self._values)
 
@@ -119,13 +115,11 @@ class WeightAverages:
         wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in strange]
         wrong += [f"{n}: {_refused(t, given[n])}" for n, t in live.items() if n in given and _refused(t, given[n])]
         if wrong:
-            raise ValueError(
-                message(
-                    f"load_state_dict: these are not averages of this {self._class_name}",
-                    found=listed(wrong),
-                    expected="the names and shapes of the module's trained parameters, whole or cut as they are",
-                    fix="averages.load_state_dict(saved)  # from averages.state_dict() of the same model",
-                )
+            raise value_error(
+                f"load_state_dict: these are not averages of this {self._class_name}",
+                found=listed(wrong),
+                expected="the names and shapes of the module's trained parameters, whole or cut as they are",
+                fix="averages.load_state_dict(saved)  # from averages.state_dict() of the same model",
             )
         parts = {name: _part_like(given[name], tensor) for name, tensor in live.items()}
         with torch.no_grad():
@@ -179,12 +173,10 @@ def _check_same(class_name: str, values: Named, live: Named) -> None:
     ]
     if wrong:
         raise ContractError(
-            message(
-                f"averages: the trained parameters of {class_name} are not what they were",
-                found=listed(wrong),
-                expected="requires_grad_, parametrizations and sharding before average_weights",
-                fix="model, ctx = weft.average_weights(model, ctx)  # as the last transform of the model",
-            )
+            f"averages: the trained parameters of {class_name} are not what they were",
+            found=listed(wrong),
+            expected="requires_grad_, parametrizations and sharding before average_weights",
+            fix="model, ctx = weft.average_weights(model, ctx)  # as the last transform of the model",
         )
 
 

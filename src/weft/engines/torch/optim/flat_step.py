@@ -21,7 +21,7 @@ from torch import nn
 
 from weft.engines.torch.ddp.flat_buffer import FlatBuffer, FlatPiece
 from weft.engines.torch.ddp.reducer import GradientReducer
-from weft.errors import ContractError, OrderError, listed, message
+from weft.errors import ContractError, OrderError, listed, value_error
 
 __all__ = ["SHARED_STATE", "FlatStep", "check_elementwise", "flat_buffer_of", "is_elementwise"]
 
@@ -51,13 +51,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise `ValueError` if the update of an element may depend on others."""
     if not is_elementwise(optimizer):
-        raise ValueError(
-            message(
-                f"fuse_step: {type(optimizer).__name__} cannot step on a flat buffer",
-                found=type(optimizer).__name__,
-                expected="one of " + ", ".join(kind.__name__ for kind in _ELEMENTWISE),
-                fix="leave weft.fuse_step out",
-            )
+        raise value_error(
+            f"fuse_step: {type(optimizer).__name__} cannot step on a flat buffer",
+            found=type(optimizer).__name__,
+            expected="one of " + ", ".join(kind.__name__ for kind in _ELEMENTWISE),
+            fix="leave weft.fuse_step out",
         )
 
 
@@ -75,21 +73,17 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
         if wanted <= {id(p) for piece in reducer.channel.pieces for p in piece.parameters}:
             if reducer.finds_unused:
                 raise ContractError(
-                    message(
-                        'fuse_step: parameters may be without gradient with unused="zero"',
-                        found='replicate(..., flat=True, unused="zero")',
-                        expected="a gradient for every parameter in every step",
-                        fix='weft.replicate(model, ctx, flat=True, unused="error")',
-                    )
+                    'fuse_step: parameters may be without gradient with unused="zero"',
+                    found='replicate(..., flat=True, unused="zero")',
+                    expected="a gradient for every parameter in every step",
+                    fix='weft.replicate(model, ctx, flat=True, unused="error")',
                 )
             return reducer.channel
     raise OrderError(
-        message(
-            "fuse_step: the optimizer's parameters do not lie in a flat buffer",
-            found=f"{len(wanted)} parameters with storages of their own",
-            expected="replicate(..., flat=True), then the optimizer, then fuse_step",
-            fix="model, ctx = weft.replicate(model, ctx, flat=True)",
-        )
+        "fuse_step: the optimizer's parameters do not lie in a flat buffer",
+        found=f"{len(wanted)} parameters with storages of their own",
+        expected="replicate(..., flat=True), then the optimizer, then fuse_step",
+        fix="model, ctx = weft.replicate(model, ctx, flat=True)",
     )
 
 
@@ -142,12 +136,10 @@ class _Run:
                 self.state[key] = torch.cat([value.reshape(-1) for value in values])
             elif any(value is not values[0] and not (whole and torch.equal(value, values[0])) for value in values):
                 raise ContractError(
-                    message(
-                        f"fuse_step: the state {key!r} differs between parameters of one group",
-                        found=listed(values),
-                        expected="one value per group: its parameters were always stepped together",
-                        fix="load the state before weft.fuse_step, or go on without it",
-                    )
+                    f"fuse_step: the state {key!r} differs between parameters of one group",
+                    found=listed(values),
+                    expected="one value per group: its parameters were always stepped together",
+                    fix="load the state before weft.fuse_step, or go on without it",
                 )
             else:
                 self.state[key] = values[0].clone() if whole else values[0]
@@ -242,13 +234,11 @@ class FlatStep:
             all(map(operator.is_, *pair)) for pair in zip(old, now, strict=True)
         ):
             raise ContractError(
-                message(
-                    "fuse_step: the parameter groups of the optimizer changed",
-                    found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
-                    f"before {len(old)} of {listed(map(len, old))}, or other ones",
-                    expected="the groups that fuse_step was applied to",
-                    fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
-                )
+                "fuse_step: the parameter groups of the optimizer changed",
+                found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
+                f"before {len(old)} of {listed(map(len, old))}, or other ones",
+                expected="the groups that fuse_step was applied to",
+                fix="add all groups first: optimizer, ctx = weft.fuse_step(optimizer, ctx)",
             )
 
 
@@ -272,12 +262,10 @@ class _ZeroGrad:
 def _check_no_closure(arguments: Sequence[object]) -> None:
     if any(argument is not None for argument in arguments):
         raise ContractError(
-            message(
-                "fuse_step: step() was called with a closure",
-                found="optimizer.step(closure)",
-                expected="backward first, then optimizer.step()",
-                fix="loss = closure(); optimizer.step()",
-            )
+            "fuse_step: step() was called with a closure",
+            found="optimizer.step(closure)",
+            expected="backward first, then optimizer.step()",
+            fix="loss = closure(); optimizer.step()",
         )
 
 
@@ -290,12 +278,10 @@ def _has_gradients(run: _Run) -> bool:
         return False
     if missing:
         raise ContractError(
-            message(
-                f"fuse_step: {len(missing)} of {len(run.parameters)} parameters have no gradient",
-                found=listed(f"a parameter of shape {tuple(p.shape)}" for p in missing),
-                expected="all gradients of a group, or none",
-                fix="optimizer.zero_grad() for all, or go on without weft.fuse_step",
-            )
+            f"fuse_step: {len(missing)} of {len(run.parameters)} parameters have no gradient",
+            found=listed(f"a parameter of shape {tuple(p.shape)}" for p in missing),
+            expected="all gradients of a group, or none",
+            fix="optimizer.zero_grad() for all, or go on without weft.fuse_step",
         )
     run.piece.attach()
     return True

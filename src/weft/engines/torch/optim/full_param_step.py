@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.optim.zero1_step import PartitionedStep
-from weft.errors import ContractError, OrderError, message
+from weft.errors import ContractError, OrderError
 
 __all__ = ["WholeStep", "check_no_closure", "check_steps_on_shards"]
 
@@ -130,12 +130,10 @@ def check_no_closure(what: str, arguments: Iterable[object]) -> None:
     """
     if any(argument is not None for argument in arguments):
         raise ContractError(
-            message(
-                f"{what}: step() was called with a closure",
-                found="optimizer.step(closure)",
-                expected="backward first, then optimizer.step()",
-                fix="loss = closure(); optimizer.step()",
-            )
+            f"{what}: step() was called with a closure",
+            found="optimizer.step(closure)",
+            expected="backward first, then optimizer.step()",
+            fix="loss = closure(); optimizer.step()",
         )
 
 
@@ -163,16 +161,14 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
         return
     couples_all = isinstance(optimizer, torch.optim.LBFGS)
     raise OrderError(
-        message(
-            f"{what}: {problem}",
-            found=f"{kind} over sharded parameters" + ("" if couples_all else ", without gather_step"),
-            expected="replicate, which leaves parameters whole"
-            if couples_all
-            else f"{what}, then the optimizer, then gather_step; or replicate",
-            fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding"
-            if couples_all
-            else "optimizer, ctx = weft.gather_step(optimizer, ctx)",
-        )
+        f"{what}: {problem}",
+        found=f"{kind} over sharded parameters" + ("" if couples_all else ", without gather_step"),
+        expected="replicate, which leaves parameters whole"
+        if couples_all
+        else f"{what}, then the optimizer, then gather_step; or replicate",
+        fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding"
+        if couples_all
+        else "optimizer, ctx = weft.gather_step(optimizer, ctx)",
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 
-from weft.errors import message
+from weft.errors import value_error
 from weft.tensors.dtensor import local
 from weft.tensors.sharded_grad import CutGradient
 
@@ -100,13 +100,11 @@ class Gradients:
         cut: list[Ranks] = []
         for axis, placement in enumerate(tensor.placements):
             if placement.is_partial():
-                raise ValueError(
-                    message(
-                        "clip_grads: a gradient is not reduced over the ranks yet",
-                        found=f"shape {tuple(tensor.shape)}, placements {tensor.placements}",
-                        expected="gradients that are replicated or sharded along every axis of their mesh",
-                        fix="p.grad = p.grad.redistribute(placements=p.placements)",
-                    )
+                raise value_error(
+                    "clip_grads: a gradient is not reduced over the ranks yet",
+                    found=f"shape {tuple(tensor.shape)}, placements {tensor.placements}",
+                    expected="gradients that are replicated or sharded along every axis of their mesh",
+                    fix="p.grad = p.grad.redistribute(placements=p.placements)",
                 )
             if not placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
                 group = tensor.device_mesh.get_group(axis)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from weft.engines.peers import Peers
-from weft.errors import NotSynchronized, OrderError, listed, message
+from weft.errors import NotSynchronized, OrderError, listed
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
 
@@ -158,12 +158,10 @@ def _is_stepping(optimizer: torch.optim.Optimizer) -> bool:
 def _raise_too_late(what: str, optimizer: torch.optim.Optimizer) -> NoReturn:
     kind = type(optimizer).__name__
     raise OrderError(
-        message(
-            f"{what}: {kind} steps with a closure before it is known",
-            found=f"{kind}, made after {what}, whose first step is the first thing that calls the model",
-            expected=f"the closure's losses averaged over the ranks, by which {kind} decides",
-            fix=f"optimizer = torch.optim.{kind}(model.parameters(), ...)  # before weft.{what}",
-        )
+        f"{what}: {kind} steps with a closure before it is known",
+        found=f"{kind}, made after {what}, whose first step is the first thing that calls the model",
+        expected=f"the closure's losses averaged over the ranks, by which {kind} decides",
+        fix=f"optimizer = torch.optim.{kind}(model.parameters(), ...)  # before weft.{what}",
     )
 
 
@@ -216,14 +214,12 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], g
     differing = [name for name, same in zip(parameters, equal.tolist(), strict=True) if not same]
     if differing:
         raise NotSynchronized(
-            message(
-                f"{what}: a step on gradients that were not averaged over the ranks",
-                found=f"gradients that differ between ranks: {listed(differing)}; set by hand, by torch.autograd.grad, "
-                "or changed after a window was left early",
-                expected="gradients that come from a backward pass, or are equal on all ranks",
-                fix="loss.backward()  # or p.grad = weft.reduce(gradient, ctx, 'mean'); "
-                "after a break: for _ in window: pass",
-            )
+            f"{what}: a step on gradients that were not averaged over the ranks",
+            found=f"gradients that differ between ranks: {listed(differing)}; set by hand, by torch.autograd.grad, "
+            "or changed after a window was left early",
+            expected="gradients that come from a backward pass, or are equal on all ranks",
+            fix="loss.backward()  # or p.grad = weft.reduce(gradient, ctx, 'mean'); "
+            "after a break: for _ in window: pass",
         )
 
 
@@ -242,10 +238,8 @@ def raise_step_inside(what: str, class_name: str) -> NoReturn:
         NotSynchronized: Always.
     """
     raise NotSynchronized(
-        message(
-            f"{what}: parameters of {class_name} were stepped inside of a backward pass",
-            found="a step in a hook on a parameter, on the gradient of this rank alone",
-            expected="a step after backward, when gradients were averaged over the ranks",
-            fix="loss.backward(); optimizer.step()",
-        )
+        f"{what}: parameters of {class_name} were stepped inside of a backward pass",
+        found="a step in a hook on a parameter, on the gradient of this rank alone",
+        expected="a step after backward, when gradients were averaged over the ranks",
+        fix="loss.backward(); optimizer.step()",
     )

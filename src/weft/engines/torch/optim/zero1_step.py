@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.engines.torch.ddp.pairwise import PairGather, as_real
 from weft.engines.torch.optim.rebind import like
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
 
 __all__ = ["PartitionedStep"]
@@ -273,13 +273,11 @@ class PartitionedStep:
         now = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
         if now != self._held:
             raise ContractError(
-                message(
-                    "zero_partition: the optimizer got other parameters after it was partitioned",
-                    found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
-                    f"before {len(self._held)} of {listed(map(len, self._held))}, or other ones",
-                    expected="add_param_group before zero_partition",
-                    fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
-                )
+                "zero_partition: the optimizer got other parameters after it was partitioned",
+                found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
+                f"before {len(self._held)} of {listed(map(len, self._held))}, or other ones",
+                expected="add_param_group before zero_partition",
+                fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
             )
 
     def _gather(self, stepped: list[_Rows]) -> None:

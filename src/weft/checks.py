@@ -1,0 +1,104 @@
+"""Checks of arguments that many functions have in common, with one form of text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from weft.errors import type_error, value_error
+
+__all__ = ["check_choice", "check_count", "check_module", "check_optimizer"]
+
+
+def check_count(what: str, name: str, value: object, *, least: int = 1, fix: str = "") -> None:
+    """Raise unless a value is a whole number, and not too small.
+
+    Args:
+        what: Name of the function, for the text.
+        name: Name of the argument.
+        value: Its value.
+        least: The smallest that is allowed.
+        fix: A line to write instead; default: the argument with the smallest value.
+
+    Raises:
+        ValueError: It is something else; booleans are no numbers here.
+
+    Example:
+        >>> check_count("f", "steps", 3)
+        >>> check_count("f", "steps", 0)
+        Traceback (most recent call last):
+        ValueError: f: steps = 0 cannot be used
+          found:    0
+          expected: a whole number >= 1
+          fix:      f(..., steps=1)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise value_error(
+            f"{what}: {name} = {value!r} cannot be used",
+            found=repr(value),
+            expected=f"a whole number >= {least}",
+            fix=fix or f"{what}(..., {name}={least})",
+        )
+
+
+def check_choice(what: str, name: str, value: object, choices: Collection[object], *, fix: str = "") -> None:
+    """Raise unless a value is one of several.
+
+    Args:
+        what: Name of the function, for the text.
+        name: Name of the argument.
+        value: Its value.
+        choices: What is allowed; the first is the suggestion.
+        fix: A line to write instead.
+
+    Raises:
+        ValueError: It is none of them.
+
+    Example:
+        >>> check_choice("f", "mode", "fast", ["slow", "exact"])
+        Traceback (most recent call last):
+        ValueError: f: mode = 'fast' is unknown
+          found:    'fast'
+          expected: 'slow' or 'exact'
+          fix:      f(..., mode='slow')
+    """
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        *others, last = map(repr, choices)
+        raise value_error(
+            f"{what}: {name} = {value!r} is unknown",
+            found=repr(value),
+            expected=f"{', '.join(others)} or {last}" if others else last,
+            fix=fix or f"{what}(..., {name}={next(iter(choices))!r})",
+        )
+
+
+def check_module(what: str, module: object, *, fix: str = "") -> None:
+    """Raise unless this is a module.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(module, nn.Module):
+        raise type_error(
+            f"{what}: this is not a module",
+            found=type(module).__name__,
+            expected="a torch.nn.Module",
+            fix=fix or f"model, ctx = weft.{what}(model, ctx)",
+        )
+
+
+def check_optimizer(what: str, optimizer: object, *, fix: str = "") -> None:
+    """Raise unless this is an optimizer.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise type_error(
+            f"{what}: this is not an optimizer",
+            found=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer",
+            fix=fix or f"optimizer, ctx = weft.{what}(optimizer, ctx)",
+        )
