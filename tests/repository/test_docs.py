@@ -71,7 +71,7 @@ def test_the_runner_sees_wrong_output(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_fences_are_of_known_kinds(page):
-    known = re.compile(r"python|text|sh|toml|\{eval-rst\}|\{toctree\}|\{literalinclude\} \S+")
+    known = re.compile(r"python|text|sh|toml|\{eval-rst\}|\{toctree\}|\{(?:literal)?include\} \S+")
     assert [language for language, *_ in _blocks(page) if not known.fullmatch(language)] == []
 
 
@@ -120,6 +120,29 @@ def test_lines_are_short(page):
     long = [number for number, line in enumerate(_text(page).splitlines(), start=1) if len(line) > 120]
     tables = [number for number, line in enumerate(_text(page).splitlines(), start=1) if line.startswith("|")]
     assert sorted(set(long) - set(tables)) == []
+
+
+# -- README, the scripts of .ci and the workflow agree -------------------------------------------------
+
+
+def test_readme_shows_the_command_of_the_tests():
+    command = _text(ROOT / ".ci" / "tests").splitlines()[-1]
+    assert command.endswith("pytest") and f"```sh\n{command}\n```" in _text(ROOT / "README.md")
+
+
+def test_the_workflow_runs_every_part():
+    parts = re.search(r"set -- (.*)", _text(ROOT / ".ci" / "run"))[1].split()
+    matrix = re.search(r"part: \[(.*)\]", _text(ROOT / ".github" / "workflows" / "ci.yml"))[1].split(", ")
+    assert matrix == parts
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_the_front_pages_exist(name):
+    links = re.findall(r"\]\(([\w./]+)\)", _text(ROOT / name))
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [
+        line for line in _text(ROOT / name).splitlines() if len(line) > 120 and not line.startswith(("|", "python3"))
+    ] == []
 
 
 # -- pages and code agree ----------------------------------------------------------------------------
@@ -184,4 +207,5 @@ def test_features_name_real_ids_once():
 
 
 def test_the_changes_begin_with_this_version():
-    assert re.search(r"^## (\S+)", _text(DOCS / "changes.md"), re.MULTILINE)[1] == weft.__version__
+    assert re.search(r"^## (\S+)", _text(ROOT / "CHANGELOG.md"), re.MULTILINE)[1] == weft.__version__
+    assert f"\nversion: {weft.__version__}\n" in _text(ROOT / "CITATION.cff")

@@ -35,7 +35,7 @@ def _data(n):
 def _loop_of_readme():
     block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
     lines = block.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.strip().startswith("for window in loader"))
+    begin = next(number for number, line in enumerate(lines) if line.strip().startswith("for window in windows"))
     return textwrap.dedent("\n".join(lines[begin:]))
 
 
@@ -43,9 +43,9 @@ def _as_in_readme(ctx, loop, n, steps):
     loader, ctx = weft.shard_data(DataLoader(_data(n), batch_size=2), ctx)
     model, ctx = weft.replicate(_model(), ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=steps)
+    model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=steps)
     fitting = types.SimpleNamespace(cross_entropy=cross_entropy, nn=nn)
-    exec(loop, {"loader": loader, "model": model, "optimizer": optimizer, **vars(fitting), "torch": torch})
+    exec(loop, {"windows": windows, "model": model, "optimizer": optimizer, **vars(fitting), "torch": torch})
     return [p.detach() for p in model.parameters()]
 
 
