@@ -28,8 +28,8 @@ from weft.engines.deepspeed.library import GroupView, Lent
 from weft.engines.deepspeed.optimizer_state import State
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
-from weft.engines.torch.hooks.method_hooks import Hook, Removable, around_methods
-from weft.engines.torch.optim.full_param_step import check_no_closure
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.optim.closures import check_no_closure
 from weft.engines.torch.optim.step_watch import Steps, settings_of
 from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed, message
 from weft.tensors.nested import tensors
@@ -118,9 +118,17 @@ class Partition:
 
     def _hang_on(self, module: nn.Module, optimizer: torch.optim.Optimizer, methods: Sequence[str]) -> None:
         add = self._removable.add
-        add(module.register_forward_pre_hook(_Before(self), prepend=True).remove)
-        add(module.register_forward_hook(_After(self), always_call=True).remove)
-        around_methods(module, methods, _Around(self), self._removable)
+        before, after, around = self.before, self.after, self.around
+        attach(
+            module,
+            self._removable,
+            before=before,
+            after=after,
+            around=around,
+            methods=methods,
+            first=True,
+            always=True,
+        )
         for parameter in self._names:
             hook = _arrival(self._session.flag, weakref.ref(self))
             add(parameter.register_post_accumulate_grad_hook(hook).remove)
@@ -214,7 +222,7 @@ class Partition:
 
     # -- around the calls of the module ----------------------------------------------------------
 
-    def before(self) -> None:
+    def before(self, *unused: Any) -> None:
         """The module is about to be called."""
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, inside of backward
@@ -224,7 +232,7 @@ class Partition:
             self._lent.lend()
         self.engine._forward_prologue((), {})
 
-    def after(self, output: Any) -> None:
+    def after(self, module: Any, args: Any, output: Any) -> None:
         """The module was called, or its call raised."""
         if torch._C._current_graph_task_id() != -1:
             return
@@ -245,7 +253,7 @@ class Partition:
         try:
             output = call(*args, **kwargs)
         finally:
-            self.after(output)
+            self.after(None, args, output)
         return output
 
     # -- one backward pass -----------------------------------------------------------------------
@@ -515,30 +523,6 @@ def _arrival(flag: bytearray, owner: weakref.ref[Partition]) -> Callable[[torch.
             alive.arrived(parameter)
 
     return arrived
-
-
-class _Before(Hook):
-    def __init__(self, partition: Partition) -> None:
-        self._partition = partition
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._partition.before()
-
-
-class _After(Hook):
-    def __init__(self, partition: Partition) -> None:
-        self._partition = partition
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._partition.after(output)
-
-
-class _Around(Hook):
-    def __init__(self, partition: Partition) -> None:
-        self._partition = partition
-
-    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._partition.around(call, args, kwargs)
 
 
 def each_trained(partition: Partition) -> Iterator[nn.Parameter]:

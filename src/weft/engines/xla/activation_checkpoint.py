@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.engines.options import RecomputeOptions
 from weft.engines.torch.compute.activation_checkpoint import Checkpoint, no_cached_casts
-from weft.engines.torch.hooks.method_hooks import Removable, around_methods
+from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError, value_error
 from weft.tensors.nested import tensors
 
@@ -37,7 +37,7 @@ class RecomputedOnXla:
         self._removable = Removable()
         for name, block in blocks.items():
             around = _CheckpointOnXla(name, block, {"preserve_rng_state": options.keep_rng})
-            around_methods(block, ["forward"], around, self._removable)
+            attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
         """Let the blocks keep their activations again."""

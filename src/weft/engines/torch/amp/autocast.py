@@ -22,7 +22,7 @@ from torch import nn
 
 from weft.engines.options import CastOptions
 from weft.engines.torch.amp.loss_scale import LossScale
-from weft.engines.torch.hooks.method_hooks import Hook, Removable, around_methods
+from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.tensors.nested import map_tensors
 
 __all__ = ["PreciseModule"]
@@ -45,19 +45,16 @@ class PreciseModule:
         self.scale = LossScale(module, options.scale, device) if options.scale is not None else None
         # A compiler has to stop here: it makes graphs of their own of a module's hooks, and what such
         # a graph switches on (autocast) is off again when it ends.
-        self.before = torch.compiler.disable(self.before)  # type: ignore[method-assign]
-        self.after = torch.compiler.disable(self.after)  # type: ignore[method-assign]
-        before = module.register_forward_pre_hook(_Before(self), with_kwargs=True)
-        after = module.register_forward_hook(_After(self), always_call=True)
-        self._removable.add(before.remove)
-        self._removable.add(after.remove)
-        around_methods(module, options.methods, _Around(self), self._removable)
+        self._before = torch.compiler.disable(self._before)  # type: ignore[method-assign]
+        self._after = torch.compiler.disable(self._after)  # type: ignore[method-assign]
+        before, after, methods = self._before, self._after, options.methods
+        attach(module, self._removable, before=before, after=after, around=self._around, methods=methods, always=True)
 
     def undo(self) -> None:
         """Take the hooks off; parameters keep their dtype."""
         self._removable.remove()
 
-    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast and mark the inputs, switch autocast on or off."""
         options = self._options
         if options.inputs is not None:
@@ -76,10 +73,19 @@ class PreciseModule:
             self._enter(torch.get_autocast_dtype(self._device_type), enabled=False) if outer else self._enter(None)
         return args, kwargs
 
-    def after(self, output: Any) -> Any:
-        """Switch autocast back, cast and mark the outputs."""
+    def _around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._before(None, args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            self._leave()
+            raise
+        return self._after(None, args, output)
+
+    def _after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        """Switch autocast back, cast and mark the outputs; None if forward raised: then only autocast is left."""
         outermost = self._calls.depth == 1
-        self.leave()
+        self._leave()
         options = self._options
         if options.outputs is not None:
             output = _cast(output, options.outputs)
@@ -87,7 +93,7 @@ class PreciseModule:
             output = self.scale.at_outputs(output)
         return output
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Switch autocast back to what it was before the call."""
         if self._entered:
             mode = self._entered.pop()
@@ -114,7 +120,7 @@ class PreciseModule:
 
     def _forget_interrupted(self) -> None:
         while self._calls.depth and not self._is_running():
-            self.leave()
+            self._leave()
 
     def _is_running(self) -> bool:
         """Whether a call of the module, besides the one that begins, is on the stack; see the note."""
@@ -127,7 +133,7 @@ class PreciseModule:
             if code is _FORWARD:
                 found += frame.f_locals.get("self") is module
             elif code is _METHOD:
-                found += frame.f_locals["self"]._precise is self
+                found += frame.f_locals["self"] is self
             frame = frame.f_back
         return found > 1
 
@@ -138,39 +144,8 @@ class _Calls(threading.local):
     depth = 0
 
 
-class _Before(Hook):
-    def __init__(self, precise: PreciseModule) -> None:
-        self._precise = precise
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._precise.before(args, kwargs)
-
-
-class _After(Hook):
-    def __init__(self, precise: PreciseModule) -> None:
-        self._precise = precise
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        # Called with None too when forward raised: then only autocast has to be left.
-        return self._precise.after(output)
-
-
-class _Around(Hook):
-    def __init__(self, precise: PreciseModule) -> None:
-        self._precise = precise
-
-    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = self._precise.before(args, kwargs)
-        try:
-            output = call(*args, **kwargs)
-        except BaseException:
-            self._precise.leave()
-            raise
-        return self._precise.after(output)
-
-
 _FORWARD = nn.Module._call_impl.__code__
-_METHOD = _Around.__call__.__code__
+_METHOD = PreciseModule._around.__code__
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

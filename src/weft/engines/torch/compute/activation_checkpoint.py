@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from weft.engines.options import RecomputeOptions
-from weft.engines.torch.hooks.method_hooks import Removable, around_methods, arounds
+from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
 from weft.errors import ContractError, listed, type_error, value_error
 
 __all__ = ["Checkpoint", "Recomputed", "already_recomputed", "moves_statistics_twice", "no_cached_casts", "saved_ops"]
@@ -56,7 +56,7 @@ class Recomputed:
             policy = list(options.save) if isinstance(options.save, tuple) else options.save
             settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
         for name, block in blocks.items():
-            around_methods(block, ["forward"], Checkpoint(name, block, settings), self._removable)
+            attach(block, self._removable, around=Checkpoint(name, block, settings), methods=["forward"])
 
     def undo(self) -> None:
         """Let the blocks keep their activations again."""

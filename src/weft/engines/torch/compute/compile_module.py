@@ -21,7 +21,7 @@ from torch import nn
 
 from weft.engines.options import CompileOptions
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed, moves_statistics_twice, no_cached_casts
-from weft.engines.torch.hooks.method_hooks import Removable, around_methods, arounds
+from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
 from weft.errors import listed, value_error
 
 __all__ = ["Compiled", "already_compiled", "check_backend"]
@@ -41,7 +41,9 @@ class Compiled:
             code = codes.setdefault(type(part), _new_code(type(part)))
             compiled = torch.compile(_with_code(part.forward, code), **settings)
             once = not already_recomputed(part)
-            around_methods(part, ["forward"], _Compiled(compiled if once else _steady(compiled)), self._removable)
+            attach(
+                part, self._removable, around=_Compiled(compiled if once else _steady(compiled)), methods=["forward"]
+            )
 
     def undo(self) -> None:
         """Let the modules run uncompiled."""

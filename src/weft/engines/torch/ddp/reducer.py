@@ -36,7 +36,7 @@ from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.ddp.buckets import Buckets
 from weft.engines.torch.ddp.flat_buffer import FlatBuffer
 from weft.engines.torch.hooks.backward_session import BackwardSession
-from weft.engines.torch.hooks.method_hooks import Hook, Removable, around_methods
+from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.past_forward import raise_past_forward
 from weft.engines.torch.optim.step_watch import Steps, check_same_gradients, raise_step_inside, settings_of
@@ -187,18 +187,21 @@ class GradientReducer:
         )
 
     def _attach(self, module: nn.Module) -> None:
-        self._removable.add(module.register_forward_pre_hook(_BeforeForward(self)).remove)
-        self._removable.add(module.register_forward_hook(_AfterForward(self)).remove)
-        around_methods(module, self._options.methods, _AroundMethod(self), self._removable)
+        methods = self._options.methods
+        attach(module, self._removable, before=self._before, after=self._watch, around=self._around, methods=methods)
 
     # -- one step --------------------------------------------------------------------------------
 
-    def before(self) -> None:
+    def _before(self, *unused: Any) -> None:
         """Forward or a listed method is about to be called."""
         if self._buffers_due:
             self._broadcast_buffers()
 
-    def watch(self, output: Any) -> Any:
+    def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._before()
+        return self._watch(None, args, call(*args, **kwargs))
+
+    def _watch(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         """Note that forward or a listed method was called."""
         if self.session.flag[0] and self.session.was_torn():
             self._start_anew()
@@ -448,31 +451,6 @@ class GradientReducer:
             expected="one optimizer step after the last micro-batch of a window",
             fix="for batch in window: ...; then optimizer.step(), after the inner loop",
         )
-
-
-class _BeforeForward(Hook):
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._before = reducer.before
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._before()
-
-
-class _AfterForward(Hook):
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._watch = reducer.watch
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._watch(output)
-
-
-class _AroundMethod(Hook):
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
-
-    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._reducer.before()
-        return self._reducer.watch(call(*args, **kwargs))
 
 
 def _guard(

@@ -43,7 +43,7 @@ from weft.engines.torch.amp.graph_walk import Running, running_backward
 from weft.engines.torch.fsdp.gather_order import GatherOrder, UnitGather, UnitReduce
 from weft.engines.torch.fsdp.remove import replace_parameters, take_fsdp_off, whole_parameter
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
-from weft.engines.torch.hooks.method_hooks import Hook, Removable, around_methods
+from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.optim.full_param_step import check_steps_on_shards
@@ -93,9 +93,17 @@ class ShardedModule:
         for unit in (*options.units, (module,)):
             _shard_unit(unit, module, mesh, options, self._removable)
         self._units = [weakref.ref(part) for part in module.modules() if isinstance(part, FSDPModule)]
-        self._removable.add(module.register_forward_pre_hook(_Before(self), prepend=True).remove)
-        self._removable.add(module.register_forward_hook(_After(self), always_call=True).remove)
-        around_methods(module, options.methods, _Around(self), self._removable)
+        around, methods = self._around, options.methods
+        attach(
+            module,
+            self._removable,
+            before=self._before,
+            after=self._after,
+            around=around,
+            methods=methods,
+            first=True,
+            always=True,
+        )
         for part in _with_parameters(module):
             vars(part).update(dict.fromkeys(_COPYING, _NoCopy(self._what, type(part).__name__.removeprefix("FSDP"))))
         self._ignored = frozenset(options.ignored)
@@ -256,7 +264,7 @@ class ShardedModule:
 
     # -- around the calls of the module ----------------------------------------------------------
 
-    def before(self) -> None:
+    def _before(self, *unused: Any) -> None:
         """The module is about to be called; see [Note: torn passes]."""
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, inside of backward
@@ -276,9 +284,8 @@ class ShardedModule:
             self._look(module)
         self._calls.append(self._order.begin_forward())
 
-    def after(self, output: Any) -> None:
+    def _after(self, module: Any, args: Any, output: Any) -> None:
         """The module was called, or its call raised."""
-        module: Any = self._module()
         if torch._C._current_graph_task_id() != -1 or self._is_alone:
             return
         place = self._calls.pop() if self._calls else None
@@ -333,17 +340,17 @@ class ShardedModule:
             seen = (seen[0], -1 if self._first is None else self._first._version)
         self._seen = seen
 
-    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A listed method is called: the same as around forward."""
         module: Any = self._module()
         state = module._get_fsdp_state()
-        self.before()
+        self._before()
         output = None
         try:
             args, kwargs = state._pre_forward(module, args, kwargs)
             output = state._post_forward(module, args, without_views(call(*args, **kwargs)))
         finally:
-            self.after(output)
+            self._after(module, args, output)
         return output
 
     def enter(self) -> None:
@@ -641,30 +648,6 @@ def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[[t
     return enter
 
 
-class _Before(Hook):
-    def __init__(self, sharded: ShardedModule) -> None:
-        self._sharded = sharded
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._sharded.before()
-
-
-class _After(Hook):
-    def __init__(self, sharded: ShardedModule) -> None:
-        self._sharded = sharded
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._sharded.after(output)
-
-
-class _Around(Hook):
-    def __init__(self, sharded: ShardedModule) -> None:
-        self._sharded = sharded
-
-    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._sharded.around(call, args, kwargs)
-
-
 # -- laying FSDP2 on ---------------------------------------------------------------------------------
 
 
@@ -677,7 +660,8 @@ def _shard_unit(
         for p in part.parameters():
             if not isinstance(p, DTensor) and not p.is_contiguous():
                 p.data = p.data.contiguous()  # FSDP2 takes no others
-        removable.add(part.register_forward_hook(_WithoutViews()).remove)
+        # Before FSDP2's own hook, which an in-place operation on a view would lose.
+        attach(part, removable, after=lambda *call: without_views(call[-1]))
     # By name: those of a module on meta are other objects by now.
     ignored = set(options.ignored)
     whole = {p for name, p in root.named_parameters(remove_duplicate=False) if name in ignored}
@@ -693,13 +677,6 @@ def _shard_unit(
         offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
         ignored_params=whole,
     )
-
-
-class _WithoutViews(Hook):
-    """On a unit, before FSDP2's own hook: an in-place operation on a view would lose that hook."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return without_views(output)
 
 
 def without_views(output: Any) -> Any:

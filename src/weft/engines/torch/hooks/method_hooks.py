@@ -14,11 +14,76 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Hook", "Removable", "around_methods", "arounds"]
+__all__ = ["Removable", "arounds", "attach"]
 
 
-class Hook:
+class Removable:
+    """Everything that was attached to a module, removed in one call."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, undo: Callable[[], None]) -> None:
+        """Note how to take one thing off again."""
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Take everything off again, latest first. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def attach(
+    module: nn.Module,
+    removable: Removable,
+    *,
+    before: Callable[[nn.Module, Any, Any], Any] | None = None,
+    after: Callable[[nn.Module, Any, Any], Any] | None = None,
+    around: Callable[[Callable[..., Any], Any, Any], Any] | None = None,
+    methods: Sequence[str] = (),
+    first: bool = False,
+    always: bool = False,
+) -> None:
+    """Call functions around the calls of a module; all of them are inert in a copy or a pickle of it.
+
+    Args:
+        module: Gets two hooks, and an instance attribute per method.
+        removable: Learns how to take them off.
+        before: Called before forward, (module, args, kwargs); may return others.
+        after: Called after forward, (module, args, output); may return another output.
+        around: Called in place of a method, (call, args, kwargs); returns what the method is to return.
+        methods: Names of methods.
+        first: Call `before` before all hooks that are there.
+        always: Call `after` with None when forward has raised.
+    """
+    if before is not None:
+        removable.add(module.register_forward_pre_hook(_Hook(before), prepend=first, with_kwargs=True).remove)
+    if after is not None:
+        removable.add(module.register_forward_hook(_Hook(after), always_call=always).remove)
+    for name in methods:
+        assert around is not None
+        earlier = module.__dict__.get(name)
+        setattr(module, name, _Method(module, name, getattr(module, name), around))
+        removable.add(_restore(weakref.ref(module), name, earlier))
+
+
+def arounds(module: nn.Module, name: str) -> list[Callable[..., Any]]:
+    """List what calls of `module.<name>` are routed through, outermost first."""
+    found, call = [], module.__dict__.get(name)
+    while isinstance(call, _Method):
+        found.append(call._around)
+        call = call._call
+    return found
+
+
+class _Hook:
     """A hook that is inert in a copy of the module: what it serves belongs to the original."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _inert
@@ -36,22 +101,6 @@ def _inert(*args: object) -> None:
 
 def _give_inert() -> Callable[..., None]:
     return _inert
-
-
-class Removable:
-    """Everything that was hung on a module, removed in one call."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def add(self, undo: Callable[[], None]) -> None:
-        """Note how to take one thing off again."""
-        self._undo.append(undo)
-
-    def remove(self) -> None:
-        """Take everything off again, latest first. Idempotent."""
-        while self._undo:
-            self._undo.pop()()
 
 
 class _Method:
@@ -78,36 +127,12 @@ def _plain_method(module: Any, name: str) -> Any:
     return types.MethodType(getattr(type(module), name), module)
 
 
-def around_methods(module: nn.Module, methods: Sequence[str], around: Callable[..., Any], removable: Removable) -> None:
-    """Route calls of `module.<method>` through `around(call, args, kwargs)`.
-
-    Args:
-        module: Gets an instance attribute per method.
-        methods: Names of its methods.
-        around: Must return what `call(*args, **kwargs)` returns, changed or not.
-        removable: Learns how to take the attributes off.
-    """
-    for name in methods:
-        before = module.__dict__.get(name)
-        setattr(module, name, _Method(module, name, getattr(module, name), around))
-        removable.add(_restore(weakref.ref(module), name, before))
-
-
-def arounds(module: nn.Module, name: str) -> list[Callable[..., Any]]:
-    """List what calls of `module.<name>` are routed through, outermost first."""
-    found, call = [], module.__dict__.get(name)
-    while isinstance(call, _Method):
-        found.append(call._around)
-        call = call._call
-    return found
-
-
-def _restore(module: weakref.ref[nn.Module], name: str, before: Any) -> Callable[[], None]:
+def _restore(module: weakref.ref[nn.Module], name: str, earlier: Any) -> Callable[[], None]:
     def undo() -> None:
         target = module()
-        if target is not None and before is None:
+        if target is not None and earlier is None:
             delattr(target, name)
         elif target is not None:
-            setattr(target, name, before)
+            setattr(target, name, earlier)
 
     return undo

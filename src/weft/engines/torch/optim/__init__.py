@@ -1,6 +1,7 @@
 """What happens around an optimizer's step.
 
 step_watch.py       every step of the optimizers of a strategy is seen before it changes anything
+closures.py         the closure that a step may be given
 rebind.py           optimizers moved to parameters that were replaced
 zero1_step.py       the step on this rank's rows (ZeRO stage 1)
 full_param_step.py  the step on whole parameters, where they are in shards

@@ -21,6 +21,7 @@ from torch import nn
 
 from weft.engines.torch.ddp.flat_buffer import FlatBuffer, FlatPiece
 from weft.engines.torch.ddp.reducer import GradientReducer
+from weft.engines.torch.optim.closures import check_no_closure
 from weft.errors import ContractError, OrderError, listed, value_error
 
 __all__ = ["SHARED_STATE", "FlatStep", "check_elementwise", "flat_buffer_of", "is_elementwise"]
@@ -193,7 +194,7 @@ class FlatStep:
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._plain is not None:
             self._put_back(optimizer)  # the last step raised half-way
-        _check_no_closure((*args[1:], *kwargs.values()))
+        check_no_closure("fuse_step", (*args[1:], *kwargs.values()))
         self._check_groups(optimizer)
         buffer = self._buffer()
         if buffer is not None and buffer.pieces is not self._pieces:  # frozen or unfrozen, or of another optimizer
@@ -257,16 +258,6 @@ class _ZeroGrad:
         for entry in optimizer.param_groups:
             for parameter in entry["params"]:
                 parameter.grad = None
-
-
-def _check_no_closure(arguments: Sequence[object]) -> None:
-    if any(argument is not None for argument in arguments):
-        raise ContractError(
-            "fuse_step: step() was called with a closure",
-            found="optimizer.step(closure)",
-            expected="backward first, then optimizer.step()",
-            fix="loss = closure(); optimizer.step()",
-        )
 
 
 def _has_gradients(run: _Run) -> bool:

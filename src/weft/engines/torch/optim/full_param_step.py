@@ -11,7 +11,6 @@ each parameter, and after the optimizer's own step, which finds no gradients, so
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from weft.engines.torch.optim.closures import check_no_closure
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.optim.zero1_step import PartitionedStep
-from weft.errors import ContractError, OrderError
+from weft.errors import OrderError
 
-__all__ = ["WholeStep", "check_no_closure", "check_steps_on_shards"]
+__all__ = ["WholeStep", "check_steps_on_shards"]
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 _FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kernels for plain tensors only
@@ -120,21 +120,6 @@ class WholeStep:
         if self._moved:
             for entry, moved in zip(optimizer.param_groups, self._moved, strict=True):
                 entry.update(moved)
-
-
-def check_no_closure(what: str, arguments: Iterable[object]) -> None:
-    """Raise if `step` was called with a closure: it would see parts of the parameters.
-
-    Raises:
-        ContractError: It was.
-    """
-    if any(argument is not None for argument in arguments):
-        raise ContractError(
-            f"{what}: step() was called with a closure",
-            found="optimizer.step(closure)",
-            expected="backward first, then optimizer.step()",
-            fix="loss = closure(); optimizer.step()",
-        )
 
 
 def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:

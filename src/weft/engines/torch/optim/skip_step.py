@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engines.torch.amp.loss_scale import LossScale, check_finite
+from weft.engines.torch.optim.closures import after_closure
 
 __all__ = ["SkippingStep"]
 
@@ -75,18 +76,7 @@ class SkippingStep:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.skipped = False
-        positional = len(args) > 1  # args[0] is the optimizer itself
-        closure = args[1] if positional else kwargs.get("closure")
-        if not callable(closure):
-            self._check(optimizer)
-            return None
-
-        def checked() -> Any:
-            loss = closure()
-            self._check(optimizer)
-            return loss
-
-        return ((args[0], checked, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": checked})
+        return after_closure(args, kwargs, lambda: self._check(optimizer))
 
     @torch.no_grad()
     def _check(self, optimizer: torch.optim.Optimizer) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from weft.engines.peers import Peers
+from weft.engines.torch.optim.closures import replace_closure
 from weft.errors import NotSynchronized, OrderError, listed
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
@@ -126,15 +127,7 @@ class Steps:
 
     def _with_common_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
-        positional = len(args) > 1  # args[0] is the optimizer itself
-        closure = args[1] if positional else kwargs.get("closure")
-        if not callable(closure):
-            return None
-
-        def common() -> Any:
-            return self._mean(closure())
-
-        return ((args[0], common, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": common})
+        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure()))
 
     def _mean(self, loss: Any) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):

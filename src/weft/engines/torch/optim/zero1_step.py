@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.engines.torch.ddp.pairwise import PairGather, as_real
+from weft.engines.torch.optim.closures import after_closure
 from weft.engines.torch.optim.rebind import like
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
@@ -217,18 +218,7 @@ class PartitionedStep:
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._plain is not None:
             self._put_back(optimizer)  # the last step raised
-        positional = len(args) > 1  # args[0] is the optimizer itself
-        closure = args[1] if positional else kwargs.get("closure")
-        if not callable(closure):
-            self._exchange(optimizer)
-            return None
-
-        def exchanged() -> Any:
-            loss = closure()  # sees the parameters whole
-            self._exchange(optimizer)
-            return loss
-
-        return ((args[0], exchanged, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": exchanged})
+        return after_closure(args, kwargs, lambda: self._exchange(optimizer))  # a closure sees the parameters whole
 
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer hold this rank's parts."""
