@@ -66,7 +66,7 @@ def test_parameters_are_whole_inside_and_what_the_first_rank_writes_stays():
 
 def test_what_is_no_module_is_refused():
     with (
-        pytest.raises(TypeError, match=r"gathered: this is not a module\n  found:    int(.|\n)*fix:"),
+        pytest.raises(TypeError, match=r"full_params: this is not a module\n  found:    int(.|\n)*fix:"),
         weft.full_params(1, weft.local()),
     ):
         pass

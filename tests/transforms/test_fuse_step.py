@@ -476,7 +476,7 @@ def _refused(ctx, how):
         ("stranger", OrderError, "7 parameters with storages of their own"),
         ("two models", OrderError, "14 parameters"),
         ("unused", ContractError, 'found:    replicate(..., flat=True, unused="zero")'),
-        ("order", OrderError, "with_precision: comes too late, after fuse_step"),
+        ("order", OrderError, "skip_nonfinite: comes too late, after fuse_step"),
     ],
 )
 def test_what_is_refused_is_named(how, kind, text):

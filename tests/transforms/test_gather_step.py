@@ -142,7 +142,7 @@ def _refused(ctx):
     for known in (here, ctx):
         with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)found:.*gather_step.*fix: .*leave one"):
             weft.gather_step(optimizer, known)
-    with pytest.raises(weft.errors.OrderError, match=r"(?s)gather_step, then|with_precision, then gather_step.*fix: "):
+    with pytest.raises(weft.errors.OrderError, match=r"(?s)gather_step, then|skip_nonfinite, then gather_step.*fix: "):
         weft.skip_nonfinite(optimizer, here)
     with pytest.raises(weft.errors.OrderError, match=r"(?s)either fuse_step or gather_step.*fix: "):
         weft.fuse_step(optimizer, here)
