@@ -63,9 +63,9 @@ class Pipeline:
         # On one rank there is no flat buffer to step on, and fuse_step does nothing.
         can_fuse = self.flat or self.ranks == 1 or "fuse_step" not in self.optimizer_order
         # An optimizer is told of precision after its module, and before fuse_step.
-        told = "with_precision" in self.optimizer_order
+        told = "skip_nonfinite" in self.optimizer_order
         can_tell = not told or "with_precision" in self.order
-        return rules_hold and can_fuse and can_tell and self.optimizer_order != ("fuse_step", "with_precision")
+        return rules_hold and can_fuse and can_tell and self.optimizer_order != ("fuse_step", "skip_nonfinite")
 
 
 @st.composite
@@ -88,7 +88,7 @@ def pipelines(draw):
         and unused == "error"
         and (draw(st.booleans()) if flat else draw(st.integers(0, 19)) == 7)
     )
-    last = [*(["with_precision"] if told and precision != "none" else []), *(["fuse_step"] if fuse else [])]
+    last = [*(["skip_nonfinite"] if told and precision != "none" else []), *(["fuse_step"] if fuse else [])]
     return Pipeline(
         ranks=ranks,
         order=order,
@@ -252,7 +252,7 @@ def _distribute(p, model, ctx):
         model, ctx = weft.fully_shard(model, ctx, units=p.units, unused=p.unused)
         return model, None, ctx
     optimizer = _optimizer(p, model)
-    if "with_precision" in p.optimizer_order and any(r.name == "with_precision" for r in ctx.records(model)):
+    if "skip_nonfinite" in p.optimizer_order and any(r.name == "with_precision" for r in ctx.records(model)):
         optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)
     stage = int(p.strategy[-1])
     units = p.units if stage > 1 else None

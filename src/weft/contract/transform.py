@@ -147,12 +147,14 @@ def _bound(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
+        unknown = [n for n in kwargs if n not in signature.parameters]
+        problem = f"got an unexpected keyword argument {unknown[0]!r}" if unknown else str(error)
         needed = [p.name for p in signature.parameters.values() if p.default is p.empty]
         call = ", ".join(
             n if signature.parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY else f"{n}=..." for n in needed
         )
         raise type_error(
-            f"{name}: {error}",
+            f"{name}: {problem}",
             found=f"{len(args)} arguments by position, and by name: {listed(kwargs) or 'none'}",
             expected=f"{name}{signature.replace(return_annotation=signature.empty)}",
             fix=f"{name}({call})",
