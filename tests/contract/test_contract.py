@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import pathlib
 import pickle
+import re
 import weakref
 from functools import partial
 
