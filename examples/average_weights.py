@@ -43,11 +43,11 @@ def main(ctx: weft.DistContext) -> None:  # new
             optimizer.zero_grad()
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
-        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}")  # new
     with averages.swapped(), torch.no_grad():  # new
         x, y = spirals()[:]  # new
         hits = (model(x.to(ctx.device)).argmax(1).cpu() == y).float().mean()  # new
-    weft.collectives.print_once(f"averaged weights: {hits:.1%} right", ctx=ctx)  # new
+    ctx.print(f"averaged weights: {hits:.1%} right")  # new
 
 
 if __name__ == "__main__":

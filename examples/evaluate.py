@@ -52,7 +52,7 @@ def main(ctx: weft.DistContext) -> None:  # new
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
         right = accuracy(model, ctx)  # new
-        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}  right {right:.3f}", ctx=ctx)  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}  right {right:.3f}")  # new
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ def main(ctx: weft.DistContext) -> None:  # new
             optimizer.zero_grad()
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
-        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}")  # new
     model, ctx = weft.undo(model, ctx, rebind=optimizer)  # new
     size = sum(parameter.numel() for parameter in model.parameters())  # new
-    weft.collectives.print_once(f"{size} parameters, whole on every rank", ctx=ctx)  # new
+    ctx.print(f"{size} parameters, whole on every rank")  # new
 
 
 if __name__ == "__main__":

@@ -49,14 +49,14 @@ def train(ctx: weft.DistContext, profile: weft.monitoring.Profile) -> None:  # n
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
         found = speed.read()  # new
         fast = f"{found['samples_per_s']:,.0f} samples/s, waited {found['data_share']:.0%} of the time"  # new
-        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}  {fast}", ctx=ctx)  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}  {fast}")  # new
 
 
 def main(ctx: weft.DistContext) -> None:  # new
     folder = tempfile.mkdtemp()  # new
     with weft.monitoring.profile(ctx, folder, skip_first=25, wait=1, warmup=1, active=3) as profile:  # new
         train(ctx, profile)  # new
-    weft.collectives.print_once(f"on this rank: {profile.paths[0]}", ctx=ctx)  # new
+    ctx.print(f"on this rank: {profile.paths[0]}")  # new
 
 
 if __name__ == "__main__":

@@ -138,12 +138,12 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
         if step % options.log_every == 0 or step in (1, options.steps):
             found = weft.log({"loss": loss, **speed.read()}, step, ctx, trackers)
             words = f"step {step:4d}  loss {found['loss']:.4f}  {found['tokens_per_s']:,.0f} tokens/s"
-            weft.collectives.print_once(words, ctx=ctx)
+            ctx.print(words)
         if preempted(step) or step % options.save_every == 0 or step == options.steps:
             with speed.part("save"):
                 weft.save(state, checkpoints, step, ctx, keep=2)
         if preempted(step):
-            weft.collectives.print_once(f"{preempted.reason}: saved after step {step}, --resume goes on there", ctx=ctx)
+            ctx.print(f"{preempted.reason}: saved after step {step}, --resume goes on there")
             raise SystemExit(preempted.exit_code)
 
     last = evaluate(model, held_out, ctx)

@@ -61,7 +61,7 @@ def main(ctx: weft.DistContext) -> None:
             generator_optimizer.zero_grad()
             losses += torch.stack([loss.detach(), judge_loss.detach()]) / len(loader)
         mean = weft.reduce(losses, ctx, "mean")
-        weft.collectives.print_once(f"epoch {epoch}  generator {mean[0]:.4f}  judge {mean[1]:.4f}", ctx=ctx)
+        ctx.print(f"epoch {epoch}  generator {mean[0]:.4f}  judge {mean[1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ def main(ctx: weft.DistContext) -> None:  # new
             optimizer.zero_grad()
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
-        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}")  # new
         scale, bad = weft.loss_scale(model), weft.was_skipped(optimizer)  # new
-        weft.collectives.print_once(f"  scale {scale}, last step skipped: {bad}", ctx=ctx)  # new
+        ctx.print(f"  scale {scale}, last step skipped: {bad}")  # new
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ def main(ctx: weft.DistContext) -> None:  # new
             optimizer.zero_grad()
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
-        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}")  # new
     with weft.full_params(model, ctx):  # new
         weights = sum(p.numel() for p in model.parameters())  # new
-    weft.collectives.print_once(f"{weights} weights, largest gradient {largest:.1f}", ctx=ctx)  # new
+    ctx.print(f"{weights} weights, largest gradient {largest:.1f}")  # new
 
 
 if __name__ == "__main__":

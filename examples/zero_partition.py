@@ -42,7 +42,7 @@ def main(ctx: weft.DistContext) -> None:  # new
             optimizer.zero_grad()
             total += loss.item() * len(y)
         mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
-        weft.collectives.print_once(f"epoch {epoch}  loss {mean:.4f}", ctx=ctx)  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}")  # new
 
 
 if __name__ == "__main__":

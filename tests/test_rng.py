@@ -36,9 +36,9 @@ def test_deterministic_mode_is_put_back():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize(("seed", "kind"), [(-1, ValueError), (2**63, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_seeds_that_are_none(seed, kind):
-    with pytest.raises(kind, match="(?s)set_seed:.*found:.*fix:"):
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True])
+def test_an_invalid_seed_is_refused(seed):
+    with pytest.raises(ValueError, match="(?s)set_seed: seed = .*found:.*whole number, 0 to .*fix:"):
         weft.rng.set_seed(seed, weft.local())
     with pytest.raises(ValueError, match="(?s)worker_seeds:.*found:.*fix:"):
         weft.rng.worker_seeds(5000, weft.local())

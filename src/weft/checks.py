@@ -12,14 +12,17 @@ from weft.errors import type_error, value_error
 __all__ = ["check_choice", "check_count", "check_module", "check_optimizer"]
 
 
-def check_count(what: str, name: str, value: object, *, least: int = 1, fix: str = "") -> None:
-    """Raise unless a value is a whole number, and not too small.
+def check_count(
+    what: str, name: str, value: object, *, least: int = 1, below: int | None = None, fix: str = ""
+) -> None:
+    """Raise unless a value is a whole number, and neither too small nor too large.
 
     Args:
         what: Name of the function, for the text.
         name: Name of the argument.
         value: Its value.
         least: The smallest that is allowed.
+        below: All that are allowed are smaller than this.
         fix: A line to write instead; default: the argument with the smallest value.
 
     Raises:
@@ -34,11 +37,11 @@ def check_count(what: str, name: str, value: object, *, least: int = 1, fix: str
           expected: a whole number >= 1
           fix:      f(..., steps=1)
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (below is not None and value >= below):
         raise value_error(
             f"{what}: {name} = {value!r} cannot be used",
             found=repr(value),
-            expected=f"a whole number >= {least}",
+            expected=f"a whole number >= {least}" if below is None else f"a whole number, {least} to {below - 1}",
             fix=fix or f"{what}(..., {name}={least})",
         )
 

@@ -12,14 +12,16 @@ import hashlib
 import random
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 
+from weft.checks import check_choice, check_count
 from weft.collectives.objects import broadcast
 from weft.context import DistContext
-from weft.errors import type_error, value_error
+from weft.errors import type_error
+from weft.tensors.rng_state import RngState
 
 __all__ = ["Seeded", "Seeds", "keyed_uniform", "mix", "seeded", "set_seed", "sync_rng", "worker_seeds"]
 
@@ -40,9 +42,7 @@ def mix(*parts: object) -> int:
 @contextlib.contextmanager
 def seeded(seed: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Seed python's, numpy's and torch's CPU generators for the body, and restore them."""
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    numpy_state = np.random.get_state()
-    states = [generator.get_state() for generator in generators]
+    before = RngState.capture(generators=generators)
     try:
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
@@ -51,11 +51,7 @@ def seeded(seed: int, generators: Sequence[torch.Generator] = ()) -> Iterator[No
             generator.manual_seed(seed)
         yield
     finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-        np.random.set_state(numpy_state)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        before.apply(generators=generators)
 
 
 class Seeds(NamedTuple):
@@ -103,14 +99,8 @@ def worker_seeds(worker: int, ctx: DistContext, *, epoch: int = 0) -> Seeds:
         >>> one.torch != two.torch
         True
     """
-    for name, number, limit in (("worker", worker, _WORKERS), ("epoch", epoch, 2**62)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < limit:
-            raise value_error(
-                f"worker_seeds: {name} = {number!r} cannot be used",
-                found=repr(number),
-                expected=f"a whole number, 0 to {limit - 1}",
-                fix="weft.rng.worker_seeds(0, ctx, epoch=0)",
-            )
+    check_count("worker_seeds", "worker", worker, least=0, below=_WORKERS, fix="weft.rng.worker_seeds(0, ctx, epoch=0)")
+    check_count("worker_seeds", "epoch", epoch, least=0, below=2**62, fix="weft.rng.worker_seeds(0, ctx, epoch=0)")
     return seeds_for(ctx.seed, epoch, ctx.data_rank, worker)
 
 
@@ -177,8 +167,7 @@ def set_seed(
         The seeds, and the way back from `deterministic`.
 
     Raises:
-        TypeError: `seed` is not a whole number.
-        ValueError: It is out of range, or `ranks` is unknown.
+        ValueError: `seed` is not a whole number or out of range, or `ranks` is unknown.
 
     Example:
         >>> import weft
@@ -187,20 +176,8 @@ def set_seed(
         >>> weft.rng.set_seed(3, weft.local()) and torch.rand(1) == first
         tensor([True])
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise type_error(
-            f"set_seed: seed = {seed!r} is not a whole number",
-            found=type(seed).__name__,
-            expected="an int",
-            fix="weft.rng.set_seed(0, ctx)",
-        )
-    if not 0 <= seed < 2**63 or ranks not in ("same", "distinct"):
-        raise value_error(
-            "set_seed: this cannot be used",
-            found=f"seed={seed}, ranks={ranks!r}",
-            expected="0 <= seed < 2**63, ranks 'same' or 'distinct'",
-            fix='weft.rng.set_seed(0, ctx, ranks="same")',
-        )
+    check_count("set_seed", "seed", seed, least=0, below=2**63, fix="weft.rng.set_seed(0, ctx)")
+    check_choice("set_seed", "ranks", ranks, ("same", "distinct"), fix='weft.rng.set_seed(0, ctx, ranks="same")')
     seeds = (
         seeds_for(seed, 0, ctx.data_rank, 0) if ranks == "distinct" else Seeds(seed, (seed % 2**32, seed >> 32), seed)
     )
@@ -233,7 +210,7 @@ def keyed_uniform(
     """Uniform random numbers that are a function of (seed, epoch, sample id), for masks and augmentation.
 
     No state is read or changed: a sample gets the same numbers at every number of ranks and workers, in
-    any batch, on any device, and in a run that goes on from a checkpoint. For code that draws from the
+    any batch, on any device, and in a run resumed from a checkpoint. For code that draws from the
     global generators use `shard_data(..., keyed=True)`.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox4x32-10).
@@ -245,7 +222,7 @@ def keyed_uniform(
         seed: Any integer, such as `ctx.seed`.
         epoch: Number of the epoch, such as `rows.epoch`.
         shape: Numbers per sample.
-        site: Tells several uses in one step apart.
+        site: Separates several uses in one step.
 
     Returns:
         float32 [rows, ...] in [0, 1), the dots for `shape`, on the device of `ids`.
@@ -316,24 +293,7 @@ def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), so
         >>> import weft
         >>> weft.rng.sync_rng(weft.local())
     """
-    mine: dict[str, Any] | None = None
-    if ctx.rank == source or ctx.world_size == 1:
-        numpy: Any = np.random.get_state()
-        mine = {
-            "python": random.getstate(),
-            "numpy": [numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
-            "torch": torch.default_generator.get_state(),
-            "device": ctx.engine.rng_state(ctx.device),
-            "generators": [generator.get_state() for generator in generators],
-        }
-    states = broadcast(mine, ctx, source=source)
-    if ctx.rank == source or states is None:
-        return
-    name, keys, *rest = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))
-    torch.default_generator.set_state(states["torch"].cpu())
-    if states["device"] is not None:
-        ctx.engine.set_rng_state(ctx.device, states["device"].cpu())
-    for generator, state in zip(generators, states["generators"], strict=True):
-        generator.set_state(state.cpu())
+    mine = RngState.capture(ctx.device, ctx.engine, generators) if ctx.rank == source else None
+    state = broadcast(mine, ctx, source=source)
+    if ctx.rank != source and state is not None:
+        state.on_cpu().apply(ctx.device, ctx.engine, generators)

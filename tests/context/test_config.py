@@ -258,7 +258,7 @@ def test_the_ranks_get_the_file_of_the_launcher(tmp_path):
         "import os, torch, weft\n"
         "with weft.start() as ctx:\n"
         "    cores = len(os.sched_getaffinity(0))\n"
-        "    weft.collectives.print_once(ctx.seed, ctx.world_size, torch.get_num_threads(), cores, ctx=ctx)\n"
+        "    ctx.print(ctx.seed, ctx.world_size, torch.get_num_threads(), cores)\n"
     )
     command = [sys.executable, "-m", "weft", "launch", "--config", "run.toml", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

@@ -241,11 +241,13 @@ def test_the_attributes_that_a_class_documents_exist(file, node):
     section = re.split(r"\n(?=\S)", text, maxsplit=1)[0]
     indent = min((len(line) - len(line.lstrip()) for line in section.splitlines() if line.strip()), default=0)
     documented = set(re.findall(rf"^ {{{indent}}}(\w+)(?: \([^)]*\))?:", section, re.MULTILINE))
-    there = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)} | {
-        n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    }
-    there |= {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
-    there |= {t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
+    names = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    bases = [n for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef) and n.name in names]
+    there = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    for body in (node.body, *(base.body for base in bases)):
+        there |= {n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        there |= {n.name for n in body if isinstance(n, ast.FunctionDef)}
+        there |= {t.id for n in body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
     assert documented and documented <= there, f"{file}: {sorted(documented - there)}"
 
 

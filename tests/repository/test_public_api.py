@@ -35,7 +35,7 @@ FACADE = [
 MODULES = {
     "checkpoint": "Checkpoint Restored RunningSave checkpointable latest restore save save_async verify",
     "collectives": "all_or_none all_to_all any_rank barrier broadcast gather gather_objects main_first on_rank "
-    "pad_across print_once reduce reduce_scatter scatter",
+    "pad_across reduce reduce_scatter scatter",
     "data": "BatchMath DataPlan SeekableStream ShardedLoader Window Windows batch_math find_batch_size length_batches "
     "pad_collate padding_share split_between",
     "environments": "Topology first_host topology",
@@ -138,7 +138,6 @@ WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_as
     "load_weights": ["module", "path"],
     "log": ["values", "step"],
 }
-CTX_BY_NAME = ["print_once"]  # takes any number of values, as print does
 
 
 def _parameters(name):
@@ -175,9 +174,6 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
         return
     ctx = parameters[names.index("ctx")]
     assert ctx.default is ctx.empty
-    if name in CTX_BY_NAME:
-        assert ctx.kind is ctx.KEYWORD_ONLY
-        return
     before = len(WITH_PLACE.get(name, ["object"]))
     assert positional.index("ctx") == (0 if name in NO_OBJECT else before)
     assert positional[positional.index("ctx") + 1 :] == POSITIONAL_OPTIONS.get(name, [])
@@ -187,7 +183,7 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
 def test_no_function_takes_arguments_without_a_name(name):
     kinds = [p.kind for p in _parameters(name)]
     assert inspect.Parameter.VAR_KEYWORD not in kinds
-    assert inspect.Parameter.VAR_POSITIONAL not in kinds or name in ("compose", "launch_function", "print_once")
+    assert inspect.Parameter.VAR_POSITIONAL not in kinds or name in ("compose", "launch_function")
 
 
 def test_same_thing_same_word():
@@ -200,7 +196,7 @@ def test_same_thing_same_word():
 # -- docstrings --------------------------------------------------------------------------------------
 
 # Nothing they do can fail, apart from what Python itself or the parts raise.
-NEVER_RAISES = ["compose", "explain", "logger", "loss_scale", "offered", "print_once", "progress"]
+NEVER_RAISES = ["compose", "explain", "logger", "loss_scale", "offered", "progress"]
 
 
 def _section(doc, title):

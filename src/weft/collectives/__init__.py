@@ -11,15 +11,15 @@ exchange.py       the messages of the last two, and their gradients
 objects.py        broadcast, scatter, gather_objects
 encoding.py       objects as JSON
 packed_gather.py  tensors of different shapes in one message
-barriers.py       barrier, all_or_none, main_first, any_rank, on_rank, print_once
+barriers.py       barrier, all_or_none, main_first, any_rank, on_rank
 on_all_ranks.py   work that fails on one rank fails on all
 
 Collective (all ranks of the context call them): reduce, gather, reduce_scatter, all_to_all, pad_across, broadcast,
 scatter, gather_objects, any_rank, barrier, all_or_none, main_first; of metrics.py gather_metrics,
-weighted_mean, denominator. Local: on_rank, print_once.
+weighted_mean, denominator. Local: on_rank.
 """
 
-from weft.collectives.barriers import all_or_none, any_rank, barrier, main_first, on_rank, print_once
+from weft.collectives.barriers import all_or_none, any_rank, barrier, main_first, on_rank
 from weft.collectives.objects import broadcast, gather_objects, scatter
 from weft.collectives.rows import all_to_all, reduce_scatter
 from weft.collectives.tensors import gather, pad_across, reduce
@@ -35,7 +35,6 @@ __all__ = [
     "main_first",
     "on_rank",
     "pad_across",
-    "print_once",
     "reduce",
     "reduce_scatter",
     "scatter",

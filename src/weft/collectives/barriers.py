@@ -16,7 +16,7 @@ from weft.errors import PeerError
 from weft.peers.agreement import disagree, wait_for_key
 from weft.peers.liveness import exception_text
 
-__all__ = ["all_or_none", "any_rank", "barrier", "main_first", "on_rank", "print_once"]
+__all__ = ["all_or_none", "any_rank", "barrier", "main_first", "on_rank"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -170,22 +170,3 @@ def on_rank(fn: Callable[P, R], ctx: DistContext, rank: int | str = 0) -> Callab
         return fn(*args, **kwargs) if here else None
 
     return on_one
-
-
-def print_once(*values: object, ctx: DistContext, sep: str = " ", end: str = "\n") -> None:
-    """Print on the main rank only.
-
-    Changes: nothing. Collectives: none.
-
-    Args:
-        values: As for `print`.
-        ctx: Where we run.
-        sep: Between the values.
-        end: After the last one.
-
-    Example:
-        >>> import weft
-        >>> print_once("loss", 0.5, ctx=weft.local())
-        loss 0.5
-    """
-    ctx.print(*values, sep=sep, end=end)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weft.context import DistContext, World
-from weft.context.distcontext import line_outside
+from weft.context.guards import line_outside
 from weft.engines.torch.ddp.pairwise import in_pairs, pair_rounds
 from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import compare, exchange

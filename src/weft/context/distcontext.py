@@ -1,58 +1,74 @@
-"""`DistContext`: where we run and what was done so far, as one immutable value.
+"""`DistContext`: where a program runs and what was done so far, as one immutable value.
 
-This file holds the value and what can be asked of it. Making one is `start.py`; the live
-handles behind it are `world.py`.
+This file holds the value, and `Applied`, what it knows of one transform. Its numbers are in `rank_facts.py`,
+smaller contexts in `sub_contexts.py`, making one in `start.py`; the live handles behind it are `peers/world.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import sys
-import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.context import shutdown
-from weft.context.applied import Applied
-from weft.errors import CollectiveRefused, ContextError
+from weft.context import guards, shutdown, sub_contexts
+from weft.context.guards import Restriction
+from weft.context.rank_facts import RankFacts
+from weft.errors import ContextError
 from weft.peers.agreement import agree
 from weft.peers.world import World
 
 if TYPE_CHECKING:
     from weft.engines import Engine
 
-__all__ = ["DistContext", "Restriction"]
-
-
-class Restriction(NamedTuple):
-    """That a context speaks for one rank only, and which line said so.
-
-    Attributes:
-        rank: In the context it was asked of.
-        global_rank: The same one; holds in smaller contexts too.
-        where: `file:line`.
-    """
-
-    rank: int
-    global_rank: int
-    where: str
+__all__ = ["Applied", "DistContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistContext:
+class Applied:
+    """One transform that was applied: its name, its options, and to what.
+
+    The objects themselves are only referred to weakly: a context never keeps a model alive.
+    Records compare by name, options and class names, so that two contexts built the same way
+    over models of the same class are equal. A pickled record forgets its objects.
+
+    Attributes:
+        name: Name of the transform function.
+        options: Its keyword arguments as `(name, text)`, defaults included.
+        targets: Class names of the objects it was applied to.
+    """
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+    targets: tuple[str, ...] = ()
+    refs: tuple[weakref.ref[Any], ...] = field(default=(), compare=False, repr=False)
+
+    def concerns(self, obj: object) -> bool:
+        """Say whether this record is about `obj`."""
+        return obj is not None and any(ref() is obj for ref in self.refs)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"name": self.name, "options": self.options, "targets": self.targets, "refs": ()}
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={text}" for name, text in self.options)
+        return f"{self.name}({', '.join(self.targets)}{f'; {options}' if options else ''})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistContext(RankFacts):
     """Where a program runs, and which transforms were applied so far.
 
     A context is a value: frozen, comparable, hashable, picklable. It is made by `weft.start`,
     `weft.adopt`, `weft.local` or `weft.testing.fake`; every transform returns a new one. Several
     contexts with different settings live side by side in one process. What cannot be a value (the
-    process group, the store) hangs on `world`, which takes no part in comparison or pickling.
+    process group, the store) is in `world`, which takes no part in comparison or pickling.
 
     Attributes:
         rank: Of this process among the ranks of this context; -1 when it is not one of them.
@@ -77,20 +93,10 @@ class DistContext:
         world: Live handles: process group and store.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
-    num_nodes: int = 1
-    attempt: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (torch.device is immutable)
-    axes: tuple[tuple[str, int], ...] = (("data", 1),)
-    data_axes: tuple[str, ...] = ("data",)
     seed: int = 0
-    timeout_s: float = 1800.0
+    timeout_s: float = 600.0
     debug: bool = False
-    ranks: tuple[int, ...] = (0,)
     applied: tuple[Applied, ...] = ()
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     handed_over: tuple[object, ...] = field(default=(), compare=False, repr=False)
@@ -98,205 +104,70 @@ class DistContext:
     engine: Engine = field(compare=False, repr=False)
     world: World = field(compare=False, repr=False)
 
-    # -- who am I --------------------------------------------------------------------------------
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0 of this context."""
-        return self.rank == 0
-
-    @property
-    def is_local_main(self) -> bool:
-        """Whether this is the first process of its node."""
-        return self.local_rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last rank of this context."""
-        return self.rank == self.world_size - 1
-
     @property
     def here(self) -> bool:
         """Whether this process is one of the ranks this context speaks for."""
         return self.rank >= 0 and (self.restricted is None or self.restricted.global_rank == self.ranks[self.rank])
 
     @property
-    def coordinates(self) -> dict[str, int]:
-        """Place of this rank on each mesh axis.
-
-        Example:
-            >>> import weft
-            >>> weft.testing.fake(rank=5, world_size=8, mesh={"replica": 2, "shard": 4}).coordinates
-            {'replica': 1, 'shard': 1}
-        """
-        return self.coordinates_of(max(self.rank, 0))
-
-    def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Place of any rank of this context on each mesh axis."""
-        rest = rank
-        places: dict[str, int] = {}
-        for name, size in reversed(self.axes):
-            rest, places[name] = divmod(rest, size)
-        return {name: places[name] for name, _ in self.axes}
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks, for torch calls and `torchmetrics`; None for one rank."""
+        return self.world.group
 
     @property
-    def data_rank(self) -> int:
-        """Place of this rank among those that see different batches."""
-        place = 0
-        for name, size in self.axes:
-            if name in self.data_axes:
-                place = place * size + self.coordinates[name]
-        return place
-
-    @property
-    def data_size(self) -> int:
-        """Number of ranks that see different batches."""
-        return math.prod(size for name, size in self.axes if name in self.data_axes)
-
-    def axis_size(self, axis: str) -> int:
-        """Size of a mesh axis.
-
-        Raises:
-            ContextError: There is no such axis.
-        """
-        sizes = dict(self.axes)
-        if axis not in sizes:
-            names = ", ".join(repr(name) for name, _ in self.axes)
-            raise ContextError(
-                f"axis = {axis!r} is not an axis of this context",
-                found=f"axes {names}",
-                expected="the name of a mesh axis",
-                fix=f"weft.start(mesh={{{axis!r}: -1}}), or axis={self.axes[0][0]!r}",
-            )
-        return sizes[axis]
-
-    # -- smaller contexts ------------------------------------------------------------------------
+    def mesh(self) -> DeviceMesh | None:
+        """Torch's `DeviceMesh` with the axes of this context, over groups that exist; None for one rank."""
+        return shutdown.device_mesh(self.world, self.axes, self.device.type)
 
     def on(self, axis: str | Sequence[str]) -> DistContext:
-        """Give the context of this rank's neighbours along one mesh axis (or along several).
+        """Return the context of the ranks that differ from this one on `axis` only.
 
         Changes: nothing. Collectives: none for one axis and for all data axes together, whose groups
         `start` made. The first call for another combination makes its groups: all ranks make that call.
 
         Args:
-            axis: A mesh axis, or several, in any order.
-
-        Returns:
-            A context whose ranks are those that differ from this one on `axis` only; its axes are in
-            the order of the mesh.
+            axis: A mesh axis, or several, in any order; the result has them in the order of the mesh.
 
         Raises:
             ContextError: No such axis; or the ranks ask for different combinations.
             CollectiveRefused: Groups would have to be made, and this context came from `only`.
             PeerError: Another rank failed or did not come.
         """
-        asked = (axis,) if isinstance(axis, str) else tuple(axis)
-        for name in asked:
-            self.axis_size(name)
-        names = tuple(name for name, _ in self.axes if name in asked)
-        sizes = tuple((name, self.axis_size(name)) for name in names)
-        if {name for name, size in self.axes if size > 1} <= set(names):
-            return replace(self, axes=sizes, data_axes=self._data_axes_in(names))
-        members = next(line for line in self.all_lines(names) if self.rank in line)
-        world = self._line(names, members)
-        return replace(
-            self,
-            rank=members.index(self.rank) if self.rank in members else -1,
-            world_size=len(members),
-            axes=sizes,
-            data_axes=self._data_axes_in(names),
-            ranks=tuple(self.ranks[member] for member in members),
-            world=world,
-        )
-
-    def all_lines(self, names: Sequence[str]) -> list[list[int]]:
-        """The ranks, sorted into lines whose members differ along `names` only."""
-        lines: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates_of(rank)
-            lines.setdefault(tuple(at for name, at in place.items() if name not in names), []).append(rank)
-        return list(lines.values())
-
-    def _line(self, names: Sequence[str], members: list[int]) -> World:
-        wide = [name for name in names if self.axis_size(name) > 1] or list(names[:1])
-        live = self.world.lines.get("+".join(wide))
-        if live is not None:
-            return live
-        if len(members) == 1 or self.world.group is None:
-            return World(ranks=[self.ranks[m] for m in members], rank=members.index(self.rank))
-        self.check_unrestricted(f"on {names}")
-        return make_line_along(self, wide)
-
-    def _data_axes_in(self, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in names if name in self.data_axes)
+        return sub_contexts.along_axes(self, axis)
 
     def subset(self, ranks: Sequence[int]) -> DistContext:
-        """Give a context for some of the ranks; every rank of this context has to call it.
+        """Return a context with one axis "data" over some of the ranks; every rank of this context has to call it.
+
+        On the other ranks its `rank` is -1, `here` is False and every collective raises.
 
         Changes: nothing. Collectives: makes one process group.
 
         Args:
-            ranks: Ranks of this context, without repeats; their order does not matter.
-
-        Returns:
-            A context with one axis "data" over `ranks`, in ascending order. On the other ranks its `rank` is -1,
-            `here` is False and every collective raises.
+            ranks: Ranks of this context, without repeats; the result has them in ascending order.
 
         Raises:
             CollectiveRefused: This context came from `only`.
             ContextError: Empty, repeated or unknown ranks.
             PeerError: Another rank failed or asked for other ranks.
         """
-        self.check_unrestricted("subset")
-        members = sorted(ranks)
-        if not members or len(set(members)) != len(members) or not all(0 <= r < self.world_size for r in members):
-            raise ContextError(
-                f"subset: ranks = {members} cannot form a context",
-                found=f"{members} of {self.world_size} ranks",
-                expected=f"distinct ranks from 0 to {self.world_size - 1}",
-                fix="ctx.subset([0, 1])",
-            )
-        world = shutdown.make_line(self.world, [members], f"subset {members}")
-        return replace(
-            self,
-            rank=members.index(self.rank) if self.rank in members else -1,
-            world_size=len(members),
-            axes=(("data", len(members)),),
-            data_axes=("data",),
-            ranks=tuple(self.ranks[member] for member in members),
-            world=world,
-        )
+        return sub_contexts.of_ranks(self, ranks)
 
     def only(self, rank: int | str = 0) -> DistContext:
-        """Give a context for code that runs on one rank, on which a collective raises at once.
+        """Return a context for code that runs on one rank, on which a collective raises at once.
 
         `here` of the returned context is True on that rank alone, so that
-        `if (solo := ctx.only(0)).here: report(model, solo)` cannot deadlock: whatever collective
-        is tried below raises `CollectiveRefused` and names this line.
+        `if (solo := ctx.only(0)).here: report(model, solo)` cannot deadlock: a collective
+        below raises `CollectiveRefused` and names this line.
 
         Changes: nothing. Collectives: none.
 
         Args:
             rank: A rank of this context, or "main", "last", "local_main".
 
-        Returns:
-            This context, restricted to `rank`.
-
         Raises:
             ContextError: No such rank.
         """
-        named = {"main": 0, "last": self.world_size - 1, "local_main": self.rank - self.local_rank}
-        chosen = named.get(rank, -1) if isinstance(rank, str) else rank
-        if not 0 <= chosen < self.world_size:
-            raise ContextError(
-                f"only: rank = {rank!r} is not a rank of this context",
-                found=repr(rank),
-                expected=f"0 to {self.world_size - 1}, 'main', 'last' or 'local_main'",
-                fix="ctx.only(0)",
-            )
-        return replace(self, restricted=Restriction(chosen, self.ranks[chosen], line_outside()))
-
-    # -- for transforms and collectives ----------------------------------------------------------
+        return sub_contexts.one_rank(self, rank)
 
     def records(self, obj: object) -> tuple[Applied, ...]:
         """The transforms that were applied to `obj`, in order."""
@@ -305,19 +176,14 @@ class DistContext:
     def offering(self, *protocols: object) -> DistContext:
         """Hand something over to later transforms; for the last line of a transform.
 
-        Changes: nothing. Collectives: none.
-
         Args:
             protocols: Values that fulfil a protocol of `weft.contract`, such as `GradSync`, or
                 have an `undo` method. They are kept with the object, not with the context.
-
-        Returns:
-            This context with `handed_over` set; the decorator `transform` takes it off again.
         """
         return replace(self, handed_over=(*self.handed_over, *protocols))
 
     def merge(self, other: DistContext) -> DistContext:
-        """Give this context with the records of `other` added; for models prepared separately.
+        """Return this context with the records of `other` added; for models prepared separately.
 
         Raises:
             ContextError: The two contexts speak for different ranks.
@@ -333,66 +199,16 @@ class DistContext:
         added = tuple(record for record in other.applied if id(record) not in known)
         return replace(self, applied=(*self.applied, *added))
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of these ranks, for torch calls and `torchmetrics`; None for one rank."""
-        return self.world.group
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """Torch's `DeviceMesh` with the axes of this context; None for one rank.
-
-        Collectives: none; the groups exist already.
-        """
-        return shutdown.device_mesh(self.world, self.axes, self.device.type)
-
     def check_unrestricted(self, what: str) -> None:
-        """Raise if this context speaks for one rank only, so that nothing of all ranks may run on it.
-
-        Args:
-            what: Name of the operation, for the error text.
-
-        Raises:
-            CollectiveRefused: The context came from `only`.
-        """
-        if self.restricted is not None:
-            raise CollectiveRefused(
-                f"{what}: refused on a context for rank {self.restricted.rank} only, at {line_outside()}",
-                found=f"ctx.only({self.restricted.rank}) at {self.restricted.where}",
-                expected="a collective is called by all ranks, on the full context",
-                fix="call it on the full context, outside of the code for one rank",
-            )
+        """Raise `CollectiveRefused` if this context came from `only`; `what` names the operation."""
+        guards.check_unrestricted(self, what)
 
     def require_collective(self, what: str) -> World:
-        """Return the live world, or raise if no collective may run on this context here.
-
-        Args:
-            what: Name of the operation, for the error text.
-
-        Raises:
-            CollectiveRefused: The context came from `only`, or this rank is not one of its ranks.
-            ContextError: The context is closed, was unpickled, or is only pretended.
-        """
-        self.check_unrestricted(what)
-        if self.rank < 0:
-            raise CollectiveRefused(
-                f"{what}: refused, this process is not one of the ranks of the context",
-                found=f"ranks {self.ranks}",
-                expected="only members call collectives of a subset",
-                fix="if sub.here: ...",
-            )
-        if self.world_size > 1 and (self.world.group is None or self.world.root.closed):
-            state = "is closed" if self.world.root.closed else "has no process group (a fake or an unpickled one)"
-            raise ContextError(
-                f"{what}: the context {state}",
-                found=f"rank {self.rank} of {self.world_size}",
-                expected="a context from weft.start or weft.adopt, before close",
-                fix="with weft.start() as ctx: ...",
-            )
-        return self.world
+        """Return the live world, or raise if no collective may run on this context here; `what` names the operation."""
+        return guards.require_collective(self, what)
 
     def agree(self, what: str, facts: Mapping[str, object] | None = None) -> None:
-        """Come together with all ranks: each one got here, with the same facts.
+        """Meet all ranks: each one got here, with the same facts.
 
         Transforms call it after they have checked their arguments and before they change
         anything, so that bad input on one rank raises on all. Nothing happens with one rank.
@@ -407,29 +223,13 @@ class DistContext:
             agree(self.require_collective(what), what, facts)
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on the main rank only; `weft.collectives.print_once` as a method.
-
-        Args:
-            values: As for `print`.
-            sep: Between the values.
-            end: After the last one.
-
-        Example:
-            >>> import weft
-            >>> weft.local().print("loss", 0.5)
-            loss 0.5
-        """
+        """Print on the main rank only."""
         if self.is_main:
             sys.stdout.write(sep.join(str(value) for value in values) + end)
             sys.stdout.flush()
 
-    # -- end of life -----------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Leave the job: wait for the peers, then destroy the group if `start` made it.
-
-        Idempotent. A group that was adopted is never destroyed.
-        """
+        """Leave the job: wait for the peers, then destroy the group if `start` made it (not if it was adopted)."""
         shutdown.close(self.world.root)
 
     def __enter__(self) -> Self:
@@ -445,33 +245,6 @@ class DistContext:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
+        live = {"restricted": None, "handed_over": (), "world": World(ranks=state["ranks"], rank=state["rank"])}
+        for name, value in {**state, **live}.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "restricted", None)
-        object.__setattr__(self, "handed_over", ())
-        object.__setattr__(self, "world", World(ranks=self.ranks, rank=self.rank))
-
-
-def make_line_along(ctx: DistContext, names: Sequence[str]) -> World:
-    """Make the groups of the lines along these axes, and keep this rank's; all ranks of `ctx` call it."""
-    lines = ctx.all_lines(names)
-    made = shutdown.make_line(ctx.world, lines, f"axis {tuple(names)}")
-    ctx.world.lines["+".join(names)] = made
-    if len(names) > 1:  # along one of its axes a line has the same ranks as the mesh
-        made.lines = {name: ctx.world.lines[name] for name in names}
-    return made
-
-
-def line_outside() -> str:
-    """`file:line` of the innermost caller outside of this package (tests of weft count as outside)."""
-    package = __name__.partition(".")[0]
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] != package and name != "contextlib":
-            break
-        frame = frame.f_back
-    with contextlib.suppress(ValueError):
-        summary = traceback.extract_stack(frame, limit=1)[0]
-        return f"{summary.filename}:{summary.lineno}"
-    return "unknown line"

@@ -1,4 +1,4 @@
-"""Groups of a world: making lines of it, its mesh, and the orderly end."""
+"""Groups of a world: making smaller ones, its mesh, and the orderly end."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from weft.peers.liveness import announce, culprit, exception_text, is_communicat
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
 
-__all__ = ["close", "close_after", "close_at_exit", "device_mesh", "make_line"]
+__all__ = ["close", "close_after", "close_at_exit", "device_mesh", "new_subgroup"]
 
 _CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for
 _LEDGER_LIMIT_S = 2.0  # between their last steps the ranks have met in a collective
 _BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
 
 
-def make_line(world: World, lines: Sequence[Sequence[int]], name: str) -> World:
+def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str) -> World:
     """Make process groups for some disjoint sets of ranks, and return the one this rank is in.
 
-    Collectives: one group per line. Every rank of `world` calls it with the same lines.
+    Collectives: makes one process group per set. Every rank of `world` calls it with the same sets.
 
     Args:
         world: The larger world.
-        lines: Ranks of `world`, each line in ascending order.
+        groups: Ranks of `world`, each set in ascending order.
         name: For the error text when the ranks do not agree.
 
     Returns:
-        The world of this rank's line; of the first line with rank -1, if it is in none.
+        The world of this rank's set; of the first one with rank -1, if it is in none.
     """
-    mine = next((line for line in lines if world.rank in line), lines[0])
-    rank = list(mine).index(world.rank) if world.rank in mine else -1
-    line = World(ranks=[world.ranks[m] for m in mine], rank=rank, timeout_s=world.timeout_s)
-    line.root = world.root
-    number = world.next_line()
+    mine = list(next((members for members in groups if world.rank in members), groups[0]))
+    rank = mine.index(world.rank) if world.rank in mine else -1
+    sub = World(ranks=[world.ranks[m] for m in mine], rank=rank, timeout_s=world.timeout_s)
+    sub.root = world.root
+    number = world.next_subgroup()
     if world.group is None or world.store is None:
-        return line
-    agree(world, name, {"lines": [list(each) for each in lines]})
+        return sub
+    agree(world, name, {"groups": [list(each) for each in groups]})
     backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
-    for members in lines:
+    for members in groups:
         group = _new_group(world, [world.ranks[m] for m in members], backend)
         if world.rank in members:
-            line.group = group
+            sub.group = group
     if rank >= 0:
-        line.store = world.store.below(f"line/{number}/{line.ranks[0]}")
-        announce(line)
-        world.root.made.append(line)
-    return line
+        sub.store = world.store.below(f"sub/{number}/{sub.ranks[0]}")
+        announce(sub)
+        world.root.made.append(sub)
+    return sub
 
 
 def _new_group(world: World, ranks: list[int], backend: str) -> dist.ProcessGroup | None:
@@ -85,17 +85,11 @@ def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: st
     if axes not in world.meshes:
         names = tuple(name for name, _ in axes)
         sizes = tuple(size for _, size in axes)
-        groups = [world.group if size == world.size else _line_group(world, name) for name, size in axes]
+        groups = [world.group if size == world.size else world.axis_groups[name].group for name, size in axes]
         grid = torch.tensor(world.ranks, dtype=torch.int).view(sizes)
         arguments: Any = (groups[0], device_type) if len(groups) == 1 else (groups, device_type, grid)
         world.meshes[axes] = DeviceMesh.from_group(*arguments, mesh_dim_names=names)
     return world.meshes[axes]
-
-
-def _line_group(world: World, axis: str) -> dist.ProcessGroup:
-    group = world.lines[axis].group
-    assert group is not None
-    return group
 
 
 def close(world: World) -> None:
@@ -133,7 +127,7 @@ def _difference(world: World) -> ContextError | None:
 
 
 def _background_failure(world: World, limit_s: float) -> BaseException | None:
-    """Wait until nothing goes on in the background any more; its error, if nobody has seen it yet."""
+    """Wait for the work in the background; return its error, if nobody has seen it yet."""
     background, world.background = world.background, None
     return None if background is None else background.finish(limit_s)
 
@@ -206,11 +200,11 @@ def _release(world: World) -> None:
     world.meshes.clear()
     world.messages.clear()  # they know the group
     disposable, world.disposable = world.disposable, []
-    for line in (*world.made, *world.lines.values()):
-        line.group = None
-        line.meshes.clear()
-        line.messages.clear()
-    world.lines.clear()
+    for sub in (*world.made, *world.axis_groups.values()):
+        sub.group = None
+        sub.meshes.clear()
+        sub.messages.clear()
+    world.axis_groups.clear()
     world.made.clear()
     group, world.group = world.group, None
     if group is None or not dist.is_initialized():

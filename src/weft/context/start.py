@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import shutdown
 from weft.context.config import read_config
-from weft.context.distcontext import DistContext, make_line_along
+from weft.context.distcontext import DistContext
+from weft.context.rank_facts import rank_groups
 from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
+from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, engine_for
 from weft.environments import Topology, topology
 from weft.errors import ContextError
@@ -446,7 +448,7 @@ def _context(
     if world.group is not None:
         facts = {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}
         ctx.agree("start", {**facts, **_versions()})
-        _make_lines(ctx)
+        _make_axis_groups(ctx)
     return ctx
 
 
@@ -455,12 +457,12 @@ def _versions() -> dict[str, str]:
     return {"version of weft": importlib.import_module("weft").__version__, "version of torch": torch.__version__}
 
 
-def _make_lines(ctx: DistContext) -> None:
-    """Make the group of this rank's line along each axis, and along all data axes together."""
+def _make_axis_groups(ctx: DistContext) -> None:
+    """Make this rank's group along each axis, and along all data axes together."""
     combinations: list[tuple[str, ...]] = [(name,) for name, _ in ctx.axes] if len(ctx.axes) > 1 else []
     data = tuple(name for name, size in ctx.axes if name in ctx.data_axes and size > 1)
     if len(data) > 1:
         combinations.append(data)
     for names in combinations:
-        if len(ctx.all_lines(names)) > 1:  # else that is the whole world, whose group exists
-            make_line_along(ctx, names)
+        if len(rank_groups(ctx, names)) > 1:  # else that is the whole world, whose group exists
+            new_axis_group(ctx, names)

@@ -18,6 +18,7 @@ from weft.errors import PeerError, WeftError, listed, message, type_error, value
 from weft.peers.agreement import exchange
 from weft.peers.liveness import exception_text
 from weft.tensors.nested import cuts_itself, leaves, map_leaves
+from weft.tensors.rng_state import RngState
 
 __all__ = ["BatchMath", "batch_math", "find_batch_size", "split_between"]
 
@@ -210,7 +211,7 @@ def _no_size(found: str, expected: str) -> str:
 
 def _attempt(trial: Callable[[int], object], size: int, ctx: DistContext) -> tuple[str, Exception | None]:
     """How a trial ended; nothing of it is kept, above all not the frames of an error."""
-    rng, of_device = torch.get_rng_state(), ctx.engine.rng_state(ctx.device)
+    before = RngState.capture(ctx.device, ctx.engine)
     try:
         trial(size)
     except Exception as error:  # noqa: BLE001  (raised once the ranks have come together)
@@ -219,9 +220,7 @@ def _attempt(trial: Callable[[int], object], size: int, ctx: DistContext) -> tup
     else:
         return "fits", None
     finally:
-        torch.set_rng_state(rng)
-        if of_device is not None:
-            ctx.engine.set_rng_state(ctx.device, of_device)
+        before.apply(ctx.device, ctx.engine)
     return "memory", None
 
 

@@ -4,7 +4,7 @@ A `World` holds what cannot be a value: the process group, the key-value store, 
 that speak for the same ranks share one. Everything in this file talks through the *store*, never
 through a collective, so it works while a peer is busy, late, failed or dead, and always ends:
 either all ranks come together, or every one of them learns which rank is to blame. Who waits in a
-collective instead is looked after by a thread, see watching.py.
+collective instead is looked after by a thread, see straggler_watch.py.
 
 [Note: the board] Keys, below the prefix of the world:
     peer/<rank>         host, process id and its start time, written once
@@ -30,7 +30,7 @@ from weft.peers.board import Board
 
 __all__ = ["PREEMPTED", "STUCK_S", "Background", "Holder", "Watcher", "World", "arrives"]
 
-PREEMPTED = 75  # exit code of a job that was told to end and can go on later; EX_TEMPFAIL of sysexits.h
+PREEMPTED = 75  # exit code of a job that was asked to end and can be resumed; EX_TEMPFAIL of sysexits.h
 
 
 _PAUSE_S = 0.02  # longest pause between two looks at the store
@@ -47,14 +47,14 @@ class Holder(Protocol):
 
 
 class Watcher(Holder, Protocol):
-    """Knows of ranks that will not come to a meeting because they wait elsewhere; see watching.py."""
+    """Knows of ranks that will not come to a meeting because they wait elsewhere; see straggler_watch.py."""
 
     def check(self, what: str, missing: Sequence[int], world: World) -> None:
         """Raise `PeerError` if one of `missing`, ranks of `world`, does."""
 
 
 class Background(Protocol):
-    """Work that goes on beside the program, such as a save; whoever leaves waits for it."""
+    """Work beside the program, such as a save; whoever leaves waits for it."""
 
     def finish(self, limit_s: float) -> BaseException | None:
         """Wait for it at most so long, then stop it; the error that nobody has seen yet."""
@@ -79,16 +79,16 @@ class World:
         owner: Whether `close` destroys the group.
         serves_store: Whether the store lives in this process.
         root: The world that was started or adopted; this one is a part of it.
-        lines: The worlds of this rank's mesh axes by name.
+        axis_groups: The worlds of this rank's mesh axes by name.
         made: On a root, every smaller world made of it.
         disposable: On a root, the groups of those worlds that can be destroyed by themselves.
         meshes: torch's meshes over the groups above.
         meetings: How many meetings there were.
-        watch: On a root, tells late ranks from those that went another way.
-        failures: On a root, how many errors this rank has told the others of; see `report_failure`.
+        watch: On a root, separates late ranks from those that took another path.
+        failures: On a root, how many errors this rank has reported to the others; see `report_failure`.
         failure: On a root, the rank for which this one would wait in vain in a collective, and why.
         process: Which one this is; a fork of it has nothing to do with the job.
-        background: On a root, what goes on beside the program.
+        background: On a root, what runs beside the program.
         checkpoints: On a root, what the job knows of directories of checkpoints; see checkpoint/history.py.
         abandoned: On a root, whether a collective was left that not all ranks came to.
         room: Bytes for values in the first message of a collective, if not the usual; the same on all ranks.
@@ -106,7 +106,7 @@ class World:
         rank: int,
         group: dist.ProcessGroup | None = None,
         store: Board | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: float = 600.0,
         owner: bool = False,
         serves_store: bool = False,
     ) -> None:
@@ -119,7 +119,7 @@ class World:
         self.closed = False
         self.serves_store = serves_store
         self.root: World = self
-        self.lines: dict[str, World] = {}
+        self.axis_groups: dict[str, World] = {}
         self.made: list[World] = []
         self.disposable: list[dist.ProcessGroup] = []
         self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
@@ -138,7 +138,7 @@ class World:
         self.abandoned = False
         self.inside: dict[str, tuple[int, str]] = {}
         self.clash: str | None = None
-        self._lines = 0
+        self._num_subgroups = 0
         self._num_ledgers = 0
 
     @property
@@ -151,10 +151,10 @@ class World:
         self.meetings += 1
         return self.meetings
 
-    def next_line(self) -> int:
+    def next_subgroup(self) -> int:
         """Count the smaller worlds made of this one, likewise."""
-        self._lines += 1
-        return self._lines
+        self._num_subgroups += 1
+        return self._num_subgroups
 
     def next_ledger(self) -> int:
         """Count what strategies note in the store, likewise."""
@@ -164,7 +164,7 @@ class World:
     def collectives(self) -> dict[str, int]:
         """How many collectives this rank has begun on each group."""
         found = {}
-        for each in (self.root, *list(self.root.lines.values()), *list(self.root.made)):
+        for each in (self.root, *list(self.root.axis_groups.values()), *list(self.root.made)):
             group: Any = each.group
             if group is not None:
                 found[str(group.group_name)] = int(group._get_sequence_number_for_group())

@@ -12,6 +12,7 @@ import torch
 
 from weft.context import DistContext
 from weft.errors import CheckpointError
+from weft.tensors.rng_state import RngState
 
 __all__ = ["drawn_state", "numpy_state", "prepare_random_state", "python_state", "random_state", "to_hex"]
 
@@ -21,16 +22,16 @@ _KEYS = 624  # words of a Mersenne twister
 
 def random_state(ctx: DistContext) -> dict[str, Any]:
     """The random states of this rank, as JSON."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    now = RngState.capture(ctx.device, ctx.engine)
+    version, numbers, gauss = now.python
+    kind, keys, place, has_gauss, cached = now.numpy
     found: dict[str, Any] = {
         "python": [version, to_hex(numbers, "<u4"), gauss],
         "numpy": [str(kind), to_hex(keys, "<u4"), int(place), int(has_gauss), float(cached)],
-        "torch": to_hex(torch.get_rng_state()),
+        "torch": to_hex(now.cpu),
     }
-    state = ctx.engine.rng_state(ctx.device)
-    if state is not None:
-        found[ctx.device.type] = to_hex(state)
+    if now.device is not None:
+        found[ctx.device.type] = to_hex(now.device)
     return found
 
 
@@ -68,7 +69,7 @@ def numpy_state(kind: str, keys: str, place: int, has_gauss: int, cached: float)
 
 
 def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable[[], None]:
-    """Check random states without setting them; call the result to go on from them.
+    """Check random states without setting them; call the result to set them.
 
     Raises:
         CheckpointError: One of them is not what it should be.
@@ -91,14 +92,8 @@ def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable
             fix="weft.checkpointable(objects, ctx, rng=False)",
         ) from error
 
-    def apply() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if other is not None:
-            engine.set_rng_state(device, other)
-
-    return apply
+    states = RngState(python, numpy, cpu, other)
+    return lambda: states.apply(device, engine)
 
 
 def drawn_state(step: int, ctx: DistContext) -> Callable[[], None]:

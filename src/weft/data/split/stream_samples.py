@@ -9,7 +9,6 @@ knows its length is read only where this rank's pieces are.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import random
@@ -30,6 +29,7 @@ from weft.data.split.map_samples import Epoch, Given, at_sample
 from weft.data.split.split_plan import Plan
 from weft.errors import ContractError, message, value_error
 from weft.rng import mix, seeded
+from weft.tensors.rng_state import RngState
 
 __all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state", "shards_of", "with_own_shards"]
 
@@ -364,60 +364,31 @@ def _untrue_length(found: int, said: int) -> ContractError:
 
 def _a_while_at_a_time(steps: Iterator[Step], seed: int, owner: StreamSteps) -> Iterator[Step]:
     """Run a reader with the random states of the stream, for about a millisecond, and hand out what came."""
-    states = _States(seed)
+    inside = RngState(
+        random.Random(seed).getstate(),  # noqa: S311  (not for secrets)
+        np.random.MT19937([seed % 2**32, seed >> 32]).state,
+        torch.Generator().manual_seed(seed).get_state(),
+    )
     failure: Exception | None = None
     going = True
     while going and failure is None:
         ready: list[Step] = []
-        with states:
-            end = time.perf_counter() + _READ_AHEAD_S
-            try:
-                while True:
-                    step = next(steps, _END)
-                    if not isinstance(step, Step):
-                        going = False
-                        break
+        outside, info = RngState.capture(), torch_worker._worker_info
+        inside.apply()
+        torch_worker._worker_info = None  # a stream that asked which worker reads it would differ between workers
+        end = time.perf_counter() + _READ_AHEAD_S
+        try:
+            while going and time.perf_counter() < end:
+                step = next(steps, _END)
+                going = isinstance(step, Step)
+                if isinstance(step, Step):
                     ready.append(step)
-                    if time.perf_counter() >= end:
-                        break
-            except Exception as error:  # noqa: BLE001  (raised when its turn comes, after what was read before)
-                failure = error
+        except Exception as error:  # noqa: BLE001  (raised when its turn comes, after what was read before)
+            failure = error
+        finally:
+            inside = RngState.capture()
+            outside.apply()
+            torch_worker._worker_info = info
         yield from ready
     if failure is not None:
         raise failure
-
-
-class _States(contextlib.AbstractContextManager[None]):
-    """Random states of python, numpy and torch that are put in place for a while; and no worker to see."""
-
-    def __init__(self, seed: int) -> None:
-        source = random.Random(seed)  # noqa: S311  (not for secrets)
-        self._python = source.getstate()
-        self._numpy = np.random.MT19937([seed % 2**32, seed >> 32])
-        self._torch = torch.Generator().manual_seed(seed).get_state()
-        self._outside: tuple[Any, Any, torch.Tensor, Any] | None = None
-
-    def __enter__(self) -> None:
-        self._outside = (
-            random.getstate(),
-            _numpy_random().get_bit_generator(),
-            torch.default_generator.get_state(),
-            torch_worker._worker_info,
-        )
-        random.setstate(self._python)
-        _numpy_random().set_bit_generator(self._numpy)
-        torch.default_generator.set_state(self._torch)
-        torch_worker._worker_info = None
-
-    def __exit__(self, *failure: object) -> None:
-        assert self._outside is not None
-        self._python, self._torch = random.getstate(), torch.default_generator.get_state()
-        python, numpy, torch_state, info = self._outside
-        random.setstate(python)
-        _numpy_random().set_bit_generator(numpy)
-        torch.default_generator.set_state(torch_state)
-        torch_worker._worker_info = info
-
-
-def _numpy_random() -> Any:
-    return np.random  # whose stubs lack the two functions

@@ -1,0 +1,107 @@
+"""Smaller contexts: along mesh axes, over some ranks, for one rank; and the process groups they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weft.context.guards import Restriction, line_outside
+from weft.context.rank_facts import rank_groups
+from weft.context.shutdown import new_subgroup
+from weft.errors import ContextError
+from weft.peers.world import World
+
+if TYPE_CHECKING:
+    from weft.context.distcontext import DistContext
+
+__all__ = ["along_axes", "new_axis_group", "of_ranks", "one_rank"]
+
+
+def along_axes(ctx: DistContext, axis: str | Sequence[str]) -> DistContext:
+    """See `DistContext.on`."""
+    asked = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in asked:
+        ctx.axis_size(name)
+    axes = tuple((name, size) for name, size in ctx.axes if name in asked)
+    names = tuple(name for name, _ in axes)
+    data_axes = tuple(name for name in names if name in ctx.data_axes)
+    if {name for name, size in ctx.axes if size > 1} <= set(names):
+        return replace(ctx, axes=axes, data_axes=data_axes)
+    members = next(group for group in rank_groups(ctx, names) if ctx.rank in group)
+    return _with_members(ctx, members, axes, data_axes, _axis_world(ctx, axes, members))
+
+
+def of_ranks(ctx: DistContext, ranks: Sequence[int]) -> DistContext:
+    """See `DistContext.subset`.
+
+    Raises:
+        ContextError: Empty, repeated or unknown ranks.
+    """
+    ctx.check_unrestricted("subset")
+    members = sorted(ranks)
+    if not members or len(set(members)) != len(members) or not all(0 <= r < ctx.world_size for r in members):
+        raise ContextError(
+            f"subset: ranks = {members} cannot form a context",
+            found=f"{members} of {ctx.world_size} ranks",
+            expected=f"distinct ranks from 0 to {ctx.world_size - 1}",
+            fix="ctx.subset([0, 1])",
+        )
+    world = new_subgroup(ctx.world, [members], f"subset {members}")
+    return _with_members(ctx, members, (("data", len(members)),), ("data",), world)
+
+
+def one_rank(ctx: DistContext, rank: int | str) -> DistContext:
+    """See `DistContext.only`.
+
+    Raises:
+        ContextError: No such rank.
+    """
+    named = {"main": 0, "last": ctx.world_size - 1, "local_main": ctx.rank - ctx.local_rank}
+    chosen = named.get(rank, -1) if isinstance(rank, str) else rank
+    if not 0 <= chosen < ctx.world_size:
+        raise ContextError(
+            f"only: rank = {rank!r} is not a rank of this context",
+            found=repr(rank),
+            expected=f"0 to {ctx.world_size - 1}, 'main', 'last' or 'local_main'",
+            fix="ctx.only(0)",
+        )
+    return replace(ctx, restricted=Restriction(chosen, ctx.ranks[chosen], line_outside()))
+
+
+def new_axis_group(ctx: DistContext, names: Sequence[str]) -> World:
+    """Make the groups along these axes, and return this rank's; all ranks of `ctx` call it."""
+    made = new_subgroup(ctx.world, rank_groups(ctx, names), f"axis {tuple(names)}")
+    ctx.world.axis_groups["+".join(names)] = made
+    if len(names) > 1:  # along one of its axes the group has the same ranks as the mesh
+        made.axis_groups = {name: ctx.world.axis_groups[name] for name in names}
+    return made
+
+
+def _with_members(
+    ctx: DistContext,
+    members: list[int],
+    axes: tuple[tuple[str, int], ...],
+    data_axes: tuple[str, ...],
+    world: World,
+) -> DistContext:
+    return replace(
+        ctx,
+        rank=members.index(ctx.rank) if ctx.rank in members else -1,
+        world_size=len(members),
+        axes=axes,
+        data_axes=data_axes,
+        ranks=tuple(ctx.ranks[member] for member in members),
+        world=world,
+    )
+
+
+def _axis_world(ctx: DistContext, axes: tuple[tuple[str, int], ...], members: list[int]) -> World:
+    wide = [name for name, size in axes if size > 1] or [name for name, _ in axes[:1]]
+    live = ctx.world.axis_groups.get("+".join(wide))
+    if live is not None:
+        return live
+    if len(members) == 1 or ctx.world.group is None:
+        return World(ranks=[ctx.ranks[m] for m in members], rank=members.index(ctx.rank))
+    ctx.check_unrestricted(f"on {tuple(name for name, _ in axes)}")
+    return new_axis_group(ctx, wide)
