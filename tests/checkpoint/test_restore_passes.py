@@ -111,7 +111,7 @@ def _unread(ctx, folder, who, fails_in):
     before = _values(model, optimizer)
     real, real_pass, fails = safetensors_read.read_into, getattr(Reader, fails_in), ctx.rank == who
 
-    def broken(handle, buffers, at):
+    def broken(handle, memory, at):
         raise OSError(5, "Input/output error")
 
     def dies(self):
@@ -125,9 +125,9 @@ def _unread(ctx, folder, who, fails_in):
     finally:
         safetensors_read.read_into = real
         setattr(Reader, fails_in, real_pass)
-    if fails_in == "fill":
+    if fails_in == "read_new":
         _same(_values(model, optimizer), before)
-    for save in (weft.save, weft.save_async) if fails_in == "put" else ():
+    for save in (weft.save, weft.save_async) if fails_in == "read_live" else ():
         with pytest.raises(
             (CheckpointError, weft.errors.PeerError), match=r"part of another checkpoint(.|\n)*step-00000001"
         ):
@@ -138,7 +138,7 @@ def _unread(ctx, folder, who, fails_in):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("fails_in", ["fill", "put"])
+@pytest.mark.parametrize("fails_in", ["read_new", "read_live"])
 def test_a_disk_that_dies_leaves_the_state_as_it_was_or_one_that_is_not_saved(tmp_path, who, fails_in):
     expected = run_ranks(_saved, 2, tmp_path)[0]
     for values in run_ranks(_unread, 2, tmp_path, who, fails_in):
@@ -255,7 +255,7 @@ def test_nothing_of_it_stays(tmp_path, steps):
 def _dies(ctx, folder):
     state, _, _, ctx = _build(ctx, steps=3)
     if ctx.rank == 1:
-        with mock.patch("weft.checkpoint.reader.Reader.fill", side_effect=SystemExit(3)):
+        with mock.patch("weft.checkpoint.reader.Reader.read_new", side_effect=SystemExit(3)):
             weft.restore(state, folder, ctx)
     weft.restore(state, folder, ctx)
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ import torch
 from weft.checkpoint.format import commit
 from weft.checkpoint.format.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
 from weft.checkpoint.format.safetensors_write import digest_of, sync_folder, write_text
-from weft.checkpoint.format.tensor_blocks import Block, block_of, holders, local_part, writers
+from weft.checkpoint.format.tensor_blocks import Block, Held, holders, writers
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.replicas import Replicas, differing, digests, fingerprints, refuse
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
@@ -32,9 +32,8 @@ from weft.checkpoint.state.rng_state import random_state
 from weft.collectives.on_all_ranks import from_main, gathered_on_main
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
-from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Draft", "Outline", "complete", "outline", "start_draft"]
+__all__ = ["Draft", "Outline", "complete", "facts_of", "lock", "outline", "start_draft"]
 
 
 # -- what a rank brings ------------------------------------------------------------------------------
@@ -46,6 +45,11 @@ class TensorFacts(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     is_sharded: bool
+
+
+def facts_of(held: Held) -> TensorFacts:
+    """What is known of a tensor without its bytes."""
+    return TensorFacts(held.dtype, held.shape, held.is_sharded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,50 +80,40 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         TypeError: Something in the state cannot be saved; the text names it.
     """
     content = collect(state)
-    held = holders(content.tensors, ctx)
-    mine, blocks = _share(content, held, ctx)
-    facts = {
-        name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded(tensor))
-        for name, tensor in content.tensors.items()
-    }
+    ranks = holders(content.tensors.values(), ctx)
+    written = _share(content, ranks, ctx)
     of_rank: dict[str, Any] = {"rng": random_state(ctx)} if state.rng else {}
     if content.generators:
         of_rank["generators"] = content.generators
-    several = {name: ranks for name, ranks in held.items() if len(ranks) > 1 and name not in content.buffers}
-    replicas = fingerprints(ctx.engine.readable({name: _own(content.tensors[name]) for name in several}), several)
+    several = {name: found for name, found in ranks.items() if len(found) > 1 and name not in content.buffers}
     brought = Outline(
-        tensors=facts,
+        tensors={name: facts_of(held) for name, held in content.tensors.items()},
         same_as=content.same_as,
         values=content.values,
-        blocks=blocks,
+        blocks={held.name: held.block for held in written},
         of_rank=of_rank,
-        replicas=replicas,
+        replicas=fingerprints(_readable([content.tensors[name] for name in several], ctx), several),
     )
-    return brought, ctx.engine.readable(mine)
+    return brought, _readable(written, ctx)
 
 
-def _share(
-    content: Content, held: Mapping[str, Sequence[int]], ctx: DistContext
-) -> tuple[dict[str, torch.Tensor], dict[str, Block]]:
+def _readable(tensors: Iterable[Held], ctx: DistContext) -> dict[str, torch.Tensor]:
+    """What this rank holds of tensors, as bytes that can be read."""
+    return ctx.engine.readable({held.name: held.local.resolve_conj().resolve_neg() for held in tensors})
+
+
+def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContext) -> list[Held]:
     """The blocks that this rank writes: its share of the tensors that all hold, and of others where it is the first.
 
     Buffers are written by rank 0, together: where ranks have their own, as after a forward without a backward, those
     of one rank belong to each other.
     """
-    whole = {n: tensor for n, tensor in content.tensors.items() if not is_sharded(tensor) and n not in content.buffers}
-    chosen = writers(whole, ctx.world_size)
-    mine: dict[str, torch.Tensor] = {}
-    blocks: dict[str, Block] = {}
-    for name, tensor in content.tensors.items():
-        if chosen.get(name, held[name][0]) == ctx.rank:
-            block = block_of(tensor)
-            if block.size:
-                mine[name], blocks[name] = _own(tensor), block
-    return mine, blocks
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return local_part(tensor).resolve_conj().resolve_neg()
+    tensors = content.tensors.values()
+    sizes = {
+        held.name: held.tensor.nbytes for held in tensors if not held.is_sharded and held.name not in content.buffers
+    }
+    chosen = writers(sizes, ctx.world_size)
+    return [one for one in tensors if chosen.get(one.name, ranks[one.name][0]) == ctx.rank and one.block.size]
 
 
 def _digests(brought: Outline) -> dict[str, str]:

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import torch
 
+from weft.checkpoint.format.tensor_blocks import memory_of
 from weft.errors import CheckpointError, listed
-from weft.tensors.host_memory import memory_of
 
 __all__ = ["Replicas", "differing", "digests", "fingerprints", "refuse"]
 

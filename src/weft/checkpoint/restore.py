@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from weft.checkpoint.draft import lock
 from weft.checkpoint.format import commit
 from weft.checkpoint.format.hashes import new_hash
-from weft.checkpoint.format.manifest import NAME, STEP, Damage, check_place, read_manifest, step_of
+from weft.checkpoint.format.manifest import NAME, STEP, Damage, Manifest, read_manifest, step_of
 from weft.checkpoint.format.safetensors_write import check_file, sync_folder
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
-from weft.checkpoint.state.apply import Loading
+from weft.checkpoint.state.apply import Plan, check_values, load_objects, put_weights, request
 from weft.checkpoint.state.collect import Checkpoint
 from weft.collectives.on_all_ranks import from_main, gathered, on_all
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, type_error
 
 __all__ = ["Restored", "restore"]
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,36 +107,34 @@ def restore(
     facts = {"directory": str(directory), "objects": list(state.objects), "strict": strict}
     ctx.agree("restore", {**facts, "discard_newer": discard_newer})
     with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-        loading, skipped, there = _read(state, Path(directory), ctx, strict=strict)
-        if loading is None:
+        plan, skipped, there = _newest(state, Path(directory), ctx, strict=strict)
+        if plan is None:
             return None
-        try:
-            on_all("restore", ctx, loading.load_objects)
-        except BaseException:
-            loading.undo()
-            raise
-        state.torn[:] = [str(loading.folder)]
-        on_all("restore: done", ctx, loading.put_weights)
+        with contextlib.ExitStack() as undo:
+            on_all("restore", ctx, lambda: load_objects(plan, ctx, undo))
+            undo.pop_all()
+        state.torn[:] = [str(plan.reader.folder)]
+        on_all("restore: done", ctx, lambda: put_weights(plan, ctx))
         state.torn.clear()
-    run = Path(directory) if loading.folder != Path(directory) else loading.folder.parent
+    folder, manifest = plan.reader.folder, plan.reader.manifest
+    run = Path(directory) if folder != Path(directory) else folder.parent
     if discard_newer:
-        there = from_main("restore", ctx, lambda: _discard_newer(run, loading.manifest.step))
-    damaged = [folder for folder, _ in skipped]
-    history_of(ctx, run).restored(loading.manifest.run, map(Path, there), damaged)
+        there = from_main("restore", ctx, lambda: _discard_newer(run, manifest.step))
+    history_of(ctx, run).restored(manifest.run, map(Path, there), [damaged for damaged, _ in skipped])
     return Restored(
-        step=loading.manifest.step,
-        path=loading.folder,
-        world_size=loading.manifest.world_size,
-        missing=loading.missing,
-        unexpected=loading.unexpected,
+        step=manifest.step,
+        path=folder,
+        world_size=manifest.world_size,
+        missing=plan.fit.missing,
+        unexpected=plan.fit.unexpected,
         skipped=tuple(skipped),
     )
 
 
-def _read(
+def _newest(
     state: Checkpoint, directory: Path, ctx: DistContext, *, strict: bool
-) -> tuple[Loading | None, list[tuple[Path, str]], list[str]]:
-    """Read the newest checkpoint that is whole; gives also the newer ones that are not, and why, and all there are."""
+) -> tuple[Plan | None, list[tuple[Path, str]], list[str]]:
+    """The newest checkpoint that is whole; also the newer ones that are not, and why, and all there are."""
     tried: list[str] = []
     skipped: list[tuple[Path, str]] = []
     while True:
@@ -141,20 +143,12 @@ def _read(
             break
         skipped.clear()  # a run beside may have saved the next and removed these
         for folder in map(Path, folders):
-            attempts: list[_Attempt] = []
-
-            def plan(folder: Path = folder, attempts: list[_Attempt] = attempts) -> str | None:
-                attempts.append(_Attempt(state, folder, ctx, strict=strict))
-                return attempts[0].damage
-
-            damage = next(filter(None, gathered("restore", ctx, plan)), None)
-            attempt = attempts[0]
-            damage = damage or next(filter(None, gathered("restore", ctx, attempt.check)), None)
-            if damage is None:
-                return on_all("restore", ctx, attempt.result), skipped, there
-            if is_one:
-                raise CheckpointError(damage)
-            skipped.append((folder, damage))
+            try:
+                return _planned(state, folder, ctx, strict=strict), skipped, there
+            except Damage as error:
+                if is_one:
+                    raise
+                skipped.append((folder, str(error)))
         tried = folders
     if skipped:
         raise CheckpointError(
@@ -164,6 +158,59 @@ def _read(
             fix="restore the files from a copy, or start anew in another directory",
         )
     return None, [], []
+
+
+def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> Plan:
+    """Read a checkpoint as far as nothing is changed.
+
+    Raises:
+        Damage: It is damaged; on every rank, also if only one has found it.
+        CheckpointError: It is whole, and does not fit.
+        OSError: It cannot be read.
+        PeerError: Another rank failed.
+    """
+
+    def plan() -> tuple[Reader, Plan | CheckpointError]:
+        reader = Reader(folder, _inspected(folder), ctx)
+        try:
+            return reader, request(state, reader, ctx, strict=strict)
+        except CheckpointError as error:  # it may not fit because it is damaged
+            return reader, error
+
+    def checked() -> Plan:
+        if isinstance(found, CheckpointError):
+            raise found
+        check_values(found)
+        return found
+
+    reader, found = _undamaged(ctx, plan)
+    _undamaged(ctx, reader.check)
+    return on_all("restore", ctx, checked)
+
+
+def _inspected(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        check_file(folder, name, manifest, content=False)
+        new_hash(entry.hash)  # before anything is read: is it installed?
+    return manifest
+
+
+def _undamaged(ctx: DistContext, work: Callable[[], R]) -> R:
+    """Do work on every rank; if it finds damage on one, all raise the first."""
+    results: list[R] = []
+
+    def damage() -> str | None:
+        try:
+            results.append(work())
+        except Damage as error:
+            return str(error)
+        return None
+
+    for text in gathered("restore", ctx, damage):
+        if text is not None:
+            raise Damage(text)
+    return results[0]
 
 
 def _candidates(directory: Path) -> tuple[bool, list[str], list[str]]:
@@ -189,53 +236,3 @@ def _discard_newer(directory: Path, step: int) -> list[str]:
         return [str(path) for path in commit.named_folders(directory)]
     finally:
         os.close(handle)
-
-
-class _Attempt:
-    """What comes of looking at a checkpoint on this rank: it is damaged, or does not fit, or can be put in place.
-
-    Attributes:
-        damage: What is damaged, as far as manifest and sizes tell.
-    """
-
-    def __init__(self, state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool) -> None:
-        self.damage: str | None = None
-        self._folder = folder
-        self._failure: CheckpointError | None = None
-        try:
-            self._manifest = read_manifest(folder)
-            for name, entry in self._manifest.files.items():
-                check_file(folder, name, self._manifest, content=False)
-                new_hash(entry.hash)  # before anything is read: is it installed?
-        except Damage as error:
-            self.damage = str(error)
-            return
-        self._reader = Reader(folder, self._manifest, ctx)
-        try:
-            self._loading = Loading(state, self._reader, ctx, strict=strict)
-        except CheckpointError as error:  # it may not fit because it is damaged
-            self._failure = error
-
-    def check(self) -> str | None:
-        """Compare this rank's share of the files with their hashes.
-
-        Returns:
-            What is damaged.
-        """
-        try:
-            self._reader.check()
-            check_place(self._folder, self._manifest)
-        except Damage as error:
-            return str(error)
-        return None
-
-    def result(self) -> Loading:
-        """What can be put in place.
-
-        Raises:
-            CheckpointError: It does not fit.
-        """
-        if self._failure is not None:
-            raise self._failure
-        self._loading.check_values()
-        return self._loading

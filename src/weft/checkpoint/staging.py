@@ -15,7 +15,6 @@ import torch
 
 from weft.checkpoint.format.manifest import FileEntry
 from weft.checkpoint.format.safetensors_write import file_head, write_parts
-from weft.tensors.host_memory import fresh_bytes
 
 __all__ = ["Staged", "Staging"]
 
@@ -81,7 +80,7 @@ class Staging:
         if not self._blocks or not total <= held <= 2 * total + _PINNED_BYTES or self._pinned != pinned:
             self._blocks.clear()  # before there is new memory
             self._pinned = pinned
-            self._blocks += _pinned_blocks(total) if pinned else [fresh_bytes(total)]
+            self._blocks += _pinned_blocks(total) if pinned else [torch.empty(max(total, 1), dtype=torch.uint8)]
 
     def _put(self, place: int, part: torch.Tensor) -> None:
         """Copy bytes to a place, counted over all blocks."""

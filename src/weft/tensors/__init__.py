@@ -3,6 +3,5 @@
 nested.py        nested values: their tensors, and their rows
 dtensor.py       is it sharded? its local part; without importing DTensor
 sharded_grad.py  a gradient that lies in the memory of another library
-host_memory.py   fresh memory
 rng_state.py     the random states of this process
 """

@@ -7,8 +7,6 @@ load.py               `load_weights`
 sources.py            what files, indices, folders and checkpoints hold
 targets.py            what a module holds, and memory for modules on meta
 assign.py             who reads what, and how it comes to the others
-send.py               the messages for that
-convert.py            values in other dtypes
 import_deepspeed.py   `import_deepspeed`, which trusts what it reads
 deepspeed_folders.py  what lies where in the folders of DeepSpeed
 """

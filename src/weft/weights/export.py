@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from weft.contract.select_modules import Names
-from weft.weights.convert import floating_dtype
 from weft.weights.hf_layout import Plan, num_bytes
 from weft.weights.publish import published
-from weft.weights.sources import from_checkpoint
+from weft.weights.sources import floating_dtype, from_checkpoint
 
 __all__ = ["export"]
 

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.checkpoint.format.safetensors_write import check_file, file_head, write_parts, write_text
-from weft.checkpoint.format.tensor_blocks import Block
+from weft.checkpoint.format.tensor_blocks import memory_of, whole
+from weft.checkpoint.format.transfer import Stored, in_parts
 from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
-from weft.tensors.host_memory import memory_of
-from weft.weights.convert import blocks
-from weft.weights.sources import Source, Stored
+from weft.weights.sources import Source
 
 __all__ = ["Plan", "num_bytes"]
 
@@ -127,8 +126,7 @@ class Plan:
         yield head
         for name in order:
             stored, dtype = self._tensors[name]
-            whole = Block((0,) * len(stored.entry.shape), stored.entry.shape)
-            for _, values in blocks(self._source.files, name, stored, whole, dtype):
+            for _, values in in_parts(self._source.files, stored, whole(stored.entry.shape), dtype):
                 yield memory_of(values)
 
 
@@ -180,8 +178,7 @@ def _named(
                 expected="from rename, a name of its own for each tensor",
                 fix='rename=lambda name: "model." + name',
             )
-        there: torch.dtype = getattr(torch, stored.entry.dtype)
-        found[new] = Tensor(stored, dtype if dtype is not None and there.is_floating_point else there)
+        found[new] = Tensor(stored, dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype)
     return found
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.draft import Outline, TensorFacts, complete, start_draft
+from weft.checkpoint.draft import Outline, complete, facts_of, start_draft
 from weft.checkpoint.format.safetensors_write import write_tensors
-from weft.checkpoint.format.tensor_blocks import block_of
+from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.history import history_of
 from weft.checkpoint.state.json_values import encode
 from weft.context import local
@@ -85,13 +85,13 @@ def import_deepspeed(
 
 def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
     """What `weft.save` would have brought for a model and its optimizer."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Held] = {}
     same_as: dict[str, str] = {}
     first: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in found.weights.items():
         origin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
         if origin == name:
-            tensors[f"model/{name}"] = tensor.contiguous()
+            tensors[f"model/{name}"] = hold(f"model/{name}", tensor.contiguous())
         else:
             same_as[f"model/{name}"] = f"model/{origin}"
     values: dict[str, Any] = {"model": {"extra": {}, "transforms": {}}}
@@ -111,10 +111,12 @@ def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
                 for index, group in enumerate(found.groups)
             ],
         }
-    facts = {
-        name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_sharded=False)
-        for name, tensor in tensors.items()
-    }
-    blocks = {name: block_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
-    written = {name: tensor for name, tensor in tensors.items() if name in blocks}
-    return Outline(tensors=facts, same_as=same_as, values=values, blocks=blocks, of_rank={"rng": None}), written
+    written = [held for held in tensors.values() if held.block.size]
+    brought = Outline(
+        tensors={name: facts_of(held) for name, held in tensors.items()},
+        same_as=same_as,
+        values=values,
+        blocks={held.name: held.block for held in written},
+        of_rank={"rng": None},
+    )
+    return brought, {held.name: held.local for held in written}

@@ -13,8 +13,7 @@ from weft.checkpoint.state.collect import kept_shards
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
 from weft.weights.assign import Placement, renamed
-from weft.weights.convert import floating_dtype
-from weft.weights.sources import from_path
+from weft.weights.sources import floating_dtype, from_path
 
 __all__ = ["LoadedWeights", "load_weights"]
 

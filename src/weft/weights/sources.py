@@ -6,23 +6,21 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
 from weft.checkpoint.format.commit import folders, latest
 from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, read_manifest
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.errors import CheckpointError, listed
+from weft.checkpoint.format.tensor_blocks import whole
+from weft.checkpoint.format.transfer import Stored
+from weft.errors import CheckpointError, listed, value_error
 
-__all__ = ["Source", "Stored", "from_checkpoint", "from_path"]
+__all__ = ["Source", "floating_dtype", "from_checkpoint", "from_path"]
 
 INDEX = ".safetensors.index.json"
 _MAX_INDEX = 2**28
+_SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-
-class Stored(NamedTuple):
-    """A tensor in files: the name it has there, and its dtype, shape and pieces."""
-
-    key: str
-    entry: TensorEntry
 
 
 class Source(NamedTuple):
@@ -39,6 +37,30 @@ class Source(NamedTuple):
     tensors: dict[str, Stored]
     files: TensorFiles
     manifest: Manifest | None = None
+
+
+def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype by itself or by name.
+
+    Raises:
+        ValueError: It is unknown, or not for real numbers.
+
+    Example:
+        >>> floating_dtype("f", "bf16"), floating_dtype("f", "torch.float16"), floating_dtype("f", None)
+        (torch.bfloat16, torch.float16, None)
+    """
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    found = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise value_error(
+            f"{what}: dtype = {dtype!r} cannot be used",
+            found=repr(dtype),
+            expected="a floating-point dtype: only tensors of these are converted",
+            fix=f"weft.{what}(..., dtype=torch.bfloat16)",
+        )
+    return found
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
@@ -163,7 +185,7 @@ def _joined(what: str, path: Path, places: dict[str, Path], index: dict[str, str
             if index.get(name, file) != file:
                 continue
             twice += [name] if name in tensors else []
-            piece = Piece(file=file, offsets=(0,) * len(shape), shape=shape)
+            piece = Piece(file=file, offsets=whole(shape).offsets, shape=shape)
             tensors[name] = Stored(name, TensorEntry(dtype=dtype, shape=shape, pieces=(piece,)))
     lost = [f"{name} is not in {file}" for name, file in index.items() if name not in tensors]
     if lost or twice:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
+from weft.checks import check_module
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed, type_error, value_error
 from weft.sharding.meta import draw_values, draws, own_tensors
@@ -44,13 +45,7 @@ def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor])
         TypeError: Not a module, or `state_dict` has something that is no parameter or buffer.
         ValueError: A parameter has no shape yet.
     """
-    if not isinstance(module, nn.Module):
-        raise type_error(
-            f"{what}: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix=f'weft.{what}(model, "model.safetensors", ctx)',
-        )
+    check_module(what, module, fix=f'weft.{what}(model, "model.safetensors", ctx)')
     state = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
     found: dict[int, tuple[list[str], Any]] = {}

@@ -6,7 +6,9 @@ import math
 
 import torch
 
-__all__ = ["is_faithful", "of_one_kind"]
+from weft.errors import value_error
+
+__all__ = ["converted", "is_faithful", "of_one_kind"]
 
 
 def of_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
@@ -31,3 +33,22 @@ def is_faithful(values: torch.Tensor, result: torch.Tensor) -> bool:
     return math.isfinite(result.to(wide).sum().item()) or not bool(
         (values.to(wide).isfinite() & ~result.to(wide).isfinite()).any()
     )
+
+
+def converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values in another dtype.
+
+    Raises:
+        ValueError: They do not fit into it.
+    """
+    if values.dtype == dtype:
+        return values
+    result = values.to(dtype)
+    if not is_faithful(values, result):
+        raise value_error(
+            f"{name} does not fit into {dtype}",
+            found=f"{values.dtype} up to {values.abs().max().item():.3g}",
+            expected="values that are numbers there too",
+            fix="dtype=torch.bfloat16, which has the range of float32",
+        )
+    return result

@@ -1,9 +1,12 @@
-"""Reading tensors of safetensors files, cut up as they are needed, straight into memory that is there.
+"""Reading blocks of tensors of safetensors files straight into memory that is there.
 
-Not by the package safetensors: it maps files, so that all that was read counts as memory of the process, and
-gives blocks as copies. The format is eight bytes of length, a header in JSON, and the bytes themselves;
-the header is read with suspicion, as it may come from anywhere.
+The format is eight bytes of length, a header in JSON, and the bytes themselves; the header is read with
+suspicion, as it may come from anywhere.
 """
+
+# Not by `safe_open`: what it maps counts as memory of the process (1 GB read: VmHWM + 1,020 MB), and a disk that dies
+# is then a SIGBUS; with backend="pread" a slice of one row reads the whole tensor, there is no reading into a tensor,
+# and errors come without errno, which tells a limit of this moment from damage. It takes a name that comes twice.
 
 from __future__ import annotations
 
@@ -22,15 +25,12 @@ from typing import Any, TypeAlias
 import torch
 
 from weft.checkpoint.format.manifest import DTYPES, Piece, TensorEntry, raise_if_unreadable
-from weft.checkpoint.format.tensor_blocks import Block, overlap
+from weft.checkpoint.format.tensor_blocks import Block, memory_of, overlap
 from weft.errors import CheckpointError
-from weft.tensors.host_memory import memory_of
 
-__all__ = ["Slot", "TensorFiles", "in_order", "inside", "open_tensors", "read_into"]
+__all__ = ["Slot", "TensorFiles", "in_order", "open_tensors", "read_into"]
 
 _MAX_HEADER = 100_000_000  # as safetensors has it
-_NEAR = 4096  # bytes between two runs that are read along: a page comes whole from the disk anyway
-_MAX_BUFFERS = 512  # per call of the system, which takes 1024
 _CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
 Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
 
@@ -95,7 +95,8 @@ class TensorFiles:
         for piece, common, source in _common(entry, block):
             try:
                 handle, start = self._piece(name, entry.dtype, piece)
-                _read_runs(handle, start, memory, width, _runs(common, source, block))
+                for there, here, length in _runs(common, source, block):
+                    read_into(handle, memory[here * width : (here + length) * width], start + there * width)
             except (OSError, ValueError) as error:
                 raise self._blame(error, name, entry, piece) from error
 
@@ -164,13 +165,6 @@ def in_order(shape: tuple[int, ...], most: int) -> Iterator[Block]:
             yield Block((*lead, start, *(0,) * len(rest)), (*(1,) * dim, size, *rest))
 
 
-def inside(block: Block, start: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where a block lies in one that begins at `start`."""
-    return tuple(
-        slice(at - zero, at - zero + size) for at, zero, size in zip(block.offsets, start, block.shape, strict=True)
-    )
-
-
 def _runs(common: Block, source: Block, target: Block) -> Iterator[tuple[int, int, int]]:
     """Stretches of `common` that are contiguous in both blocks around it: where in each, and elements."""
     if common == source == target:
@@ -193,43 +187,18 @@ def _distance(at: tuple[int, ...], block: Block) -> int:
     return distance
 
 
-def _read_runs(handle: int, start: int, memory: memoryview, width: int, runs: Iterator[tuple[int, int, int]]) -> None:
-    """Read stretches of elements of `width` bytes; those near each other in one call."""
-    between = memoryview(bytearray(_NEAR))
-    buffers: list[memoryview] = []
-    begin = end = 0
-    for source, target, length in runs:
-        at = start + source * width
-        if buffers and not (0 <= at - end <= _NEAR and len(buffers) < _MAX_BUFFERS):
-            read_into(handle, buffers, begin)
-            buffers = []
-        if not buffers:
-            begin = end = at
-        elif at > end:
-            buffers.append(between[: at - end])
-        buffers.append(memory[target * width : (target + length) * width])
-        end = at + length * width
-    read_into(handle, buffers, begin)
-
-
-def read_into(handle: int, buffers: list[memoryview], at: int) -> None:
-    """Read into buffers, one after the other, until all are full.
+def read_into(handle: int, memory: memoryview, at: int) -> None:
+    """Read from a place in a file until memory is full.
 
     Raises:
         ValueError: The file ends before.
         OSError: It cannot be read.
     """
-    first = 0
-    while first < len(buffers):
-        count = os.preadv(handle, buffers[first:], at)
+    while memory:
+        count = os.preadv(handle, [memory], at)
         if count == 0:
             raise ValueError("the file ends too early")
-        at += count
-        while first < len(buffers) and count >= len(buffers[first]):
-            count -= len(buffers[first])
-            first += 1
-        if count:
-            buffers[first] = buffers[first][count:]
+        memory, at = memory[count:], at + count
 
 
 # -- headers -----------------------------------------------------------------------------------------
@@ -260,7 +229,7 @@ def _slots(handle: int) -> dict[str, Slot]:
         pickled = head[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
         raise ValueError("a file of torch.save" if pickled else f"{state.st_size} bytes, too few for its header")
     text = bytearray(length)
-    read_into(handle, [memoryview(text)], 8)
+    read_into(handle, memoryview(text), 8)
     try:
         data = json.loads(bytes(text), object_pairs_hook=_once)
         slots = {name: _slot(entry, 8 + length) for name, entry in data.items() if name != "__metadata__"}

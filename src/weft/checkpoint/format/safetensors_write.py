@@ -15,6 +15,7 @@ import torch
 
 from weft.checkpoint.format.hashes import HASHES, best_hash, new_hash
 from weft.checkpoint.format.manifest import DTYPES, Damage, FileEntry, Manifest, raise_if_unreadable
+from weft.checkpoint.format.tensor_blocks import memory_of
 from weft.errors import message
 
 __all__ = [
@@ -36,12 +37,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
 
     A tensor may change meanwhile: each block is copied first, so that the hash is that of the bytes in the file.
-
-    Not by `safetensors.torch.save_file`: that copies all tensors first, and tells of a full disk by an
-    error of its own.
     """
+    # Not by `safetensors.serialize_file`: it has no place for a hash (reading the file back adds 1.1 s to 4.3 s for
+    # 1 GB, and would compare what is read with itself), wants all tensors in host memory at once, and tells of a full
+    # disk by an error without errno.
     head, order = file_head(tensors)
-    parts = (_bytes(tensors[name]) for name in order)
+    parts = (memory_of(tensors[name].detach().cpu().contiguous()) for name in order)
     return write_parts(path, itertools.chain([head], _blocks(parts)))
 
 
@@ -64,12 +65,6 @@ def file_head(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, order
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor, without a copy if it lies in one piece in main memory."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def _blocks(parts: Iterable[Any]) -> Iterator[memoryview]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from weft.context import DistContext
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Block", "block_of", "holders", "local_part", "overlap", "writers"]
+__all__ = ["Block", "Held", "hold", "holders", "memory_of", "overlap", "whole", "writers"]
 
 
 class Block(NamedTuple):
@@ -22,24 +23,79 @@ class Block(NamedTuple):
     @property
     def size(self) -> int:
         """Number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it lies in the tensor, as an index."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.shape, strict=True))
 
 
-def block_of(tensor: torch.Tensor) -> Block:
-    """The block of a tensor that this rank holds."""
+def whole(shape: Iterable[int]) -> Block:
+    """The block that is all of a tensor."""
+    sizes = tuple(shape)
+    return Block((0,) * len(sizes), sizes)
+
+
+class Held(NamedTuple):
+    """A tensor, and what this rank holds of it; made once, and asked from then on.
+
+    Attributes:
+        name: In the state, or in the module.
+        tensor: Itself, as its object has it.
+        is_sharded: Whether it is a DTensor.
+        block: The block of it that this rank holds.
+        local: That block, in the same memory.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    is_sharded: bool
+    block: Block
+    local: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, as in "float32"."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    def sharded_alike(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of this rank's block as a tensor that is sharded as this one."""
+        if not self.is_sharded:
+            return values
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second of imports in torch)
+
+        cut: Any = self.tensor
+        return DTensor.from_local(
+            values, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        )
+
+
+def hold(name: str, tensor: torch.Tensor) -> Held:
+    """What this rank holds of a tensor."""
     if not is_sharded(tensor):
-        return Block((0,) * tensor.dim(), tuple(tensor.shape))
+        return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
     cut: Any = tensor
     shape, offsets = compute_local_shape_and_global_offset(cut.shape, cut.device_mesh, cut.placements)
-    return Block(tuple(offsets), tuple(shape))
+    block = Block(tuple(offsets), tuple(shape))
+    return Held(name, tensor, is_sharded=True, block=block, local=cut.detach().to_local())
 
 
-def holders(tensors: Mapping[str, torch.Tensor], ctx: DistContext) -> dict[str, tuple[int, ...]]:
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to be read and written."""
+    flat = tensor.detach().reshape(-1)
+    found: Any = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+    return found  # type: ignore[no-any-return]
+
+
+def holders(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, ...]]:
     """The ranks of a context that hold the same block of each tensor as this one, in order.
 
     All of them, if it is not cut. Else those along the axes of its mesh that hold copies, and along the axes of the
@@ -48,12 +104,12 @@ def holders(tensors: Mapping[str, torch.Tensor], ctx: DistContext) -> dict[str, 
     everyone = tuple(range(ctx.world_size))
     known: dict[tuple[Any, ...], tuple[int, ...]] = {}
     found: dict[str, tuple[int, ...]] = {}
-    for name, tensor in tensors.items():
-        found[name] = everyone
-        if is_sharded(tensor):
-            cut: Any = tensor
+    for held in tensors:
+        found[held.name] = everyone
+        if held.is_sharded:
+            cut: Any = held.tensor
             layout = cut.device_mesh, tuple(placement.is_replicate() for placement in cut.placements)
-            found[name] = known[layout] = known.get(layout) or _holders(*layout, ctx)
+            found[held.name] = known[layout] = known.get(layout) or _holders(*layout, ctx)
     return found
 
 
@@ -73,21 +129,19 @@ def _holders(mesh: Any, copied: tuple[bool, ...], ctx: DistContext) -> tuple[int
     return tuple(sorted(found))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's block itself, in the same memory."""
-    cut: Any = tensor.detach()
-    part: torch.Tensor = cut.to_local() if is_sharded(tensor) else cut
-    return part
+def writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Share out the tensors that every rank holds whole: the largest first, to who has least to write.
 
-
-def writers(whole: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
-    """Share out the tensors that every rank holds whole: the largest first, to who has least to write."""
+    Args:
+        sizes: Bytes of each, by name.
+        world_size: Number of ranks.
+    """
     load = [0] * world_size
     chosen: dict[str, int] = {}
-    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].numel() * item[1].element_size(), item[0])):
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         rank = load.index(min(load))
         chosen[name] = rank
-        load[rank] += tensor.numel() * tensor.element_size()
+        load[rank] += size
     return chosen
 
 

@@ -11,17 +11,20 @@ succeeds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weft.checkpoint.format.dtypes import of_one_kind
 from weft.checkpoint.format.manifest import TensorEntry
+from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state.collect import (
     Checkpoint,
+    Content,
     Stateful,
     collect,
     keepers,
@@ -42,298 +45,303 @@ from weft.checkpoint.state.json_values import decode, encode
 from weft.checkpoint.state.rng_state import drawn_state, prepare_random_state, random_state
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
-from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Loading"]
+__all__ = ["Plan", "check_values", "load_objects", "put_weights", "request"]
 
 
-class Loading:
-    """What a checkpoint gives this rank: found to fit, then read, then put in place.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a checkpoint gives this rank: found to fit, and requested.
 
     Attributes:
-        folder: Of the checkpoint.
-        manifest: Its manifest.
+        state: Whose objects.
+        reader: Of the files.
+        fit: How the checkpoint and the state fit each other.
+        loaded: What the objects load, by name; it has its values after `read_new`.
+        set_random: Sets the random states, if they belong to the state.
+    """
+
+    state: Checkpoint
+    reader: Reader
+    fit: _Fit
+    loaded: Mapping[str, Any]
+    set_random: Callable[[], None] | None
+
+
+class _Fit(NamedTuple):
+    """How a checkpoint and the state fit each other.
+
+    Attributes:
+        live: The state as it is.
+        weights: Tensors of modules: their names in the checkpoint; several for a tied one that was saved as several.
         missing: Names that the state has and the checkpoint has not.
         unexpected: Names that only the checkpoint has.
+    """
+
+    live: Content
+    weights: Mapping[str, list[str]]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+# -- does it fit -------------------------------------------------------------------------------------
+
+
+def _compare(state: Checkpoint, reader: Reader, *, strict: bool) -> _Fit:
+    live, entries = collect(state, to_save=False), reader.manifest.tensors
+    tied = {name: [name] for name in live.tensors}  # all names of each tensor
+    for name, origin in live.same_as.items():
+        tied[origin].append(name)
+    all_names = {name: names for names in tied.values() for name in names}
+    here = list(_names(state, [*live.tensors, *live.same_as], live.values))
+    there = list(_names(state, entries, reader.manifest.values))
+    names_here, names_there = set(here), set(there)
+    missing = tuple(name for name in here if names_there.isdisjoint(all_names.get(name, [name])))
+    unexpected = tuple(name for name in there if name not in names_here)
+    stored = {
+        held.name: [name for name in tied[held.name] if name in entries and _is_weight(state, name)]
+        for held in live.tensors.values()
+    }
+    shapes: list[str] = []
+    kinds: list[str] = []
+    for held in live.tensors.values():
+        for name in stored[held.name]:
+            if entries[name].shape != held.shape:
+                shapes.append(f"{name} of shape {entries[name].shape}, not {held.shape}")
+            if not of_one_kind(getattr(torch, entries[name].dtype), held.tensor.dtype):
+                kinds.append(f"{name} of {entries[name].dtype}, not {held.dtype}")
+    wrong: dict[str, Sequence[str]] = {"shapes": shapes, "kinds of numbers": kinds}
+    wrong |= {"not in the checkpoint": missing, "only in the checkpoint": unexpected}
+    if shapes or kinds or (strict and (missing or unexpected)):
+        raise CheckpointError(
+            f"restore: {reader.folder} does not fit the state",
+            found="; ".join(f"{what}: {listed(names)}" for what, names in wrong.items() if names),
+            expected="the objects, names and shapes that were saved",
+            fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
+        )
+    weights = {
+        name: list(dict.fromkeys(entries[one].same_as or one for one in names)) for name, names in stored.items()
+    }
+    return _Fit(live, {name: names for name, names in weights.items() if names}, missing, unexpected)
+
+
+def check_values(plan: Plan) -> None:
+    """Raise if values that are read would be lost.
+
+    Raises:
+        CheckpointError: Those of one of two tensors would be, or numbers too large for their dtype.
+    """
+    reader, live = plan.reader, plan.fit.live.tensors
+    wrong = [
+        f"{name} and {other} are one tensor, and have two values in the checkpoint"
+        for name, (stored, *others) in plan.fit.weights.items()
+        for other in others
+        if not reader.are_equal(stored, other, live[name])
+    ]
+    wrong += [
+        f"{name} has numbers that {live[name].dtype} does not have"
+        for name, (stored, *_) in plan.fit.weights.items()
+        if not reader.fits(stored, live[name])
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"restore: {reader.folder} does not fit the state",
+            found=listed(wrong),
+            expected="tied weights with one value, and dtypes that hold the values that were saved",
+            fix="build the module as it was: the same weights tied, and the same dtypes",
+        )
+
+
+# -- what is requested -------------------------------------------------------------------------------
+
+
+def request(state: Checkpoint, reader: Reader, ctx: DistContext, *, strict: bool) -> Plan:
+    """Compare a checkpoint with the state, and request all that it holds.
 
     Args:
         state: Whose objects.
-        reader: Of the files. It is told what is wanted, and has to be filled before anything is put in place.
+        reader: Of the files.
         ctx: Whose ranks.
         strict: Raise if names differ.
+
+    Raises:
+        CheckpointError: It does not fit, or its values cannot be used.
+        OSError: A file cannot be read.
     """
+    fit = _compare(state, reader, strict=strict)
+    for name, stored in fit.weights.items():
+        reader.request_into(stored[0], fit.live.tensors[name])
+    loaded = {
+        key: _requested(key, state, fit.live, reader, ctx) for key in state.objects if key in reader.manifest.values
+    }
+    return Plan(state=state, reader=reader, fit=fit, loaded=loaded, set_random=_random(state, reader, ctx))
 
-    def __init__(
-        self,
-        state: Checkpoint,
-        reader: Reader,
-        ctx: DistContext,
-        *,
-        strict: bool,
-    ) -> None:
-        self._state = state
-        self.folder = reader.folder
-        self.manifest = manifest = reader.manifest
-        self._reader = reader
-        self._ctx = ctx
-        self._undo = contextlib.ExitStack()  # calls all, also if one raises
-        self._live = collect(state, to_save=False)
-        self._loaded: dict[str, Any] = {}
-        self.missing, self.unexpected = self._compare()
-        self._check(strict=strict)
-        self._weights = self._find_weights()
-        for name, (stored, _) in self._weights.items():
-            reader.read_into(stored, self._live.tensors[name])
-        for key in state.objects:
-            if key in manifest.values:
-                self._loaded[key] = self._read_object(key, reader)
-        self._set_random = self._random() if state.rng else None
 
-    # -- does it fit -----------------------------------------------------------------------------
+def _requested(key: str, state: Checkpoint, live: Content, reader: Reader, ctx: DistContext) -> Any:
+    """The state of one object, in the form its `load_state_dict` takes."""
+    obj, saved = state.objects[key], reader.manifest.values[key]
 
-    def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        here = list(_names(self._state, self._live.tensors | self._live.same_as, self._live.values))
-        there = list(_names(self._state, self.manifest.tensors, self.manifest.values))
-        tied, names_here, names_there = self._names_of(), set(here), set(there)
-        missing = [name for name in here if names_there.isdisjoint(tied.get(name, [name]))]
-        return tuple(missing), tuple(name for name in there if name not in names_here)
+    def tensor(name: str) -> torch.Tensor:
+        """What is not sharded comes back whole, in the shape it was saved in."""
+        held = live.tensors.get(name)
+        return reader.request(name, held if held is not None and held.is_sharded else None)
 
-    def _check(self, *, strict: bool) -> None:
-        entries = self.manifest.tensors
-        tied = {name: self._live.tensors[origin] for name, origin in self._live.same_as.items()}
-        wrong = [
-            f"{name} of shape {entries[name].shape}, not {tuple(tensor.shape)}"
-            for name, tensor in (self._live.tensors | tied).items()
-            if name in entries and _is_weight(self._state, name) and entries[name].shape != tuple(tensor.shape)
-        ]
-        kinds = [
-            f"{name} of {entries[name].dtype}, not {str(tensor.dtype).removeprefix('torch.')}"
-            for name, tensor in (self._live.tensors | tied).items()
-            if name in entries
-            and _is_weight(self._state, name)
-            and not of_one_kind(getattr(torch, entries[name].dtype), tensor.dtype)
-        ]
-        if wrong or kinds or (strict and (self.missing or self.unexpected)):
-            found = [f"shapes: {listed(wrong)}"] if wrong else []
-            found += [f"kinds of numbers: {listed(kinds)}"] if kinds else []
-            found += [f"not in the checkpoint: {listed(self.missing)}"] if self.missing else []
-            found += [f"only in the checkpoint: {listed(self.unexpected)}"] if self.unexpected else []
-            raise CheckpointError(
-                f"restore: {self.folder} does not fit the state",
-                found="; ".join(found),
-                expected="the objects, names and shapes that were saved",
-                fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
-            )
-
-    def _names_of(self) -> dict[str, list[str]]:
-        """All names of each tied tensor, by each of them."""
-        groups: dict[str, list[str]] = {}
-        for name, origin in self._live.same_as.items():
-            groups.setdefault(origin, [origin]).append(name)
-        return {name: names for names in groups.values() for name in names}
-
-    def check_values(self) -> None:
-        """Raise if values that were read would be lost.
-
-        Raises:
-            CheckpointError: Those of one of two tensors would be, or numbers too large for their dtype.
-        """
-        wrong = [
-            f"{name} and {other} are one tensor, and have two values in the checkpoint"
-            for name, (stored, others) in self._weights.items()
-            for other in others
-            if not self._reader.are_equal(stored, other, self._live.tensors[name])
-        ]
-        wrong += [
-            f"{name} has numbers that {str(self._live.tensors[name].dtype).removeprefix('torch.')} does not have"
-            for name, (stored, _) in self._weights.items()
-            if getattr(torch, self.manifest.tensors[stored].dtype) != self._live.tensors[name].dtype
-            and not self._reader.fits(stored, self._live.tensors[name])
-        ]
-        if wrong:
-            raise CheckpointError(
-                f"restore: {self.folder} does not fit the state",
-                found=listed(wrong),
-                expected="tied weights with one value, and dtypes that hold the values that were saved",
-                fix="build the module as it was: the same weights tied, and the same dtypes",
-            )
-
-    # -- reading ---------------------------------------------------------------------------------
-
-    def _find_weights(self) -> dict[str, tuple[str, list[str]]]:
-        """What the tensors of modules are called in the checkpoint; and for a tied one that was saved as two, both."""
-        found: dict[str, tuple[str, list[str]]] = {}
-        entries, tied = self.manifest.tensors, self._names_of()
-        for name in self._live.tensors:
-            there = [one for one in tied.get(name, [name]) if one in entries and _is_weight(self._state, one)]
-            if not there:
-                continue
-            stored = entries[there[0]].same_as or there[0]
-            found[name] = stored, [one for one in there[1:] if (entries[one].same_as or one) != stored]
-        return found
-
-    def _read_object(self, key: str, reader: Reader) -> Any:
-        """The state of one object, in the form its `load_state_dict` takes."""
-        obj, saved = self._state.objects[key], self.manifest.values[key]
-        try:
-            if isinstance(obj, torch.optim.Optimizer):
-                return self._read_optimizer(key, obj, saved, reader)
-            if is_generator(obj):
-                return self._read_generator(key, obj, saved)
-            found = decode(saved, lambda name: reader.read(name, self._layout_of(name)))
-            if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
-                raise ValueError("not what a module keeps")
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"restore: the values of {key} in {self.folder} cannot be used",
-                found=f"{type(error).__name__}: {error}",
-                expected=f"what weft.save wrote for a {type(obj).__name__}",
-                fix="restore an older checkpoint, or leave the object out of the state",
-            ) from error
-        return found
-
-    def _layout_of(self, name: str) -> torch.Tensor | None:
-        """How a tensor of an object is cut over ranks; what is not comes back whole, in the shape it was saved in."""
-        live = self._live.tensors.get(name)
-        return live if live is not None and is_sharded(live) else None
-
-    def _read_optimizer(self, key: str, optimizer: torch.optim.Optimizer, saved: Any, reader: Reader) -> Any:
-        names = parameter_names(self._state)
-        groups = [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]
-        _check_groups(key, [entry["params"] for entry in saved["groups"]], groups)
-        parameters = {names[id(p)]: p for entry in optimizer.param_groups for p in entry["params"]}
-        order = {name: index for index, name in enumerate(name for group in groups for name in group)}
-
-        layouts = {
-            id(p): layout
-            for obj in self._state.objects.values()
-            for part, offer in (keepers(obj) if isinstance(obj, nn.Module) else ())
-            for own, p in part.named_parameters()
-            if (layout := offer.state_layout(own)) is not None
-        }
-
-        keeps = _keeps_tensors(optimizer)
-        replaced: set[int] = set()
-
-        def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
-            """Reads state cut up as its parameter, if it has its shape."""
-
-            def read(name: str) -> torch.Tensor:
-                held = self._live.tensors.get(name) if keeps else None
-                entry = self.manifest.tensors[name]
-                if held is not None and id(held) not in replaced and _may_be_overwritten(held, parameter, entry):
-                    replaced.add(id(held))
-                    reader.read_into(name, held)
-                    return held
-                shape, layout = entry.shape, layouts.get(id(parameter), parameter)
-                return reader.read(name, layout if shape and shape == tuple(layout.shape) else None)
-
-            return read
-
-        state: dict[Any, Any] = {
-            order[name]: decode(entry, like(parameters[name])) for name, entry in saved["state"].items()
-        }
-        shared, more = (
-            decode(saved.get(kind, {}), lambda name: reader.read(name, None)) for kind in ("shared", "more")
-        )
-        changed = {
-            order[name]
-            for name, parameter in parameters.items()
-            if (entry := self.manifest.tensors.get(name)) is None or getattr(torch, entry.dtype) != parameter.dtype
-        }
-        start, described = 0, []
-        for group, entry in zip(groups, saved["groups"], strict=True):
-            options = decode(entry["options"], lambda name: reader.read(name, None))
-            described.append({**options, "params": list(range(start, start + len(group)))})
-            start += len(group)
-        return _OptimizerState({**more, "state": {**state, **shared}, "param_groups": described}, changed)
-
-    def _read_generator(self, key: str, generator: Generator, saved: Any) -> Callable[[], object]:
-        if saved != {"generator": generator_kind(generator)}:
-            raise ValueError(f"{saved!r:.80} for a {generator_kind(generator)}")
-        ctx, states = self._ctx, [rank["generators"][key] for rank in self.manifest.ranks]
-        if None in states:
-            raise ValueError(f"no state of rank {states.index(None)}")
-        state = restored_from(states, ctx.rank, ctx.world_size)
-        return prepare_generator(generator, state, new=(ctx.seed, self.manifest.step, ctx.rank, key))
-
-    def _random(self) -> Callable[[], None]:
-        ranks, ctx = self.manifest.ranks, self._ctx
-        if len(ranks) != ctx.world_size or ranks[ctx.rank].get("rng", {}) is None:  # imported from elsewhere
-            return drawn_state(self.manifest.step, ctx)
-        return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx)
-
-    # -- putting in place ------------------------------------------------------------------------
-
-    def load_objects(self) -> None:
-        """Give all objects but the weights their state; `undo` takes it back."""
-        self._reader.fill()
-        self._undo.callback(prepare_random_state(random_state(self._ctx), self._ctx))
-        for key, loaded in self._loaded.items():
-            obj = self._state.objects[key]
-            try:
-                self._load_object(obj, loaded)
-            except Exception as error:
-                raise CheckpointError(
-                    f"restore: {key} does not take its state from {self.folder}",
-                    found=f"{type(error).__name__}: {error}",
-                    expected=f"load_state_dict of {type(obj).__name__} to take what state_dict gave",
-                    fix="build the object as it was, or leave it out of the state",
-                ) from error
-
-    def _load_object(self, obj: Any, loaded: Any) -> None:
+    try:
+        if isinstance(obj, torch.optim.Optimizer):
+            return _requested_optimizer(key, state, live, reader)
         if is_generator(obj):
-            self._undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
-            loaded()
-            return
-        if not isinstance(obj, nn.Module):
-            self._load(obj, loaded)
-            return
+            return _prepared_generator(key, obj, reader, ctx)
+        found = decode(saved, tensor)
+        if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
+            raise ValueError("not what a module keeps")
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"restore: the values of {key} in {reader.folder} cannot be used",
+            found=f"{type(error).__name__}: {error}",
+            expected=f"what weft.save wrote for a {type(obj).__name__}",
+            fix="restore an older checkpoint, or leave the object out of the state",
+        ) from error
+    return found
+
+
+def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Reader) -> _OptimizerState:
+    optimizer, saved, entries = state.objects[key], reader.manifest.values[key], reader.manifest.tensors
+    names = parameter_names(state)
+    groups = [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]
+    _check_groups(key, [entry["params"] for entry in saved["groups"]], groups)
+    parameters = {names[id(p)]: p for entry in optimizer.param_groups for p in entry["params"]}
+    order = {name: index for index, name in enumerate(parameters)}
+    layouts = {
+        id(p): layout
+        for obj in state.objects.values()
+        for part, offer in (keepers(obj) if isinstance(obj, nn.Module) else ())
+        for own, p in part.named_parameters()
+        if (layout := offer.state_layout(own)) is not None
+    }
+    keeps = _keeps_tensors(optimizer)
+    replaced: set[int] = set()
+
+    def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
+        """Requests state that is sharded as its parameter, if it has its shape."""
+        layout = hold("", layouts.get(id(parameter), parameter))
+
+        def requested(name: str) -> torch.Tensor:
+            held, entry = live.tensors.get(name) if keeps else None, entries[name]
+            if held is not None and id(held.tensor) not in replaced and _may_be_overwritten(held, parameter, entry):
+                replaced.add(id(held.tensor))
+                reader.request_into(name, held)
+                return held.tensor
+            return reader.request(name, layout if entry.shape and entry.shape == layout.shape else None)
+
+        return requested
+
+    def whole(name: str) -> torch.Tensor:
+        return reader.request(name, None)
+
+    content: dict[str, Any] = decode(saved.get("more", {}), whole)
+    content["state"] = {order[name]: decode(entry, like(parameters[name])) for name, entry in saved["state"].items()}
+    content["state"] |= decode(saved.get("shared", {}), whole)
+    content["param_groups"] = [
+        {**decode(entry["options"], whole), "params": [order[name] for name in group]}
+        for group, entry in zip(groups, saved["groups"], strict=True)
+    ]
+    changed = {
+        order[name]
+        for name, parameter in parameters.items()
+        if name not in entries or getattr(torch, entries[name].dtype) != parameter.dtype
+    }
+    return _OptimizerState(content, changed)
+
+
+def _prepared_generator(key: str, generator: Generator, reader: Reader, ctx: DistContext) -> Callable[[], object]:
+    manifest = reader.manifest
+    if manifest.values[key] != {"generator": generator_kind(generator)}:
+        raise ValueError(f"{manifest.values[key]!r:.80} for a {generator_kind(generator)}")
+    states = [rank["generators"][key] for rank in manifest.ranks]
+    if None in states:
+        raise ValueError(f"no state of rank {states.index(None)}")
+    found = restored_from(states, ctx.rank, ctx.world_size)
+    return prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
+
+
+def _random(state: Checkpoint, reader: Reader, ctx: DistContext) -> Callable[[], None] | None:
+    ranks = reader.manifest.ranks
+    if not state.rng:
+        return None
+    if len(ranks) != ctx.world_size or ranks[ctx.rank].get("rng", {}) is None:  # imported from elsewhere
+        return drawn_state(reader.manifest.step, ctx)
+    return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx)
+
+
+# -- putting in place --------------------------------------------------------------------------------
+
+
+def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> None:
+    """Give all objects but the weights their state; what takes it back is put on `undo`.
+
+    Raises:
+        CheckpointError: An object does not take its state, or a file is not as it was.
+        OSError: A file cannot be read.
+    """
+    plan.reader.read_new()
+    undo.callback(prepare_random_state(random_state(ctx), ctx))
+    for key, loaded in plan.loaded.items():
+        obj = plan.state.objects[key]
+        try:
+            _load_object(obj, loaded, undo)
+        except Exception as error:
+            raise CheckpointError(
+                f"restore: {key} does not take its state from {plan.reader.folder}",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"load_state_dict of {type(obj).__name__} to take what state_dict gave",
+                fix="build the object as it was, or leave it out of the state",
+            ) from error
+
+
+def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
+    if is_generator(obj):
+        undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
+        loaded()
+    elif isinstance(obj, torch.optim.Optimizer):  # what it holds is replaced and not overwritten: no copy is needed
+        held = _OptimizerState(obj.state_dict(), set())
+        undo.callback(held.load_into, obj)
+        loaded.load_into(obj)
+    elif isinstance(obj, nn.Module):
         here = {plain_name(name): name for name in obj.state_dict()}
         for name, value in loaded["extra"].items():
             if name in here:
-                self._set_extra(obj.get_submodule(here[name].rpartition(".")[0]), value)
+                part = obj.get_submodule(here[name].rpartition(".")[0])
+                undo.callback(part.set_extra_state, _copied(part.get_extra_state()))
+                part.set_extra_state(value)
         for kind, offer in kept_by(obj).items():
             if kind in loaded["transforms"]:
-                self._load(offer, loaded["transforms"][kind])
+                _load(offer, loaded["transforms"][kind], undo)
+    else:
+        _load(obj, loaded, undo)
 
-    def _load(self, obj: Stateful, loaded: Any) -> None:
-        # What an optimizer holds is replaced and not overwritten: no copy is needed.
-        if isinstance(obj, torch.optim.Optimizer):
-            held = _OptimizerState(obj.state_dict(), set())
-            self._undo.callback(lambda: held.load_into(obj))
-            loaded.load_into(obj)
-            return
-        before: Any = _copied(obj.state_dict())
-        self._undo.callback(lambda: obj.load_state_dict(before))
-        obj.load_state_dict(loaded)
 
-    def _set_extra(self, module: nn.Module, value: Any) -> None:
-        before = _copied(module.get_extra_state())
-        self._undo.callback(lambda: module.set_extra_state(before))
-        module.set_extra_state(value)
+def _load(obj: Stateful, loaded: Any, undo: contextlib.ExitStack) -> None:
+    undo.callback(obj.load_state_dict, _copied(obj.state_dict()))
+    obj.load_state_dict(loaded)
 
-    def undo(self) -> None:
-        """Give all objects the state they had."""
-        self._undo.close()
 
-    def put_weights(self) -> None:
-        """Give the tensors of modules and optimizers their values, and the random states.
+def put_weights(plan: Plan, ctx: DistContext) -> None:
+    """Give the tensors of modules and optimizers their values, and the random states.
 
-        Raises:
-            CheckpointError: A file is gone or not as it was. The state is part old and part new now.
-            OSError: It cannot be read.
-        """
-        self._undo.pop_all()
-        self._reader.put()
-        self._reader.close()
-        for key, obj in self._state.objects.items():
-            if isinstance(obj, nn.Module):
-                names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
-                tell_keepers(obj, {one: self._live.tensors[n] for one, n in names.items() if n in self._weights})
-        self._ctx.engine.relay(self._state.objects.values())
-        if self._set_random is not None:
-            self._set_random()
+    Raises:
+        CheckpointError: A file is gone or not as it was. The state is part old and part new now.
+        OSError: It cannot be read.
+    """
+    plan.reader.read_live()
+    plan.reader.close()
+    for key, obj in plan.state.objects.items():
+        if isinstance(obj, nn.Module):
+            names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
+            live = plan.fit.live.tensors
+            tell_keepers(obj, {one: live[name].tensor for one, name in names.items() if name in plan.fit.weights})
+    ctx.engine.relay(plan.state.objects.values())
+    if plan.set_random is not None:
+        plan.set_random()
 
 
 class _OptimizerState:
@@ -375,15 +383,14 @@ def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return is_own and not any(getattr(optimizer, name, True) for name in hooks)
 
 
-def _may_be_overwritten(held: torch.Tensor, parameter: torch.Tensor, entry: TensorEntry) -> bool:
+def _may_be_overwritten(held: Held, parameter: torch.Tensor, entry: TensorEntry) -> bool:
     """Whether what an optimizer holds for a parameter takes the saved values, and stays in `load_state_dict`."""
     return (
         bool(entry.shape)  # counters are few bytes, and torch gives them another dtype
-        and entry.shape == tuple(held.shape)
-        and entry.dtype == str(held.dtype).removeprefix("torch.")
-        and (held.dtype, held.device) == (parameter.dtype, parameter.device)
-        and held.is_contiguous()
-        and not is_sharded(held)
+        and (entry.shape, entry.dtype) == (held.shape, held.dtype)
+        and (held.tensor.dtype, held.tensor.device) == (parameter.dtype, parameter.device)
+        and held.tensor.is_contiguous()
+        and not held.is_sharded
     )
 
 
@@ -399,9 +406,9 @@ def _of_saved_dtype(held: Any, saved: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """A nested value with lists, dicts and tensors of its own."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Held] = {}
     text = encode("", value, tensors)
-    return decode(text, lambda name: tensors[name].detach().clone())
+    return decode(text, lambda name: tensors[name].tensor.detach().clone())
 
 
 def _is_weight(state: Checkpoint, name: str) -> bool:

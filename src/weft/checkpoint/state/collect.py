@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.state.generators import generator_kind, generator_state, is_generator
 from weft.checkpoint.state.json_values import check_tensor, encode
 from weft.context import Applied, DistContext
@@ -150,14 +151,14 @@ class Content:
     """The state of all objects, on this rank.
 
     Attributes:
-        tensors: By name; the live tensors, cut up as they are.
+        tensors: By name; the live tensors, sharded as they are.
         buffers: Which of them are buffers of modules; rank 0's count.
         same_as: Tensors that are the very same as another: its name.
         values: Plain values by object, alike on all ranks.
         generators: States of the user's random generators, on this rank.
     """
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Held] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     same_as: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -217,7 +218,7 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
             tensor: Any = elsewhere.get(id(value), value)
             check_tensor(full, tensor)
             check_memory("save", full, tensor)
-            content.tensors[full] = tensor
+            content.tensors[full] = hold(full, tensor)
             if id(value) in buffers:
                 content.buffers.add(full)
             seen[id(value)] = full

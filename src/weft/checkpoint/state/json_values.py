@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from weft.checkpoint.format.manifest import DTYPES
+from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.errors import message, type_error
 
 __all__ = ["check_tensor", "decode", "encode"]
@@ -20,7 +21,7 @@ _MOST_BITS = 10_000  # of a whole number; Python reads 4300 digits
 _DICTS: dict[Any, type[dict[Any, Any]]] = {"counter": Counter, "ordered": OrderedDict}  # kept as what they are
 
 
-def encode(path: str, value: Any, tensors: dict[str, torch.Tensor], *, depth: int = 0) -> Any:
+def encode(path: str, value: Any, tensors: dict[str, Held], *, depth: int = 0) -> Any:
     """A nested value as JSON; its tensors go into `tensors`, under the path they stand at.
 
     Raises:
@@ -31,7 +32,7 @@ def encode(path: str, value: Any, tensors: dict[str, torch.Tensor], *, depth: in
         place = path
         while place in tensors:  # {"a/b": x, "a": {"b": y}}
             place += "'"
-        tensors[place] = value
+        tensors[place] = hold(place, value)
         return {"$": "tensor", "name": place}
     if isinstance(value, np.generic):
         value = value.item()

@@ -1,0 +1,121 @@
+"""From blocks of files into tensors: one plan for `restore` and `load_weights`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from weft.checkpoint.format.dtypes import converted
+from weft.checkpoint.format.manifest import DTYPES, TensorEntry
+from weft.checkpoint.format.safetensors_read import TensorFiles, in_order
+from weft.checkpoint.format.tensor_blocks import Block, memory_of
+
+__all__ = ["Stored", "Transfer", "are_equal", "in_parts", "transfer"]
+
+_PART = 2**19  # elements of a tensor that is converted, or copied to a device, at a time: at most 4 MiB
+_THREAD_BYTES = 8 * 2**20  # that are worth one more thread
+
+
+class Stored(NamedTuple):
+    """A tensor in files: the name it has there, and its dtype, shape and pieces."""
+
+    key: str
+    entry: TensorEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype in the files."""
+        found: torch.dtype = getattr(torch, self.entry.dtype)
+        return found
+
+
+class Transfer(NamedTuple):
+    """A block of a tensor in files, and where it goes: a tensor of its shape, of any dtype, device and layout."""
+
+    stored: Stored
+    block: Block
+    out: torch.Tensor
+
+
+def transfer(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int) -> None:
+    """Read all blocks, in the order of the files; memory of the CPU is filled by several threads.
+
+    Raises:
+        CheckpointError: A file does not hold what its entry says.
+        ValueError: Values do not fit into another dtype.
+        OSError: A file cannot be read.
+    """
+    todo = deque(sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key)))  # as `file_head` has it
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                while (one := _next(todo)) is not None:
+                    _read(files, one)
+        except BaseException:
+            todo.clear()  # the other threads stop too
+            raise
+
+    if any(one.out.device.type != "cpu" for one in todo):
+        num_threads = 1
+    number = min(num_threads, 1 + sum(one.out.nbytes for one in todo) // _THREAD_BYTES)
+    if number == 1:
+        work()
+        return
+    with ThreadPoolExecutor(number, thread_name_prefix="weft-read") as threads:
+        for result in [threads.submit(work) for _ in range(number)]:
+            result.result()
+
+
+def _next(todo: deque[Transfer]) -> Transfer | None:
+    try:
+        return todo.popleft()
+    except IndexError:
+        return None
+
+
+def _read(files: TensorFiles, one: Transfer) -> None:
+    stored, block, out = one
+    if stored.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous():
+        files.read(stored.key, stored.entry, block, out)
+        return
+    for part, values in in_parts(files, stored, block, out.dtype):
+        out[part.slices].copy_(values)
+
+
+def in_parts(
+    files: TensorFiles, stored: Stored, block: Block, dtype: torch.dtype
+) -> Iterator[tuple[Block, torch.Tensor]]:
+    """Read a block in parts, in the order of its memory, a few megabytes at a time.
+
+    Yields:
+        Where the part lies in the block, and its values on the CPU, which hold until the next is read.
+
+    Raises:
+        CheckpointError: A file does not hold what its entry says.
+        ValueError: Values do not fit into `dtype`.
+        OSError: A file cannot be read.
+    """
+    width = DTYPES[stored.entry.dtype][1]
+    memory = torch.empty(min(block.size, _PART) * width, dtype=torch.uint8)
+    for part in in_order(block.shape, _PART):
+        values = memory[: part.size * width].view(stored.dtype).view(part.shape)
+        offsets = tuple(a + b for a, b in zip(part.offsets, block.offsets, strict=True))
+        files.read(stored.key, stored.entry, Block(offsets, part.shape), values)
+        yield part, converted(stored.key, values, dtype)
+
+
+def are_equal(files: TensorFiles, one: Stored, other: Stored, block: Block, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same bits in a block, as numbers of a dtype.
+
+    Raises:
+        CheckpointError: A file does not hold what its entry says.
+        ValueError: Values do not fit into `dtype`.
+        OSError: A file cannot be read.
+    """
+    a, b = (in_parts(files, each, block, dtype) for each in (one, other))
+    return all(memory_of(x.contiguous()) == memory_of(y.contiguous()) for (_, x), (_, y) in zip(a, b, strict=True))
