@@ -199,11 +199,28 @@ def test_policies_on_the_page_are_those_of_the_code():
     assert re.findall(r'^\| `"([\w-]+)"` \|', table, re.MULTILINE) == list(NAMED)
 
 
-def test_features_name_real_ids_once():
-    text = _text(DOCS / "features.md")
-    ids = re.findall(r"^\| ([A-Z]{3}\d+) \|", text, re.MULTILINE)
-    planned = re.findall(r"\b[A-Z]{3}\d+\b", text.partition("## Planned")[2])
-    assert len(ids) == len(set(ids)) and not set(ids) & set(planned)
+def test_features_are_tested_where_the_table_says():
+    table = tomllib.loads(_text(ROOT / "tests" / "repository" / "features.toml"))
+    assert not set(table["tests"]) & set(table["planned"])
+    for name, files in table["tests"].items():
+        assert files and [file for file in files if not (ROOT / file).exists()] == [], name
+
+
+def test_no_page_names_features_by_id():
+    ids = tomllib.loads(_text(ROOT / "tests" / "repository" / "features.toml"))
+    known = {*ids["tests"], *ids["planned"]}
+    assert [
+        (page.name, found) for page in PAGES for found in known & set(re.findall(r"\b[A-Z]{3}\d+\b", _text(page)))
+    ] == []
+
+
+def test_rows_of_the_features_have_a_cell_for_each_library():
+    rows = [line for line in _text(DOCS / "features.md").splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+    marks = re.compile(r"(✓|–|partly)( \(.*\))?|")
+    assert [row for row in cells if len(row) != 6] == []
+    bad = [row for row in cells if row[0] != "feature" and not all(marks.fullmatch(cell) for cell in row[2:])]
+    assert bad == []
 
 
 def test_the_changes_begin_with_this_version():
