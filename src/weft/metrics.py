@@ -15,7 +15,16 @@ from weft.context import DistContext
 from weft.errors import listed, type_error, value_error
 from weft.tensors.nested import leaves, map_leaves
 
-__all__ = ["SampleIds", "denominator", "gather_metrics", "samples_of_all", "weighted_mean"]
+__all__ = [
+    "Count",
+    "SampleIds",
+    "denominator",
+    "gather_metrics",
+    "per_rank",
+    "samples_of_all",
+    "total_count",
+    "weighted_mean",
+]
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
@@ -279,17 +288,35 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
         >>> weft.metrics.denominator(8, weft.local())
         8.0
     """
+    total = total_count([count], ctx, fix="weft.metrics.denominator(len(batch), ctx)")
+    return per_rank(total, ctx.data_size if mean_over is None else mean_over)
+
+
+def total_count(counts: Sequence[Count], ctx: DistContext, *, fix: str) -> float:
+    """Add counts up over the ranks that see different batches; one all-reduce of one number.
+
+    Raises:
+        ValueError: On all ranks, if a count is negative or not finite.
+    """
+    # Counts are exact in float64 up to 2**53; some devices have none, so add on the CPU there.
     device = ctx.device if ctx.device.type != "mps" else torch.device("cpu")
-    mine = torch.as_tensor(count).detach().to(device).double().sum()
-    total = float(reduce(torch.where(mine >= 0, mine, torch.nan), ctx.on(ctx.data_axes), "sum"))
+    mine = torch.stack([torch.as_tensor(count).detach().to(device).double().sum() for count in counts])
+    # A bad count on one rank has to be seen by all: not-a-number survives the sum.
+    part = torch.where((mine >= 0).all(), mine.sum(), torch.nan)
+    total = float(reduce(part, ctx.on(ctx.data_axes), "sum"))
     if not 0 <= total < float("inf"):
         raise value_error(
             "denominator: a count is negative or not finite",
-            found=f"{count!r} on rank {ctx.rank}, {total} over all ranks",
+            found=f"{mine.tolist()} on rank {ctx.rank}, {total} over all ranks",
             expected="finite numbers >= 0 on all ranks",
-            fix="weft.metrics.denominator(len(batch), ctx)",
+            fix=fix,
         )
-    return total / (ctx.data_size if mean_over is None else mean_over) if total > 0 else 1.0
+    return total
+
+
+def per_rank(total: float, mean_over: int) -> float:
+    """A count over the number of ranks gradients are averaged over; 1 if it is zero, for gradients of zero."""
+    return total / mean_over if total > 0 else 1.0
 
 
 def samples_of_all(counts: Sequence[int | None], ctx: DistContext) -> int:

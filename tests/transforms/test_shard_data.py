@@ -371,7 +371,7 @@ def test_a_position_in_a_dataset_of_another_length(length):
     other.load_state_dict({**position, "samples": 0, "epoch": 4})  # nothing of the epoch is used
     assert other.epoch == 4
     other, _ = weft.shard_data(_loader(length, shuffle=True), weft.local(), resized="next_epoch")
-    with pytest.warns(UserWarning, match=f"96 samples when it was saved, {length} samples now: going on with the next"):
+    with pytest.warns(UserWarning, match=f"96 samples when it was saved, {length} samples now: resuming with the next"):
         other.load_state_dict(position)
     assert other.epoch == 1 and sum(len(batch) for batch in other) == length
     with pytest.raises(ValueError, match="resized='no'"):

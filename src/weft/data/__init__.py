@@ -1,16 +1,19 @@
 """Batches: how they are read, split over the ranks, put together and grouped into windows.
 
-split/            which rank reads which samples: the machinery of `shard_data`
-windows.py        groups of micro-batches: the machinery of `accumulate_grads`
-window_loader.py  a loader that yields them
-loader_copy.py    a loader with other settings
-collate.py        batches of samples of different lengths
-batch_size.py     global batch sizes, and the largest that fits
+split/              which rank reads which samples: the machinery of `shard_data`
+windows.py          groups of micro-batches, one for each optimizer step
+window_splitter.py  how a loader is split into them: the machinery of `accumulate_grads`
+micro_batches.py    what a window reads from
+window_loader.py    a loader that yields them
+loader_copy.py      a loader with other settings
+collate.py          batches of samples of different lengths
+batch_size.py       global batch sizes, and the largest that fits
 """
 
 from weft.data.batch_size import BatchMath, batch_math, find_batch_size, split_between
 from weft.data.collate import length_batches, pad_collate, padding_share
-from weft.data.split.sharded_loader import DataPlan, ShardedLoader
+from weft.data.split.read_plan import DataPlan
+from weft.data.split.sharded_loader import ShardedLoader
 from weft.data.split.stream_samples import SeekableStream
 from weft.data.window_loader import Windows
 from weft.data.windows import Window

@@ -7,10 +7,12 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from weft.checks import check_count
 from weft.contract import Stateful
 from weft.data.loader_copy import Extension, Seekable, Size, extended_copy
-from weft.data.windows import Cutting, Window, unfinished
-from weft.errors import ContractError, value_error
+from weft.data.window_splitter import WindowSplitter, unfinished
+from weft.data.windows import Window
+from weft.errors import ContractError
 from weft.tensors.nested import rows_of
 
 __all__ = ["Windows", "known_length", "windowed"]
@@ -18,13 +20,13 @@ __all__ = ["Windows", "known_length", "windowed"]
 B = TypeVar("B")
 
 
-def windowed(loader: Any, cutting: Cutting[Any]) -> Any:
+def windowed(loader: Any, splitter: WindowSplitter[Any]) -> Any:
     """A loader that yields windows, and has a position if the one below has."""
     if not isinstance(loader, DataLoader):
         kind = _StatefulWindows if _is(loader, Stateful) else Windows
-        return kind(loader, cutting)
+        return kind(loader, splitter)
     addition = _StatefulWindowLoader if _is(loader, Stateful) else _WindowLoader
-    return extended_copy(loader, _SeekableWindowLoader if _is(loader, Seekable) else addition, weft_cutting=cutting)
+    return extended_copy(loader, _SeekableWindowLoader if _is(loader, Seekable) else addition, weft_splitter=splitter)
 
 
 def _is(loader: object, protocol: Any) -> bool:
@@ -34,44 +36,44 @@ def _is(loader: object, protocol: Any) -> bool:
 class Windows(Generic[B]):
     """Windows over any iterable of batches; what `accumulate_grads` returns for a non-DataLoader."""
 
-    def __init__(self, batches: Iterable[B], cutting: Cutting[B]) -> None:
+    def __init__(self, batches: Iterable[B], splitter: WindowSplitter[B]) -> None:
         self.batches = batches
-        self.weft_cutting = cutting
+        self.weft_splitter = splitter
 
     def __iter__(self) -> Iterator[Window[B]]:
         batches = iter(self.batches)
-        return self.weft_cutting.cut(batches, known_length(self.batches), _rows)
+        return self.weft_splitter.split(batches, known_length(self.batches), _rows)
 
     def __len__(self) -> int:
-        return self.weft_cutting.count(len(self.batches))  # type: ignore[arg-type]
+        return self.weft_splitter.count(len(self.batches))  # type: ignore[arg-type]
 
 
 class _WindowLoader(Extension[Any]):
     """Mixed in before the class of a loader, so that it yields windows."""
 
-    weft_cutting: Cutting[Any]
+    weft_splitter: WindowSplitter[Any]
 
     def __iter__(self) -> Iterator[Window[Any]]:  # type: ignore[override]
         batches = iter(super().__iter__())  # before `len`: a new epoch may have another length
         length = known_length(self, super().__len__)
-        return self._cut(batches, length)
+        return self._split(batches, length)
 
-    def _cut(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
-        return self.weft_cutting.cut(batches, length, _rows)
+    def _split(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
+        return self.weft_splitter.split(batches, length, _rows)
 
     def __len__(self) -> int:
-        return self.weft_cutting.count(super().__len__())
+        return self.weft_splitter.count(super().__len__())
 
 
 class _SeekableWindowLoader(_WindowLoader):
     """Over a loader that can leave batches unread; see [Note: position in windows]."""
 
-    def _cut(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
-        cutting, loader = self.weft_cutting, _seekable(super())
-        if length is not None and cutting.remainder == "carry":
-            rest = cutting.fit(cutting.windows, length)[1]
+    def _split(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
+        splitter, loader = self.weft_splitter, _seekable(super())
+        if length is not None and splitter.remainder == "carry":
+            rest = splitter.fit(splitter.windows, length)[1]
             length -= rest if loader.weft_hold_back(rest) else 0
-        return cutting.cut(batches, length, lambda _: loader.weft_size(), loader.weft_planned())
+        return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned())
 
     @property
     def share(self) -> float:
@@ -85,22 +87,22 @@ class _SeekableWindowLoader(_WindowLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two windows, free of the number of ranks; in a window: where it begins."""
-        cutting, loader = self.weft_cutting, _seekable(super())
-        window = cutting.current
+        splitter, loader = self.weft_splitter, _seekable(super())
+        window = splitter.current
         if window is None or window.used_up:
             # What is carried over from a loader that cannot hold it back lies in memory, and is read again.
-            return loader.weft_position(len(cutting.carried)) | {"windows": cutting.windows}
-        return loader.weft_position(window.taken) | {"windows": cutting.windows - 1}
+            return loader.weft_position(len(splitter.carried)) | {"windows": splitter.windows}
+        return loader.weft_position(window.taken) | {"windows": splitter.windows - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position, also one saved with other `steps` or before there were windows."""
         windows, base = _windows_in(state), cast("Any", super())
         base.load_state_dict(state)
-        self.weft_cutting.go_to(windows)
+        self.weft_splitter.go_to(windows)
 
     def check_savable(self) -> None:
         """Raise in the middle of a window."""
-        window = self.weft_cutting.current
+        window = self.weft_splitter.current
         if window is not None and not window.used_up and window.begun:
             raise unfinished(window)
 
@@ -111,13 +113,13 @@ class _StatefulWindowLoader(_WindowLoader):
     def state_dict(self) -> dict[str, Any]:
         """The state of the loader below, and the number of windows."""
         base = cast("Any", super())
-        return self.weft_cutting.state_between_windows(base.state_dict)
+        return self.weft_splitter.state_between_windows(base.state_dict)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
+        """Resume from it."""
         windows, base = _windows_in(state), cast("Any", super())
         base.load_state_dict(state["loader"])
-        self.weft_cutting.go_to(windows)
+        self.weft_splitter.go_to(windows)
 
 
 class _StatefulWindows(Windows[B]):
@@ -125,13 +127,13 @@ class _StatefulWindows(Windows[B]):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the iterable below, and the number of windows."""
-        return self.weft_cutting.state_between_windows(cast("Stateful", self.batches).state_dict)
+        return self.weft_splitter.state_between_windows(cast("Stateful", self.batches).state_dict)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
+        """Resume from it."""
         windows = _windows_in(state)
         cast("Stateful", self.batches).load_state_dict(state["loader"])
-        self.weft_cutting.go_to(windows)
+        self.weft_splitter.go_to(windows)
 
 
 def _rows(batch: object) -> Size:
@@ -143,14 +145,8 @@ def _seekable(loader: object) -> Seekable:
 
 
 def _windows_in(state: Mapping[str, Any]) -> int:
-    windows = state.get("windows", 0)
-    if isinstance(windows, bool) or not isinstance(windows, int) or windows < 0:
-        raise value_error(
-            "load_state_dict: this is not a position in windows",
-            found=f"windows = {windows!r}",
-            expected="a whole number >= 0",
-            fix="loader.load_state_dict(saved_loader.state_dict())",
-        )
+    windows: int = state.get("windows", 0)
+    check_count("load_state_dict", "windows", windows, least=0, fix="loader.load_state_dict(saved_loader.state_dict())")
     return windows
 
 

@@ -20,7 +20,8 @@ from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
 from weft.data.window_loader import Windows, known_length, windowed
-from weft.data.windows import Cutting, Remainder, Steps, Window, check_steps
+from weft.data.window_splitter import Remainder, Steps, WindowSplitter, check_steps
+from weft.data.windows import Window
 from weft.errors import type_error, value_error
 
 __all__ = ["Window", "Windows", "accumulate_grads"]
@@ -143,9 +144,9 @@ def accumulate_grads(
             expected="modules with one denominator in one window",
             fix="one accumulate_grads per module, each with a loader of its own",
         )
-    cutting: Cutting[Any] = Cutting(steps, remainder, reduce, syncs, means.pop(), ctx)
-    windows = windowed(loader, cutting)
-    ctx.agree("accumulate_grads", _facts(windows, cutting))
+    splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, reduce, syncs, means.pop(), ctx)
+    windows = windowed(loader, splitter)
+    ctx.agree("accumulate_grads", _facts(windows, splitter))
     return modules, windows, ctx
 
 
@@ -162,13 +163,13 @@ def _grad_syncs(modules: Sequence[nn.Module]) -> list[GradSync]:
     return list({id(sync): sync for sync in found}.values())
 
 
-def _facts(windows: Any, cutting: Cutting[Any]) -> dict[str, object]:
+def _facts(windows: Any, splitter: WindowSplitter[Any]) -> dict[str, object]:
     """What the ranks have to agree on, or they would wait for each other for ever."""
     facts: dict[str, object] = {
-        "steps": f"schedule, at first {cutting.size_of(0)}" if callable(cutting.steps) else cutting.steps,
-        "remainder": cutting.remainder,
-        "reduce": cutting.reduce,
+        "steps": f"schedule, at first {splitter.size_of(0)}" if callable(splitter.steps) else splitter.steps,
+        "remainder": splitter.remainder,
+        "reduce": splitter.reduce,
     }
-    if cutting.syncs:
+    if splitter.syncs:
         facts["windows per epoch"] = known_length(windows)
     return facts

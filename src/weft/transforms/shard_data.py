@@ -4,7 +4,7 @@ plan.py      which rank gets which units, in which step: pure arithmetic
 order.py     the order of an epoch, from (seed, epoch)
 samples.py   map-style datasets: indices in, samples out, errors with the name of the sample
 streams.py   iterable datasets: who keeps what, where a stream begins
-meeting.py   data that was split already: ranks with different numbers of batches
+uneven_ranks.py   data that was split already: ranks with different numbers of batches
 dispatch.py  rank 0 reads, the others receive
 checks.py    what is refused
 loader.py    the loader that comes back, and its position
@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from weft.context import DistContext
 from weft.contract import transform
 from weft.data.split.loader_checks import check_divisible, check_loader, check_uneven, warn_of_no_steps
-from weft.data.split.map_samples import Epoch, Units
-from weft.data.split.sharded_loader import DataPlan, Reading, ShardedLoader, is_stock, length_of, sharded_copy
+from weft.data.split.map_samples import Epoch, EpochOrder
+from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock, length_of
+from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import Plan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, with_own_shards
-from weft.data.split.uneven_ranks import Meeting, uneven_counts
+from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
 from weft.metrics import SampleIds
 from weft.peers.agreement import exchange
 
@@ -100,7 +101,7 @@ def shard_data(
 
     Changes: nothing; a copy of the loader comes back, an instance of its class with every
     attribute kept. Iterating leaves the global random state alone.
-    Collectives: none here (a meeting through the store) and none while iterating, but with
+    Collectives: none here (a uneven_ranks through the store) and none while iterating, but with
     mode="dispatch" (two per step) and with `already_sharded` streams of unknown length and
     uneven="join" or "drop" (one per step).
 
@@ -184,8 +185,8 @@ def shard_data(
     if mode == "dispatch":
         facts.pop("sampler", None)
         facts.pop("dataset", None)
-    meeting = _meeting(plan, total, uneven, ctx, facts) if already_sharded else None
-    if meeting is None or meeting.counts is None or ctx.data_size == 1:
+    uneven_ranks = _meeting(plan, total, uneven, ctx, facts) if already_sharded else None
+    if uneven_ranks is None or uneven_ranks.counts is None or ctx.data_size == 1:
         ctx.agree("shard_data", facts)
     everyone = [plan._replace(rank=each) for each in range(size)] if mode == "dispatch" else [plan]
     readers = tuple(everyone) if reads_here else ()
@@ -193,16 +194,16 @@ def shard_data(
     stream = None
     if iterable and reads_here:
         stream = StreamSteps(loader.dataset, total, readers, ctx.rank, epochs, chosen, keyed=keyed)
-    reading = Reading(
+    reading = ReadPlan(
         plan=plan,
         readers=readers,
-        units=None if units is None or not reads_here else Units(units, total),
+        units=None if units is None or not reads_here else EpochOrder(units, total),
         stream=stream,
         seed=chosen,
         single=single,
         with_ids=with_ids,
         keyed=keyed,
-        meeting=meeting,
+        uneven_ranks=uneven_ranks,
         epochs=epochs,
         split_for=ctx.data_size if already_sharded else None,
         scattered=mode == "dispatch",
@@ -212,7 +213,7 @@ def shard_data(
     )
     copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
     if offer.steps == 0:
-        warn_of_no_steps(total if meeting is None or not meeting.counts else max(meeting.counts), offer)
+        warn_of_no_steps(total if uneven_ranks is None or not uneven_ranks.counts else max(uneven_ranks.counts), offer)
     return copied, ctx.offering(offer)
 
 
@@ -250,25 +251,27 @@ def _as_rank_0(ctx: DistContext, mine: dict[str, Any]) -> tuple[int | None, int,
     return first["total"], first["seed"], first["per_rank"]
 
 
-def _meeting(plan: Plan, total: int | None, uneven: Uneven | None, ctx: DistContext, facts: dict[str, Any]) -> Meeting:
+def _meeting(
+    plan: Plan, total: int | None, uneven: Uneven | None, ctx: DistContext, facts: dict[str, Any]
+) -> UnevenRanks:
     """How the ranks come together that may have different numbers of batches."""
     steps = None if total is None else plan.num_steps(total)
     chosen: Any = {None: "error", "balance": "error", "empty": "join"}.get(uneven, uneven)
     line = ctx.on(ctx.data_axes)
     if line.world.store is None or line.world_size == 1:  # alone, or only pretending not to be
-        return Meeting(
+        return UnevenRanks(
             chosen if line.world.group is not None else "error", None if steps is None else (steps,), plan.per_step
         )
     everyone = exchange(line.world, "shard_data", {"facts": facts, "steps": steps})
     counts = [entry["steps"] for entry in everyone]
     if any(count is None for count in counts):
-        return Meeting(chosen, None, plan.per_step)
+        return UnevenRanks(chosen, None, plan.per_step)
     if chosen == "error" and len(set(counts)) > 1:
         raise uneven_counts(counts)
-    return Meeting(chosen, tuple(counts), plan.per_step)
+    return UnevenRanks(chosen, tuple(counts), plan.per_step)
 
 
-def _plan_of(loader: DataLoader[Any], reading: Reading, mode: str, uneven: str | None, *, iterable: bool) -> DataPlan:
+def _plan_of(loader: DataLoader[Any], reading: ReadPlan, mode: str, uneven: str | None, *, iterable: bool) -> DataPlan:
     seekable = isinstance(loader.dataset, SeekableStream)
     jumps = not iterable or seekable
     kind: Any = "seekable stream" if iterable and seekable else "stream" if iterable else "samples"

@@ -2,7 +2,10 @@
 
 split_plan.py      which rank gets which samples of an epoch, in which step: pure arithmetic
 epoch_order.py     the order of an epoch, a function of (seed, epoch)
-sharded_loader.py  the loader that `shard_data` returns, and its position
+read_plan.py       what a sharded loader reads
+sharded_loader.py  the loader that `shard_data` returns
+position.py        where it stands, and its state
+torch_view.py      what torch's iterators see of it
 map_samples.py     samples of datasets with an index
 stream_samples.py  samples of streams
 dispatch.py        one rank reads for all

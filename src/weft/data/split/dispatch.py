@@ -7,14 +7,14 @@ from typing import Any
 
 from weft.collectives.objects import scatter_made
 from weft.context import DistContext
-from weft.data.split.map_samples import Given
+from weft.data.split.map_samples import BatchInfo
 
 __all__ = ["scattered"]
 
 
 def scattered(
-    read: Iterator[tuple[Any, Given]], ctx: DistContext, size: int, steps: int | None
-) -> Iterator[tuple[Any, Given]]:
+    read: Iterator[tuple[Any, BatchInfo]], ctx: DistContext, size: int, steps: int | None
+) -> Iterator[tuple[Any, BatchInfo]]:
     """Send what rank 0 reads, the batches of all ranks in turn: a broadcast of sizes and a scatter per step.
 
     Yields:
@@ -40,7 +40,7 @@ def scattered(
         if part is None:
             return
         done += 1
-        yield part[0], Given(*part[1])
+        yield part[0], BatchInfo(*part[1])
 
 
 def _data_rank(ctx: DistContext, rank: int) -> int:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from weft.context import DistContext
 from weft.data.loader_copy import split_already
-from weft.data.split.sharded_loader import DataPlan, is_stock
+from weft.data.split.read_plan import DataPlan, is_stock
 from weft.data.split.stream_samples import shards_of
 from weft.errors import message, value_error
 

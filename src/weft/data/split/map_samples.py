@@ -2,7 +2,7 @@
 
 The `DataLoader` of torch does the work: workers, collating, pinning. It is handed a view of the user's
 loader in which dataset and sampler are those of this file or of streams.py. What was asked for is noted
-in a queue (`Given`), so that each batch that comes out can be told which samples it holds.
+in a queue (`BatchInfo`), so that each batch that comes out can be told which samples it holds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from weft.data.split.epoch_order import epoch_order, tell_epoch
-from weft.data.split.split_plan import Plan, Stretch
+from weft.data.split.split_plan import Plan, Span
 from weft.errors import ContractError, listed
 from weft.rng import mix, seeded, seeds_for
 
-__all__ = ["Epoch", "Given", "Samples", "StepIndices", "Units", "WorkerStart", "at_sample", "name_samples"]
+__all__ = ["BatchInfo", "Epoch", "EpochOrder", "Samples", "StepIndices", "WorkerStart", "at_sample", "name_samples"]
 
 
-class Given(NamedTuple):
+class BatchInfo(NamedTuple):
     """What is known of one batch besides its values.
 
     Attributes:
@@ -157,7 +157,7 @@ class WorkerStart:
             self.user(worker)
 
 
-class Units:
+class EpochOrder:
     """The order of each epoch of a map-style dataset: of samples, or of whole batches.
 
     Attributes:
@@ -202,54 +202,54 @@ class StepIndices(Sampler[Any]):
         given: Where it notes what it asked for.
     """
 
-    def __init__(self, units: Units, plans: Sequence[Plan], *, whole: bool, single: bool) -> None:
+    def __init__(self, units: EpochOrder, plans: Sequence[Plan], *, whole: bool, single: bool) -> None:
         self.units = units
         self.plans = tuple(plans)
         self.whole = whole
         self.single = single  # batch_size=None: a unit is read alone
         self.seed = 0
-        self.reading: Sequence[Stretch] = ()
-        self.given: deque[Given] = deque()
+        self.reading: Sequence[Span] = ()
+        self.given: deque[BatchInfo] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for
 
-    def _indices(self, stretches: Sequence[Stretch], given: deque[Given]) -> Iterator[Any]:
-        for stretch in stretches:
-            order = self.units.order(self.seed, stretch.epoch)
+    def _indices(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[Any]:
+        for span in spans:
+            order = self.units.order(self.seed, span.epoch)
             if len(self.plans) == 1 and not self.whole and not self.single:
-                yield from self._plain(order, stretch, given)
+                yield from self._plain(order, span, given)
                 continue
-            pieces = [plan.pieces(order, stretch.start, stretch.stop) for plan in self.plans]
+            pieces = [plan.pieces(order, span.start, span.stop) for plan in self.plans]
             for step in zip(*pieces, strict=True):
                 everyone = sum(self._samples(piece) for piece, _ in step) if len(step) == self.plans[0].size else None
                 for piece, valid in step:
                     # A rank without a sample reads one, of which no row is used: collating needs something.
-                    units = piece if len(piece) else [order[stretch.start]]
+                    units = piece if len(piece) else [order[span.start]]
                     if self.whole:
                         ids: Sequence[Any] = [index for batch in units for index in batch]
                         kept = sum(map(len, units[:valid]))
                     else:
                         ids, kept = list(units), valid
-                    given.append(Given(stretch.epoch, ids, kept, empty=not len(piece), everyone=everyone))
+                    given.append(BatchInfo(span.epoch, ids, kept, empty=not len(piece), everyone=everyone))
                     yield units[0] if self.single else ids
 
     def _samples(self, units: Sequence[Any]) -> int:
         return sum(map(len, units)) if self.whole else len(units)
 
-    def _plain(self, order: Sequence[Any], stretch: Stretch, given: deque[Given]) -> Iterator[Any]:
+    def _plain(self, order: Sequence[Any], span: Span, given: deque[BatchInfo]) -> Iterator[Any]:
         """The most frequent case, in as few words as it can be said."""
-        note, epoch, instead = given.append, stretch.epoch, [order[stretch.start]] if stretch.start < len(order) else []
-        for piece, valid in self.plans[0].pieces(order, stretch.start, stretch.stop):
+        note, epoch, instead = given.append, span.epoch, [order[span.start]] if span.start < len(order) else []
+        for piece, valid in self.plans[0].pieces(order, span.start, span.stop):
             if len(piece):
-                note(Given(epoch, piece, valid))
+                note(BatchInfo(epoch, piece, valid))
                 yield piece
             else:
-                note(Given(epoch, instead, 0, empty=True))
+                note(BatchInfo(epoch, instead, 0, empty=True))
                 yield instead
 
 
-def name_samples(error: Exception, given: deque[Given], rank: int) -> None:
+def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:
     """Add to an error of the loader what was being read: a worker that dies cannot say it."""
     if given and "while sample" not in str(error):
         # A worker may have died over any batch that it was asked for, also one ahead of its turn.

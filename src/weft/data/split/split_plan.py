@@ -1,9 +1,9 @@
 """Which rank gets which samples of an epoch, in which step: pure arithmetic.
 
 Words: a *unit* is what is shared out, a sample or (for a custom batch sampler) a whole batch. The
-*order* is the list of units of an epoch, the same on all ranks. Step t uses the stretch
+*order* is the list of units of an epoch, the same on all ranks. Step t uses the span
 `order[start + t*G : start + (t+1)*G]`, G units for all ranks together, cut into equal pieces in
-rank order. So the ranks' pieces, joined, are the order itself, at every world size. A *stretch* is a part
+rank order. So the ranks' pieces, joined, are the order itself, at every world size. A *span* is a part
 of the order of one epoch; a run that goes on somewhere has one or more of them to read.
 """
 
@@ -14,15 +14,15 @@ from typing import Literal, NamedTuple, TypeVar
 
 from weft.errors import value_error
 
-__all__ = ["UNKNOWN", "Plan", "Stretch", "Uneven"]
+__all__ = ["UNKNOWN", "Plan", "Span", "Uneven"]
 
 U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error", "join"]
 UNKNOWN = 2**62  # units of a stream that does not tell its length
 
 
-class Stretch(NamedTuple):
-    """Units `start` up to `stop` of the order of an epoch."""
+class Span(NamedTuple):
+    """EpochOrder `start` up to `stop` of the order of an epoch."""
 
     epoch: int
     start: int
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     Attributes:
         rank: Of this process among the ranks that see different data.
         size: Number of these ranks.
-        per_rank: Units per rank and full step.
+        per_rank: EpochOrder per rank and full step.
         drop_last: Leave the last, incomplete step out.
         uneven: What to do with an incomplete last step whose units cannot be shared out equally.
     """
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
     @property
     def per_step(self) -> int:
-        """Units per full step, all ranks together."""
+        """EpochOrder per full step, all ranks together."""
         return self.per_rank * self.size
 
     @property
@@ -67,39 +67,39 @@ class Plan(NamedTuple):
             return False
         return rest >= self.size or self.uneven != "drop"
 
-    def steps_in(self, stretches: Iterable[Stretch]) -> int:
-        """Steps in which some stretches are used up, one after the other."""
-        return sum(self.num_steps(stretch.stop - stretch.start) for stretch in stretches)
+    def steps_in(self, spans: Iterable[Span]) -> int:
+        """Steps in which some spans are used up, one after the other."""
+        return sum(self.num_steps(span.stop - span.start) for span in spans)
 
     def used(self, units: int) -> int:
-        """Units that all ranks together are given in a step that has so many, repetitions included."""
+        """EpochOrder that all ranks together are given in a step that has so many, repetitions included."""
         if self.uneven == "pad":
             return self.per_step
         return units - units % self.size if self.uneven == "drop" else units
 
-    def step_at(self, stretches: Iterable[Stretch], step: int) -> Stretch | None:
-        """Units that are used in a step of some stretches; None after the last one."""
-        for stretch in stretches:
-            have = self.num_steps(max(stretch.stop - stretch.start, 0))
+    def step_at(self, spans: Iterable[Span], step: int) -> Span | None:
+        """EpochOrder that are used in a step of some spans; None after the last one."""
+        for span in spans:
+            have = self.num_steps(max(span.stop - span.start, 0))
             if step < have:
-                start = stretch.start + step * self.per_step
-                return Stretch(stretch.epoch, start, min(start + self.per_step, stretch.stop))
+                start = span.start + step * self.per_step
+                return Span(span.epoch, start, min(start + self.per_step, span.stop))
             step -= have
         return None
 
-    def split(self, stretches: Sequence[Stretch], steps: int) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
-        """Cut some stretches into what is used in so many steps, and what is left."""
-        for index, stretch in enumerate(stretches):
-            have = self.num_steps(stretch.stop - stretch.start)
+    def split(self, spans: Sequence[Span], steps: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Cut some spans into what is used in so many steps, and what is left."""
+        for index, span in enumerate(spans):
+            have = self.num_steps(span.stop - span.start)
             if steps < have or steps == 0:
-                middle = stretch.start + steps * self.per_step
-                begun = (stretch._replace(stop=middle),) if steps else ()
-                return (*stretches[:index], *begun), (stretch._replace(start=middle), *stretches[index + 1 :])
+                middle = span.start + steps * self.per_step
+                begun = (span._replace(stop=middle),) if steps else ()
+                return (*spans[:index], *begun), (span._replace(start=middle), *spans[index + 1 :])
             steps -= have
-        return tuple(stretches), ()
+        return tuple(spans), ()
 
     def pieces(self, order: Sequence[U], start: int, stop: int) -> Iterator[tuple[Sequence[U], int]]:
-        """Yield this rank's piece of every step of a stretch, and how many of its units do not repeat.
+        """Yield this rank's piece of every step of a span, and how many of its units do not repeat.
 
         A piece is empty only if `allows_empty`.
         """

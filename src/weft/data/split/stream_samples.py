@@ -25,7 +25,7 @@ from torch.utils.data._utils import worker as torch_worker
 from weft.context import DistContext
 from weft.contract import Stateful
 from weft.data.split.epoch_order import generators_of, tell_epoch
-from weft.data.split.map_samples import Epoch, Given, at_sample
+from weft.data.split.map_samples import BatchInfo, Epoch, at_sample
 from weft.data.split.split_plan import Plan
 from weft.errors import ContractError, message, value_error
 from weft.rng import mix, seeded
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     """One step as it comes from a worker: the samples, later the batch, of each rank it is read for."""
 
     parts: list[Any]
-    given: list[Given]
+    given: list[BatchInfo]
 
 
 class CollateSteps:
@@ -147,7 +147,7 @@ class StreamSteps(IterableDataset[Step]):
                 if len(part) < len(ids):
                     raise _untrue_length(ids[len(part)], total)
                 parts.append(part)
-                given.append(Given(number, ids, valid, empty=not len(piece), last=index == steps - 1))
+                given.append(BatchInfo(number, ids, valid, empty=not len(piece), last=index == steps - 1))
             yield Step(parts, given)
 
     def _plain(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
@@ -160,7 +160,7 @@ class StreamSteps(IterableDataset[Step]):
             if ids.start != at:
                 samples = iter(begin(ids.start))
             at = ids.stop
-            given = Given(number, ids, valid, not piece, index == last)
+            given = BatchInfo(number, ids, valid, not piece, index == last)
             yield Step([self._taken(samples, ids, total)], [given])  # held here no longer than until it is given
 
     def _taken(self, samples: Iterator[Any], ids: Sequence[int], total: int) -> list[Any]:
@@ -338,7 +338,7 @@ class _Reader:
             empty = not part
             parts.append(chunk[:1] if empty else part)
             everyone = plan.used(len(chunk))
-            given.append(Given(self.number, [position] if empty else ids, count, empty, last, state, everyone))
+            given.append(BatchInfo(self.number, [position] if empty else ids, count, empty, last, state, everyone))
         return Step(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:

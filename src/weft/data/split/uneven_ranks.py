@@ -11,25 +11,25 @@ import torch
 
 from weft.collectives import broadcast, reduce
 from weft.context import DistContext
-from weft.data.split.map_samples import Given
-from weft.data.split.split_plan import Stretch
+from weft.data.split.map_samples import BatchInfo
+from weft.data.split.split_plan import Span
 from weft.errors import ContextError, PeerError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.nested import without_rows
 
-__all__ = ["Meeting", "uneven_counts"]
+__all__ = ["UnevenRanks", "uneven_counts"]
 
-Read = Iterator[tuple[Any, Given]]
+Read = Iterator[tuple[Any, BatchInfo]]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class UnevenRanks:
     """How ranks come together.
 
     Attributes:
         uneven: "error" raises, "drop" ends with the shortest rank, "join" goes on to the longest.
         counts: Batches per epoch of each rank; None where nobody knows.
-        per_step: Units of a full batch.
+        per_step: EpochOrder of a full batch.
     """
 
     uneven: Literal["error", "drop", "join"]
@@ -42,21 +42,21 @@ class Meeting:
             return own
         return max((min if self.uneven == "drop" else max)(self.counts) - done, 0)
 
-    def batches(self, read: Read, stretch: Stretch, ctx: DistContext) -> Read:
+    def batches(self, read: Read, span: Span, ctx: DistContext) -> Read:
         """This rank's batches, as many as all ranks make steps."""
         line = ctx.on(ctx.data_axes)
         if self.uneven == "error":
-            return read if self.counts is not None else self._checked(read, stretch, line)
-        done = stretch.start // self.per_step
+            return read if self.counts is not None else self._checked(read, span, line)
+        done = span.start // self.per_step
         if self.counts is not None and self.uneven == "drop":
             return itertools.islice(read, self.steps(0, done))
         if self.counts is not None:
-            return self._joined(read, stretch, line, [max(count - done, 0) for count in self.counts])
-        return self._counted(read, stretch, line)
+            return self._joined(read, span, line, [max(count - done, 0) for count in self.counts])
+        return self._counted(read, span, line)
 
-    def _checked(self, read: Read, stretch: Stretch, line: DistContext) -> Read:
+    def _checked(self, read: Read, span: Span, line: DistContext) -> Read:
         """Raise on all ranks if one ends before the others; nothing is sent before the end of the epoch."""
-        number = stretch.start // self.per_step
+        number = span.start // self.per_step
         for pair in read:
             number += 1
             yield pair
@@ -71,7 +71,7 @@ class Meeting:
         if len(set(counts)) > 1:
             raise uneven_counts(counts)
 
-    def _joined(self, read: Read, stretch: Stretch, line: DistContext, left: Sequence[int]) -> Read:
+    def _joined(self, read: Read, span: Span, line: DistContext, left: Sequence[int]) -> Read:
         """With numbers known beforehand nothing has to be sent, but to a rank that never had a batch."""
         source = next((rank for rank, count in enumerate(left) if count), 0)
         last: Any = None
@@ -81,9 +81,9 @@ class Meeting:
                 last = pair
             if step == 0 and not all(left):
                 last = _shown(last, source, line)
-            yield last if step < left[line.rank] else (last[0], _nothing(stretch, last[1]))
+            yield last if step < left[line.rank] else (last[0], _nothing(span, last[1]))
 
-    def _counted(self, read: Read, stretch: Stretch, line: DistContext) -> Read:
+    def _counted(self, read: Read, span: Span, line: DistContext) -> Read:
         """One all-reduce of three numbers per step: who goes on, who ends, who needs to see a batch."""
         last: Any = None
         while True:
@@ -97,18 +97,18 @@ class Meeting:
                 return
             if needs:
                 last = _shown(last, line.world_size - lowest, line)
-            yield pair if pair is not None else (last[0], _nothing(stretch, last[1]))
+            yield pair if pair is not None else (last[0], _nothing(span, last[1]))
 
 
 def _shown(last: Any, source: int, line: DistContext) -> Any:
     """Give a rank that never had a batch one without rows."""
     shape: Any = None if line.rank != source else (without_rows(last[0], len(last[1].ids)), [])
     sent: Any = broadcast(shape, line, source=source)
-    return last if last is not None else (sent[0], Given(0, [], 0))
+    return last if last is not None else (sent[0], BatchInfo(0, [], 0))
 
 
-def _nothing(stretch: Stretch, given: Given) -> Given:
-    return Given(stretch.epoch, given.ids, 0, empty=True)
+def _nothing(span: Span, given: BatchInfo) -> BatchInfo:
+    return BatchInfo(span.epoch, given.ids, 0, empty=True)
 
 
 def uneven_counts(counts: Sequence[int]) -> ContextError:

@@ -1,0 +1,110 @@
+"""The micro-batches of one window: read one after the other, or ahead, and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, NoReturn, TypeVar
+
+from weft.data.loader_copy import Size
+from weft.errors import ContractError
+
+__all__ = ["MicroBatches", "Planned", "raise_untrue_length"]
+
+B = TypeVar("B")
+Planned = Callable[[int], Size] | None
+
+
+class MicroBatches(Generic[B]):
+    """What a window reads from.
+
+    Attributes:
+        length: How many there are.
+        given: How many were handed out, or skipped.
+        planned: The size of a batch by its number in the pass, if that is known for all ranks beforehand.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[tuple[B, Size | None]],
+        length: int,
+        planned: Planned = None,
+        *,
+        first: int = 0,
+        taken: int = 0,
+    ) -> None:
+        self.length = length
+        self.given = 0
+        self.planned = planned
+        self._source = source
+        self._first = first  # number of the first one in the pass
+        self._taken = taken  # from the loader, before the window was made
+        self._ahead: list[B] = []
+        self._ahead_from = 0  # number of the one that was read ahead first
+        self._sizes: list[Size | None] = []  # of what was read; None: see `planned`
+
+    @property
+    def taken(self) -> int:
+        """How many were taken from the loader."""
+        return max(len(self._sizes), self._taken)
+
+    @property
+    def begun(self) -> int:
+        """How many were used, or read ahead."""
+        return len(self._sizes)
+
+    @property
+    def kept_all(self) -> bool:
+        """Whether all of them were read ahead, and are kept."""
+        return len(self._ahead) == self.length
+
+    def next(self) -> B:
+        """Hand out the next one."""
+        at = self.given - self._ahead_from
+        batch = self._ahead[at] if 0 <= at < len(self._ahead) else self._read()
+        self.given += 1
+        return batch
+
+    def read_all(self) -> list[B]:
+        """Read those that are left, and keep them; all that were read ahead."""
+        if not self._ahead:
+            self._ahead_from = self.given
+        self._ahead += [self._read() for _ in range(self.length - self.begun)]
+        return self._ahead
+
+    def skip(self) -> None:
+        """Read past those that are left."""
+        for _ in range(self.length - self.begun):
+            self._read()
+        self.given = self.length
+
+    def size(self, number: int) -> Size:
+        """Samples of one micro-batch, on this rank and on all."""
+        return (self.planned(self._first + number) if self.planned else None) or self._sizes[number] or (0, None)
+
+    def sizes(self) -> list[Size]:
+        """Of all micro-batches; reads them if nobody knows the sizes beforehand."""
+        if self.planned is None:
+            self.read_all()
+        return [self.size(number) for number in range(self.length)]
+
+    def _read(self) -> B:
+        try:
+            batch, size = next(self._source)
+        except StopIteration:
+            raise_untrue_length("fewer", "ended in the middle of a window")
+        self._sizes.append(size)
+        return batch
+
+
+def raise_untrue_length(how_many: str, what: str) -> NoReturn:
+    """Raise: the loader yields fewer or more batches than it says.
+
+    Raises:
+        ContractError: Always.
+    """
+    raise ContractError(
+        f"accumulate_grads: the loader {what}",
+        found=f"{how_many} batches than len(loader)",
+        expected="a loader that yields as many batches as its length says, or has no length",
+        fix="def __len__(self): return ...  # the true number of batches",
+    )

@@ -1,0 +1,180 @@
+"""What a sharded loader reads: settings that `shard_data` decides once, and what follows from them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from weft.data.loader_copy import Size
+from weft.data.split.map_samples import Epoch, EpochOrder
+from weft.data.split.split_plan import UNKNOWN, Plan, Span
+from weft.data.split.stream_samples import StreamSteps
+from weft.data.split.uneven_ranks import UnevenRanks
+
+__all__ = ["DataPlan", "ReadPlan", "is_stock", "length_of"]
+
+_KEPT_STATES = 4096  # of a stream, one per batch: as far back as a window of accumulate_grads may reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """How data is shared out: what `shard_data` decided, as data: `offered(loader, DataPlan)[0]`.
+
+    Attributes:
+        source: "samples" or "batches" of a map-style dataset, "stream", "seekable stream", or "split already".
+        mode: As given to `shard_data`.
+        ranks: Number of ranks that see different batches.
+        per_rank: EpochOrder (samples, or batches of a batch sampler) per rank and full step.
+        per_step: The same of all ranks together.
+        uneven: What happens to an incomplete last step.
+        steps: Of the first epoch; None if the source does not tell its length.
+        reads: How often a sample is read by all ranks and workers together, to be used once.
+        resumes: What going on in the middle of an epoch costs: "jumps" (nothing), "state" (the stream
+            goes back to a state of its own) or "reads again" (what was used is read and dropped).
+        any_ranks: Whether it can go on with another number of ranks.
+    """
+
+    source: Literal["samples", "batches", "stream", "seekable stream", "split already"]
+    mode: str
+    ranks: int
+    per_rank: int
+    per_step: int
+    uneven: str
+    steps: int | None
+    reads: int
+    resumes: Literal["jumps", "state", "reads again"]
+    any_ranks: bool
+
+
+@dataclass
+class ReadPlan:
+    """What is read, and how it is shared out.
+
+    Attributes:
+        plan: Of this rank.
+        readers: The plans of all ranks this one reads for: its own; with "dispatch" all, or none.
+        units: Of a map-style dataset.
+        stream: Of an iterable one.
+        seed: Of the order.
+        single: `batch_size=None`: every unit is a batch.
+        with_ids: Whether the user gets `SampleIds` with each batch.
+        uneven_ranks: How ranks with different numbers of batches come together; None: they have the same.
+        epochs: The number of the epoch, for workers.
+        split_for: Ranks among which the data was split by somebody else; None: weft does.
+        scattered: Rank 0 reads for all ranks, and sends.
+        total: EpochOrder of an epoch, where that is always the same; None: see `units`, or unknown.
+        whole: EpochOrder are batches of a batch sampler.
+        states: States of a stream by number of batches, in the running iteration.
+        keyed: Whether every sample is read with random states of its own.
+        resized: What a position in a dataset of another length does.
+    """
+
+    plan: Plan
+    readers: tuple[Plan, ...]
+    units: EpochOrder | None
+    stream: StreamSteps | None
+    seed: int
+    single: bool
+    with_ids: bool
+    keyed: bool
+    uneven_ranks: UnevenRanks | None
+    epochs: Epoch
+    split_for: int | None
+    scattered: bool = False
+    total: int | None = None
+    whole: bool = False
+    resized: Literal["error", "next_epoch"] = "error"
+    states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
+
+    def epoch(self, number: int) -> Span:
+        """All of an epoch."""
+        if self.total is not None:
+            return Span(number, 0, self.total)
+        if self.units is not None:
+            return Span(number, 0, self.units.total(self.seed, number))
+        return Span(number, 0, UNKNOWN)
+
+    @property
+    def endless(self) -> bool:
+        """Whether nobody knows how many units an epoch has."""
+        return self.total is None and self.units is None
+
+    def steps_in(self, spans: tuple[Span, ...]) -> int:
+        """Steps in which spans are used up, by all ranks."""
+        own = self.plan.steps_in([each for each in spans if each.start < each.stop])
+        return own if self.uneven_ranks is None else self.uneven_ranks.steps(own, spans[-1].start // self.plan.per_step)
+
+    @property
+    def length_known(self) -> bool:
+        """Whether all ranks know how many units an epoch has."""
+        return not self.endless and self.split_for is None and not (self.scattered and self.total is None)
+
+    def length(self, seed: int, epoch: int) -> int:
+        """EpochOrder of an epoch, if it is known."""
+        if self.total is not None:
+            return self.total
+        assert self.units is not None
+        return self.units.total(seed, epoch)
+
+    def used(self, left: Span) -> dict[str, int]:
+        """How much of an epoch is used, of which this is left."""
+        if not self.whole or self.units is None or self.scattered:
+            return {"batches" if self.whole else "samples": left.start}
+        used = self.units.order(self.seed, left.epoch)[: left.start] if left.start else ()
+        return {"samples": sum(map(len, used)), "batches": left.start}
+
+    @property
+    def alone(self) -> bool:
+        """Whether what other ranks read is not known here."""
+        return self.split_for is not None and self.split_for > 1
+
+    def planned(self, todo: tuple[Span, ...]) -> Callable[[int], Size] | None:
+        """The size of each batch of an iteration before it is read; None where only reading tells, on all ranks."""
+        if self.single or (self.scattered and (self.whole or self.total is None)) or self.endless:
+            return None
+        plan, orders, alone = self.plan, _Orders(self), self.alone
+
+        def size(step: int) -> Size:
+            part = plan.step_at(todo, step)
+            if part is None:  # others have more
+                return 0, None if alone else 0
+            units, everyone = part.stop - part.start, plan.used(part.stop - part.start)
+            own = plan.per_rank if everyone == plan.per_step else plan.share(units)[1]
+            if self.whole:
+                order = orders[part.epoch]
+                own = sum(sum(map(len, piece)) for piece, _ in plan.pieces(order, part.start, part.stop))
+                everyone = sum(len(order[unit % len(order)]) for unit in range(part.start, part.start + everyone))
+            return own, None if alone else everyone
+
+        return size
+
+
+class _Orders(dict[int, Sequence[Any]]):
+    """The order of each epoch that an iteration reads a part of, made when it is asked for."""
+
+    def __init__(self, reading: ReadPlan) -> None:
+        super().__init__()
+        self._reading = reading
+
+    def __missing__(self, epoch: int) -> Sequence[Any]:
+        assert self._reading.units is not None
+        self[epoch] = order = self._reading.units.order(self._reading.seed, epoch)
+        return order
+
+
+def is_stock(loader: DataLoader[Any]) -> bool:
+    """Whether batches are just consecutive samples of a sampler, so that samples can be shared out."""
+    return loader.batch_size is not None or type(loader.batch_sampler) is BatchSampler
+
+
+def length_of(units: Any) -> int | None:
+    """Length of a sampler or stream, or None if it does not tell."""
+    measure: Callable[[Any], int] = len
+    try:
+        return measure(units)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,83 @@
+"""What torch sees of a sharded loader: a view of it whose dataset and sampler yield this rank's part."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from weft.data.loader_copy import torch_iterator
+from weft.data.split.map_samples import BatchInfo, Samples, StepIndices, WorkerStart
+from weft.data.split.stream_samples import CollateSteps, Step
+from weft.rng import mix
+
+__all__ = ["StreamIterator", "torch_view"]
+
+
+def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
+    """The loader as torch is to see it for the iteration that begins, and where notes come in."""
+    reading = loader.weft_reading
+    spans, given = loader.__dict__["weft_now"]
+    epoch, start = spans[-1].epoch, spans[-1].start
+    view: Any = object.__new__(DataLoader)
+    fields = dict(loader.__dict__)
+    seed, rank = loader.weft_ctx.seed, loader.weft_ctx.data_rank
+    # Torch draws the seeds of workers from the loader's generator, or from the global one.
+    fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
+    fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank)
+    if loader.num_workers == 0:
+        fields["worker_init_fn"] = loader.worker_init_fn
+    if reading.stream is not None:
+        stream = copy.copy(reading.stream)
+        stream.dataset, stream.seed = loader.dataset, reading.seed
+        kept = [state for steps, state in reading.states if steps == 0]
+        stream.start_state = kept[0] if kept and start else None
+        fields |= {"dataset": stream, "batch_sampler": None, "drop_last": False}
+        fields["collate_fn"] = CollateSteps(loader.collate_fn, single=reading.single)
+    else:
+        assert reading.units is not None
+        told = callable(getattr(loader.dataset, "set_epoch", None))
+        keyed = reading.seed if reading.keyed else None
+        fields["dataset"] = Samples(loader.dataset, loader.weft_ctx.rank, reading.epochs, keyed, told=told)
+        indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
+        loader.__dict__["weft_indices"] = indices
+        indices.seed, indices.reading, indices.given = reading.seed, spans, given
+        fields["sampler" if reading.single else "batch_sampler"] = indices
+    view.__dict__.update(fields)
+    return view, given
+
+
+class StreamIterator:
+    """Torch's iterator over a view of the loader, made new or reset, that notes what it gives."""
+
+    def __init__(self, loader: Any) -> None:
+        self._open(loader)
+
+    def _open(self, loader: Any) -> None:
+        view, self._given = torch_view(loader)
+        self._ready: deque[Any] = deque()
+        self._inner = torch_iterator(view)
+
+    def _reset(self, loader: Any) -> None:
+        view, self._given = torch_view(loader)
+        self._ready.clear()
+        self._inner._reset(view)
+
+    def __iter__(self) -> StreamIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ready:
+            return self._ready.popleft()
+        step = next(self._inner)
+        if not isinstance(step, Step):
+            return step
+        parts, given = step
+        self._given.extend(given)
+        if len(parts) == 1:
+            return parts[0]
+        self._ready.extend(parts)
+        return self._ready.popleft()

@@ -1,0 +1,197 @@
+"""How a stream of micro-batches is split into windows, and how far that has come; see [Note: position in windows]."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from weft.checks import check_count
+from weft.context import DistContext
+from weft.contract import GradSync
+from weft.data.loader_copy import Size
+from weft.data.micro_batches import MicroBatches, Planned, raise_untrue_length
+from weft.data.windows import Window
+from weft.errors import ContractError
+
+__all__ = ["Remainder", "Steps", "WindowSplitter", "check_steps", "unfinished"]
+
+B = TypeVar("B")
+Steps = int | Callable[[int], int]
+Remainder = Literal["step", "drop", "carry"]
+
+
+@dataclass
+class WindowSplitter(Generic[B]):
+    """How a stream of micro-batches is split into windows, and how far that has come.
+
+    Attributes:
+        steps: As given by the user; the same for the next four.
+        windows: Number of windows so far, over all epochs and runs.
+        handed_out: The same, of this process.
+        current: The window that was handed out last, in the running or last pass.
+        is_open: Whether the modules are in the middle of it.
+        carried: Micro-batches left over by the last epoch, with their sizes, for the first window of the next.
+        began: `windows` and the number of carried micro-batches when the running epoch began.
+        warned: Whether the user was warned that `len(window)` is no normaliser for batches of different sizes.
+    """
+
+    steps: Steps
+    remainder: Remainder
+    reduce: Literal["last", "every"]
+    syncs: list[GradSync]
+    mean_over: int
+    ctx: DistContext
+    windows: int = 0
+    handed_out: int = 0
+    current: Window[B] | None = None
+    is_open: bool = False
+    carried: list[tuple[B, Size | None]] = field(default_factory=list)
+    began: tuple[int, int] | None = None
+    warned: bool = False
+
+    def size_of(self, window: int) -> int:
+        """Micro-batches in a full window."""
+        size = self.steps(window) if callable(self.steps) else self.steps
+        check_steps(size, f"steps({window})" if callable(self.steps) else "steps")
+        return size
+
+    def count(self, batches: int) -> int:
+        """Windows of an epoch of so many batches: the running one, or else the next."""
+        first, carried = self.began or (self.windows, len(self.carried))
+        number, left = self.fit(first, batches + carried)
+        return number + (1 if left and self.remainder == "step" else 0)
+
+    def fit(self, first: int, batches: int) -> tuple[int, int]:
+        """Full windows in so many batches, from window number `first` on, and the batches left over."""
+        if not callable(self.steps):
+            return divmod(batches, self.steps)
+        number, left = 0, batches
+        while left >= (size := self.size_of(first + number)):
+            left, number = left - size, number + 1
+        return number, left
+
+    def go_to(self, windows: int) -> None:
+        """Let the next pass begin with this window, and with nothing carried over."""
+        self.windows, self.carried, self.current, self.began = windows, [], None, None
+
+    def state_between_windows(self, batches: Callable[[], Any]) -> dict[str, Any]:
+        """A state made of that of the loader, which knows nothing of windows.
+
+        Raises:
+            ContractError: A window has begun, or micro-batches are carried over: they cannot be read again.
+        """
+        if self.current is not None and not self.current.used_up:
+            raise unfinished(self.current)
+        if self.carried:
+            raise ContractError(
+                "accumulate_grads: micro-batches that are carried over cannot be saved",
+                found=f"{len(self.carried)} of the last epoch, in memory, of a loader that cannot read them again",
+                expected='a loader of weft.shard_data, or remainder="step"',
+                fix="loader, ctx = weft.shard_data(loader, ctx)  # before accumulate_grads",
+            )
+        return {"loader": batches(), "windows": self.windows}
+
+    def begin_window(self, window: int) -> None:
+        """Announce to the modules that gradients are kept from now on."""
+        if window == self.handed_out:
+            self.is_open = True
+            for sync in self.syncs:
+                sync.begin_window()
+
+    def last_backward(self, window: int) -> None:
+        """Announce to the modules that the next backward pass is the window's last."""
+        if window == self.handed_out:
+            for sync in self.syncs:
+                sync.last_backward()
+
+    def end_window(self, window: int, *, left: bool = False) -> None:
+        """Announce to the modules that the window is over, unless they know, or a later window has taken over.
+
+        What a user keeps of an earlier window may be collected at any time, on one rank only.
+        """
+        if window == self.handed_out and self.is_open:
+            self.is_open = False
+            # Several modules are reduced in the order of their backward passes, which a rank that skipped them does not
+            # know; so all ranks have to have skipped the same ones.
+            owing = [number for number, sync in enumerate(self.syncs) if getattr(sync, "owes", False)]
+            if len(self.syncs) > 1 and owing and not left:
+                self.ctx.agree(
+                    "accumulate_grads: modules without a backward pass in the last micro-batch", {"modules": owing}
+                )
+            for sync in self.syncs:
+                sync.end_window(left=left)
+
+    def split(
+        self, batches: Iterator[B], length: int | None, measure: Callable[[B], Size], planned: Planned = None
+    ) -> Iterator[Window[B]]:
+        """Yield the windows of one pass over `batches`.
+
+        Args:
+            batches: What is split.
+            length: How many there are; None: nobody knows.
+            measure: The size of the batch that was read last.
+            planned: The size of a batch by its number in this pass, if that is known for all ranks beforehand.
+        """
+        carried, self.carried, self.current = self.carried, [], None
+        self.began = began = (self.windows, len(carried))
+        left = None if length is None else length + len(carried)
+        if left is None or carried:
+            planned = None
+        sized = ((batch, None if planned is not None else measure(batch)) for batch in batches)
+        source = itertools.chain(carried, sized)
+        windows, number, done = self.windows, self.handed_out, 0
+        try:
+            while True:
+                size = self.size_of(windows)
+                if left is None:  # no length: look ahead to know whether this window is a full one
+                    ahead = list(itertools.islice(source, size))
+                    have, stream = len(ahead), iter(ahead)
+                else:
+                    have, stream = min(size, left), source
+                    left -= have
+                first, done = done, done + have
+                if have == size or (have and self.remainder == "step"):
+                    self.windows = windows = windows + 1
+                    self.handed_out = number = self.handed_out + 1
+                    taken = have if left is None else 0
+                    micro_batches = MicroBatches(stream, have, planned, first=first, taken=taken)
+                    self.current = Window(micro_batches, self)
+                    yield self.current
+                    micro_batches.skip()
+                    self.end_window(number, left=True)
+                elif have:
+                    rest: list[tuple[B, Size | None]] = list(itertools.islice(stream, have))
+                    if len(rest) < have:
+                        raise_untrue_length("fewer", "ended in the middle of a window")
+                    if planned is not None:
+                        rest = [(batch, planned(at)) for at, (batch, _) in enumerate(rest, first)]
+                    self.carried = rest if self.remainder == "carry" else []
+                if have < size:
+                    break
+            for _ in source:  # asked once more, the loader notices that its epoch is over
+                raise_untrue_length("more", "yielded batches after its last window")
+        finally:
+            self.end_window(number, left=True)
+            if self.began is began:
+                self.began = None
+
+
+def unfinished(window: Window[Any]) -> ContractError:
+    """What a save in the middle of a window raises."""
+    return ContractError(
+        "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",
+        found=f"{window.begun} of {len(window)} micro-batches were read, and the inner loop has not ended",
+        expected="a save between two windows, after optimizer.step()",
+        fix="leave `for batch in window` first; after a break: for _ in window: pass  # leaves the rest out",
+    )
+
+
+def check_steps(steps: object, what: str) -> None:
+    """Raise if this is no number of micro-batches.
+
+    Raises:
+        ValueError: The text says what it has to be.
+    """
+    check_count("accumulate_grads", what, steps, fix="weft.accumulate_grads(model, loader, ctx, steps=4)")
