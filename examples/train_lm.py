@@ -4,6 +4,7 @@
     weft launch -n 2 examples/train_lm.py           # two ranks: the same loss curve
     weft launch -n 2 examples/train_lm.py --resume  # goes on where a run ended, on any number of ranks
     weft report runs/train_lm                       # the run so far as one page of HTML
+    weft report runs/a runs/b                       # two runs, side by side
 
 The model is plain torch and knows nothing of weft; so is the loop, from `for step, window` on.
 Results go to `--out`: `model.safetensors`, checkpoints, a TensorBoard log, `log.jsonl` and `report.html`. Told to
@@ -117,7 +118,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     preempted = weft.on_preemption(ctx)
     events = monitoring.tensorboard(options.out, purge_step=done + 1, flush_s=0)  # no checkpoint is ahead of the log
     trackers = [events, monitoring.jsonl(options.out / "log.jsonl")]
-    weft.log({"explain": weft.explain(ctx)}, done, ctx, trackers)  # for the report
+    monitoring.log_start(done, ctx, trackers, settings=vars(options))  # for the report
     first = evaluate(model, held_out, ctx)
     speed = weft.monitoring.throughput(ctx)
     left = itertools.islice(speed.timed(endless(windows)), options.steps - done)
@@ -143,6 +144,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
             with speed.part("save"):
                 weft.save(state, checkpoints, step, ctx, keep=2)
         if preempted(step):
+            weft.log({"preempted": preempted.reason}, step, ctx, trackers)
             ctx.print(f"{preempted.reason}: saved after step {step}, --resume goes on there")
             raise SystemExit(preempted.exit_code)
 
@@ -151,8 +153,8 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     model = model.cpu()
     weft.log({"held_out_loss": last}, options.steps, ctx, trackers)
     if ctx.is_main:
-        weft.monitoring.write_report(options.out)
         save_file(model.state_dict(), options.out / "model.safetensors")
+        monitoring.write_report(options.out)
         if options.export is not None and (newest := weft.checkpoint.latest(checkpoints)):
             weft.export(newest, options.export)
         print(f"\n{model.write('def ', 300, options.seed)}\n")

@@ -312,7 +312,7 @@ def test_the_main_job_goes_on_after_sigterm_and_after_a_killed_rank(tmp_path):
     told_of = weft.monitoring.report.read(out)
     assert told_of.resumes[0] == told and len(told_of.resumes) == 2 and told_of.starts[0] == 0
     assert told_of.series["loss"] == pytest.approx(whole) and sorted(told_of.series["loss"]) == list(range(1, 51))
-    assert "went on after step" in (out / "report.html").read_text(encoding="utf-8")
+    assert "resumed after this step" in (out / "report.html").read_text(encoding="utf-8")
     weights = [load_file(folder / "model.safetensors") for folder in (undisturbed, out, exported)]
     assert all(torch.equal(value, other[name]) for other in weights[1:] for name, value in weights[0].items())
 

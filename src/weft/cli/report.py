@@ -1,4 +1,4 @@
-"""`weft report`: the folder of a run as one page of HTML."""
+"""`weft report`: the folder of a run, or of several, as one page of HTML."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from weft.errors import MissingExtra
 from weft.monitoring.report import write_report
 
 __all__ = ["add_parser", "run"]
@@ -16,28 +17,34 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand."""
     sub = commands.add_parser(
         "report",
-        help="render the logs and profiles of a run as one page of HTML",
+        help="render the logs and profiles of a run as one page of HTML, or compare several runs",
         allow_abbrev=False,
         description="Read JSON lines, CSV, event files of TensorBoard, profiles and names of checkpoints in a folder "
-        "and below, and write one page of HTML with plots of loss, throughput, the time of a step, and memory per "
-        "rank. The page loads nothing.",
+        "and below, and write one page of HTML with charts of loss, throughput, the time of a step, and memory per "
+        "rank. Of several folders, each chart shows all runs. The page loads nothing.",
     )
-    sub.add_argument("folder", help="of a run, where its trackers write")
-    sub.add_argument("--out", metavar="FILE", help="what to write; default: report.html in the folder")
+    sub.add_argument("folder", nargs="+", help="of a run, where its trackers write")
+    sub.add_argument(
+        "--out", metavar="FILE", help="what to write; default: report.html in the folder, of several runs here"
+    )
     sub.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page; returns 0, 1 if there is nothing to show or no place for it."""
-    out = Path(options.out) if options.out else Path(options.folder) / "report.html"
+    """Write the page; returns 0, 1 if there is nothing to show, no place for it, or no plotly."""
+    alone = len(options.folder) == 1
+    out = Path(options.out) if options.out else (Path(options.folder[0]) if alone else Path()) / "report.html"
     try:
-        found = write_report(options.folder, out=out)
-        if not (found.series or found.traces):
-            told = "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, and no profiles"
-            print(f"weft report: nothing to show in {options.folder}: {told}", file=sys.stderr)  # noqa: T201
-            return 1
-    except OSError as error:
+        runs = write_report(options.folder, out=out)
+    except (OSError, MissingExtra) as error:
         print(f"weft report: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    print(f"{out}: {len(found.series)} series, {len(found.traces)} profiles")  # noqa: T201
+    empty = [each for each in runs if not (each.series or each.traces)]
+    for found in empty:
+        told = "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, and no profiles"
+        print(f"weft report: nothing to show in {found.folder}: {told}", file=sys.stderr)  # noqa: T201
+    if len(empty) == len(runs):
+        return 1
+    num_series, num_traces = (sum(len(getattr(each, name)) for each in runs) for name in ("series", "traces"))
+    print(f"{out}: {num_series} series, {num_traces} profiles")  # noqa: T201
     return 0

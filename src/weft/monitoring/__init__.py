@@ -1,6 +1,7 @@
 """A run as numbers: logged, timed, profiled, watched, and rendered as a page.
 
 log.py          `log`, and trackers made of trackers: `every`, `chosen`, `averaged`
+log_start.py    `log_start`: what a program is that begins or resumes a run
 values.py       what a value may be: a number, a text, or one of `Image`, `Histogram`, `HParams`
 trackers/       where the numbers are written
 progress.py     `progress`: a bar in a terminal, lines elsewhere; one for all ranks
@@ -10,7 +11,7 @@ flops.py        floating-point operations of a function, and what a device can d
 profiler.py     `profile`: torch's profiler on a schedule, one trace per rank
 peak_memory.py  `peak_memory` by kind; memory given back; what is in memory, as a file
 health.py       `watch_health`: NaN, infinite and jumping losses, and where they arose
-report/         the folder of a run as one page of HTML
+report/         the folders of one or several runs as one page of HTML
 
 Nothing here changes what is computed. A rank communicates where the docstring says so, and nowhere else.
 """
@@ -18,6 +19,7 @@ Nothing here changes what is computed. A rank communicates where the docstring s
 from weft.monitoring.flops import count_flops, peak_flops
 from weft.monitoring.health import Finding, Health, watch_health
 from weft.monitoring.log import averaged, chosen, every, log
+from weft.monitoring.log_start import log_start
 from weft.monitoring.logger import logger
 from weft.monitoring.peak_memory import PeakMemory, peak_memory, release_memory, save_memory_snapshot
 from weft.monitoring.profiler import Profile, profile
@@ -62,6 +64,7 @@ __all__ = [
     "every",
     "jsonl",
     "log",
+    "log_start",
     "logger",
     "mlflow",
     "numbers_of",

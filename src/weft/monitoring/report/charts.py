@@ -1,249 +1,256 @@
-"""Numbers over steps as SVG: lines on one axis, or areas on top of each other."""
+"""What the charts of a page show, as plain values for the page's script: which series share an axis, in which unit."""
 
 from __future__ import annotations
 
-import html
-import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["chart", "table", "with_unit"]
+from weft.monitoring.report.read_run import Run
+from weft.monitoring.report.trace_events import Trace
 
-_HEIGHT = 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 30
-_MOST = 800  # points of a line; of more, the lowest and the highest of each stretch are drawn
-_HUES = 8
+__all__ = ["Chart", "chart", "charts_of", "folded_ranks", "trace_chart", "with_unit"]
 
-Points = Sequence[tuple[int, float]]
+TRAINING, SPEED, MEMORY = "Training", "Throughput and parts of a step", "Memory"
+PARTS = "step_s/"
+
+_MOST_LINES = 16  # in one chart; of more, as of a thousand ranks, the highest, the median and the lowest are drawn
+_MOST_POINTS, _FEWEST_POINTS, _ALL_POINTS = 2000, 50, 200_000  # of a line; of a page
+_MOST_LOST = 200  # values of a line that are not finite and marked
+
+Chart = dict[str, Any]
+Points = Mapping[int, float]
+
+
+def charts_of(runs: Mapping[str, Run]) -> dict[str, list[Chart]]:
+    """The charts of some runs by section.
+
+    Of one run, names that belong together share a chart: losses; everything below one name, such as
+    `memory_bytes/rank_0` and `memory_bytes/rank_1`; `step_s/...` as areas that add up. Of several runs each name has
+    a chart with a line per run, and a name that each rank has is the highest of all ranks.
+    """
+    if len(runs) == 1:
+        (run,) = runs.values()
+        groups, marks = _groups(run.series), run.resumes
+    else:
+        groups, marks = _compared(runs), []
+    lines = sum(min(len(each), _MOST_LINES) for each in groups.values())
+    most = max(_FEWEST_POINTS, min(_MOST_POINTS, _ALL_POINTS // max(lines, 1)))
+    if PARTS in groups:
+        groups.pop("step_s", None)
+    sections: dict[str, list[Chart]] = {TRAINING: [], SPEED: [], MEMORY: []}
+    for name in sorted(groups, key=lambda name: ("loss" not in name, not name.endswith("loss"))):
+        drawn = chart(name, groups[name], marks=marks, stacked=name == PARTS, wide=name == "loss", most=most)
+        if drawn is not None:
+            sections[_section(name)].append(drawn)
+    if len(runs) > 1:
+        sections[SPEED] += _mean_parts(runs)
+    return {title: drawn for title, drawn in sections.items() if drawn}
 
 
 def chart(
     title: str,
-    lines: Mapping[str, Mapping[int, float]],
+    lines: Mapping[str, Points],
     *,
     marks: Iterable[int] = (),
     stacked: bool = False,
     wide: bool = False,
-) -> str:
-    """Draw some series on one axis, as a figure with a legend; what is hovered over is told by the page's script.
+    most: int = _MOST_POINTS,
+) -> Chart | None:
+    """A chart of values over steps; None if there is not one.
 
     Args:
-        title: Of the figure.
-        lines: Values by step, by name; values that are not finite are marked at the top.
-        marks: Steps with a vertical line: where a run went on.
-        stacked: Draw areas that add up.
+        title: Name of what is shown.
+        lines: Values by step, by name; values that are not finite are gaps, and marked at the top.
+        marks: Steps with a vertical line: where a run was resumed.
+        stacked: Draw areas that add up; what was not measured in a step took no time.
         wide: Over the whole page instead of half of it.
+        most: Points of a line; of more, the lowest and the highest of each stretch.
     """
-    found = {name: points for name, each in lines.items() if (points := _finite(each))}
-    drawn = _filled(found) if stacked else {name: _thinned(points) for name, points in found.items()}
-    lost = {name: [s for s, v in sorted(points.items()) if not math.isfinite(v)] for name, points in lines.items()}
-    everything = [point for points in drawn.values() for point in points]
-    steps = [step for step, _ in everything] + [step for each in lost.values() for step in each]
+    steps = sorted({step for points in lines.values() for step in points})
     if not steps:
-        return ""
-    tops = _stacked(drawn) if stacked else drawn
-    values = [value for points in tops.values() for _, value in points] or [0.0, 1.0]
-    unit = _unit_of(title, max(map(abs, values)))
-    ends = (0.0 if stacked else min(values)) / unit[0], max(values) / unit[0]
-    ticks = [unit[0] * tick for tick in _axis(*ends, from_zero=_from_zero(title, values))]
-    low, high = ticks[0], ticks[-1]
-    width = 1200 if wide else 600
-    across = _Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
-    up = _Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
-    parts = [_grid(across, up, ticks, unit, len(set(steps)))]
-    parts += [
-        f'<line class="mark" x1="{across(step):.1f}" x2="{across(step):.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
-        f"<title>went on after step {step}</title></line>"
-        for step in marks
-        if min(steps) <= step <= max(steps)
+        return None
+    if stacked:
+        steps = steps[:: math.ceil(len(steps) / most)]
+        lines = {name: {step: points.get(step, 0.0) for step in steps} for name, points in lines.items()}
+    elif len(lines) > _MOST_LINES:
+        lines = _folded(lines)
+    finite = [value for points in lines.values() for value in points.values() if math.isfinite(value)]
+    factor, unit = _unit_of(title, max(map(abs, finite), default=1.0))
+    drawn = []
+    for color, (name, points) in enumerate(lines.items()):
+        lost = [(step, value) for step, value in sorted(points.items()) if not math.isfinite(value)][:_MOST_LOST]
+        kept = sorted([*_thinned(_finite(points), most), *((step, None) for step, _ in lost)])
+        drawn.append({
+            "name": _short(name, title),
+            "color": color,
+            "x": [step for step, _ in kept],
+            "y": [None if value is None else _rounded(value / factor) for _, value in kept],
+            "lost": [(step, str(value)) for step, value in lost],
+        })  # fmt: skip
+    return {
+        "title": "Parts of a step" if title == PARTS else _human(title.rstrip("/")),
+        "unit": unit,
+        "lines": drawn,
+        "marks": [step for step in marks if steps[0] <= step <= steps[-1]],
+        "stacked": stacked,
+        "wide": wide,
+        "span": steps[-1] - steps[0],
+        "fromZero": stacked or (_section(title) != TRAINING and min(finite, default=0.0) >= 0),
+    }
+
+
+def _bars(title: str, unit: str, rows: Sequence[str], lines: Mapping[str, Sequence[float]]) -> Chart:
+    """A chart of horizontal bars: in each row the lines' values, one after the other."""
+    drawn = [
+        {"name": name.removeprefix(PARTS), "color": color, "x": [_rounded(value) for value in values]}
+        for color, (name, values) in enumerate(lines.items())
     ]
-    hues = {name: f"h{index % _HUES}" for index, name in enumerate(lines)}
-    below: Points | None = None
-    for name, points in tops.items():
-        floor = below or [(step, 0.0) for step, _ in points]
-        parts.append(_drawn(points, across, up, hues[name], floor if stacked else None))
-        below = points
-    for name, steps_lost in lost.items():
-        parts += [
-            f'<circle class="lost {hues[name]}" cx="{across(step):.1f}" cy="{_TOP + 4}" r="4">'
-            f"<title>not finite at step {step}</title></circle>"
-            for step in steps_lost[:50]
-        ]
-    hover = {
-        "x": [across.low, across.high, across.start, across.stop], "unit": list(unit),
-        "lines": [{"name": name, "hue": hues[name], "points": points} for name, points in drawn.items()],
-    }  # fmt: skip
-    named = hues.items() if len(hues) > 1 else ()
-    legend = "".join(f'<li><i class="{hue}"></i>{html.escape(_short(name, title))}</li>' for name, hue in named)
-    kind = "chart broad" if wide else "chart"
-    return (
-        f'<figure class="{kind}"><figcaption>{html.escape(_human(title))}<ul>{legend}</ul></figcaption>'
-        f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{html.escape(_human(title))} by step">'
-        f'{"".join(parts)}<g class="hover" hidden=""><line y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></g></svg>'
-        f'<script type="application/json">{_json(hover)}</script><output></output></figure>'
-    )
+    return {"title": title, "unit": unit, "rows": list(rows), "lines": drawn, "wide": False}
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; numbers stand to the right."""
-    lines = "".join(
-        "<tr>"
-        + "".join(
-            f'<td class="n">{html.escape(str(cell))}</td>' if _is_number(cell) else f"<td>{html.escape(str(cell))}</td>"
-            for cell in row
-        )
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="wide"><table><thead><tr>{"".join(f"<th>{html.escape(h)}</th>" for h in head)}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div>"
-    )
+def trace_chart(trace: Trace) -> Chart | None:
+    """The operations of a trace by the time they took: on the accelerator if there is one."""
+    rows, place = (trace.device, "on the device") if trace.device else (trace.host, "on the CPU")
+    if not rows:
+        return None
+    name = f"Rank {trace.rank}, {trace.name}: operations {place}"
+    return _bars(name, "ms", [_clipped(row[0]) for row in rows], {"own time": [row[1] for row in rows]})
 
 
 def with_unit(name: str, value: float) -> str:
-    """A value as people read it; its name tells the unit.
+    """A value as people read it; its name says the unit.
 
     Example:
         >>> with_unit("memory_bytes/rank_0", 3 * 2**30), with_unit("tokens_per_s", 45_300.0), with_unit("step_s", 0.021)
-        ('3 GiB', '45.3 k', '21 ms')
+        ('3 GiB', '45.3 k/s', '21 ms')
     """
     if not math.isfinite(value):
         return str(value)
     factor, text = _unit_of(name, abs(value))
-    return f"{value / factor:.4g} {text}".rstrip()
+    return f"{value / factor:.4g}{'' if text.startswith('/') else ' '}{text}".rstrip()
 
 
-# -- the drawing --------------------------------------------------------------------------------------------
+# -- which series belong together ---------------------------------------------------------------------------
 
 
-class _Scale:
-    """From numbers to places."""
-
-    def __init__(self, low: float, high: float, start: float, stop: float) -> None:
-        self.low, self.high = (low, high) if high > low else (low - 0.5, high + 0.5)
-        self.start, self.stop = start, stop
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
-
-
-def _grid(across: _Scale, up: _Scale, ticks: Sequence[float], unit: tuple[float, str], num_steps: int) -> str:
-    parts = []
-    for tick in ticks:
-        y = up(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{across.stop}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        label = f"{tick / unit[0]:.4g}{'&#8239;' + unit[1] if unit[1] and tick == ticks[-1] else ''}"
-        parts.append(f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    whole = _whole(across.low, across.high) if num_steps > 1 else [round(across.low + 0.5)]
-    parts += [f'<text x="{across(s):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{s:,}</text>' for s in whole]
-    return "".join(parts)
+def _groups(series: Mapping[str, Points]) -> dict[str, Mapping[str, Points]]:
+    """Which series of a run share a chart; "a/" holds what is below a."""
+    groups: dict[str, dict[str, Points]] = {}
+    for name, points in series.items():
+        above, slash, _ = name.rpartition("/")
+        key = "loss" if name.endswith("loss") or name.startswith("loss/") else f"{above}/" if slash else name
+        groups.setdefault(key, {})[name] = points
+    return dict(groups)
 
 
-def _drawn(points: Points, across: _Scale, up: _Scale, hue: str, below: Points | None) -> str:
-    places = [f"{across(step):.1f},{up(value):.1f}" for step, value in points]
-    if below is not None:
-        back = [f"{across(step):.1f},{up(value):.1f}" for step, value in reversed(below)]
-        return f'<polygon class="area {hue}" points="{" ".join([*places, *back])}"/>'
-    dots = ""
-    if len(points) <= 2:
-        dots = "".join(
-            f'<circle class="dot {hue}" cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="4"/>' for p in places
-        )
-    return f'<polyline class="line {hue}" points="{" ".join(places)}"/>{dots}'
+def _compared(runs: Mapping[str, Run]) -> dict[str, Mapping[str, Points]]:
+    """Each name of some runs, with a line per run."""
+    groups: dict[str, dict[str, Points]] = {}
+    for label, run in runs.items():
+        for name, points in folded_ranks(run.series).items():
+            if not name.startswith(PARTS):
+                groups.setdefault(name, {each: {} for each in runs})[label] = points
+    return dict(groups)
 
 
-def _filled(lines: Mapping[str, Points]) -> dict[str, Points]:
-    """The same steps for all: what was not measured took no time."""
-    steps = sorted({step for points in lines.values() for step, _ in points})
-    steps = steps[:: math.ceil(len(steps) / _MOST)] if steps else []
-    values = {name: dict(points) for name, points in lines.items()}
-    return {name: [(step, known.get(step, 0.0)) for step in steps] for name, known in values.items()}
+def folded_ranks(series: Mapping[str, Points]) -> dict[str, Points]:
+    """One series instead of one per rank: the highest of all ranks."""
+    found: dict[str, dict[int, float]] = {}
+    for name, points in series.items():
+        above, _, below = name.rpartition("/")
+        if not re.fullmatch(r"rank_\d+", below):
+            found[name] = dict(points)
+            continue
+        highest = found.setdefault(f"{above} (highest rank)", {})
+        for step, value in points.items():
+            highest[step] = max(value, highest.get(step, value))
+    return dict(found)
 
 
-def _stacked(lines: Mapping[str, Points]) -> dict[str, Points]:
-    """Each series on top of those before."""
-    found: dict[str, Points] = {}
-    below: Points = []
-    for name, points in lines.items():
-        floor = dict(below)
-        found[name] = below = [(step, value + floor.get(step, 0.0)) for step, value in points]
-    return found
+def _mean_parts(runs: Mapping[str, Run]) -> list[Chart]:
+    """What a step of each run consists of, in the mean; a part that was not measured in a step took no time."""
+    names = list(dict.fromkeys(name for run in runs.values() for name in run.series if name.startswith(PARTS)))
+    if not names:
+        return []
+    means: dict[str, list[float]] = {name: [] for name in names}
+    for run in runs.values():
+        num_steps = len({step for name in names for step in run.series.get(name, {})}) or 1
+        for name in names:
+            means[name].append(sum(value for _, value in _finite(run.series.get(name, {}))) / num_steps)
+    factor, unit = _unit_of(PARTS, max(sum(each) for each in zip(*means.values(), strict=True)))
+    lines = {name: [value / factor for value in values] for name, values in means.items()}
+    return [_bars("Parts of a step, mean", unit, list(runs), lines)]
 
 
-def _finite(points: Mapping[int, float]) -> Points:
-    return [(step, value) for step, value in sorted(points.items()) if math.isfinite(value)]
+def _folded(lines: Mapping[str, Points]) -> dict[str, Points]:
+    """The highest, the median and the lowest of many lines."""
+    values: dict[int, list[float]] = {}
+    for points in lines.values():
+        for step, value in points.items():
+            values.setdefault(step, []).append(value)
+    ways = {f"highest of {len(lines)}": max, "median": statistics.median, "lowest": min}
+    return {name: {step: way(each) for step, each in values.items()} for name, way in ways.items()}
 
 
-def _thinned(points: Points) -> Points:
-    """Of many points the lowest and the highest of each stretch, so that no spike is lost."""
-    if len(points) <= _MOST:
-        return points
-    stretch = math.ceil(len(points) / (_MOST // 2))
-    kept = []
-    for start in range(0, len(points), stretch):
-        piece = points[start : start + stretch]
-        ends = {min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return [points[0], *[p for p in kept if p not in (points[0], points[-1])], points[-1]]
+def _section(name: str) -> str:
+    if name.startswith("step_s") or name.endswith(("_per_s", "data_share", "mfu")):
+        return SPEED
+    return MEMORY if "memory" in name or "bytes" in name else TRAINING
 
 
 # -- numbers and names ----------------------------------------------------------------------------------------
 
 
-def _axis(low: float, high: float, *, from_zero: bool) -> list[float]:
-    """About five round numbers, from below `low` to above `high`."""
-    low = min(low, 0.0) if from_zero else low
-    if high <= low:
-        low, high = low - abs(low) * 0.1 - 1e-12, high + abs(high) * 0.1 + 1e-12
-    size = _round_size((high - low) / 5)
-    return [round(n * size, 12) for n in range(math.floor(low / size), math.ceil(high / size) + 1)]
+def _finite(points: Points) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in sorted(points.items()) if math.isfinite(value)]
 
 
-def _round_size(rough: float) -> float:
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * 0.999)
+def _thinned(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Of many points the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(points) <= most:
+        return points
+    stretch = math.ceil(2 * len(points) / most)
+    kept = {points[0], points[-1]}
+    for start in range(0, len(points), stretch):
+        piece = points[start : start + stretch]
+        kept |= {min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])}
+    return sorted(kept)
 
 
-def _whole(low: float, high: float) -> list[int]:
-    """About five round steps between."""
-    size = max(round(_round_size((high - low) / 5)), 1)
-    return list(range(math.ceil(low / size) * size, math.floor(high) + 1, size))
-
-
-def _from_zero(title: str, values: Sequence[float]) -> bool:
-    """Amounts begin at zero; a loss does not have to."""
-    return min(values) >= 0 and any(word in title for word in ("_s", "bytes", "share", "mfu"))
+def _rounded(value: float) -> float:
+    return float(f"{value:.7g}")
 
 
 def _unit_of(name: str, largest: float) -> tuple[float, str]:
+    """By what a value is divided, and the unit it then has."""
     if "bytes" in name:
-        return next(((2.0**p, u) for p, u in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 2**p), (1.0, "B"))
+        return _prefix(largest, (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
     if name.endswith("share") or name == "mfu":
         return 0.01, "%"
-    seconds = name == "step_s" or name.startswith("step_s/")
-    if seconds:
-        return next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if largest >= s), (1e-6, "us"))
+    if name.startswith("step_s"):
+        return _prefix(largest, (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    per_s = "/s" if name.endswith("_per_s") else ""
     if largest >= 1e4:
-        return next((s, u) for s, u in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= s)
-    return 1.0, ""
+        factor, prefix = _prefix(largest, (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+        return factor, prefix + per_s
+    return 1.0, per_s
+
+
+def _prefix(largest: float, *units: tuple[float, str]) -> tuple[float, str]:
+    return next((each for each in units if largest >= each[0]), units[-1])
 
 
 def _human(title: str) -> str:
-    words = re.sub(r"_s$", " seconds", title.replace("_per_s", " per second")).replace("_bytes", "").replace("_", " ")
+    words = re.sub(r"_s$", " time", title.replace("_per_s", " per second")).replace("_bytes", "").replace("_", " ")
     return words[:1].upper() + words[1:]
 
 
 def _short(name: str, title: str) -> str:
-    return (name.removeprefix(f"{title}/") if name.startswith(f"{title}/") else name).replace("_", " ")
+    return name.removeprefix(f"{title.rstrip('/')}/")
 
 
-def _is_number(cell: object) -> bool:
-    text = str(cell)
-    return isinstance(cell, (int, float)) or (text[:1].isdigit() and text[-1:] in "0123456789%sBkMGT")
-
-
-def _json(value: object) -> str:
-    """JSON that cannot end the element it stands in."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+def _clipped(text: str, most: int = 48) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

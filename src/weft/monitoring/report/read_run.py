@@ -2,7 +2,7 @@
 
 [Note: a run that went on] A log is added to by each program that goes on with a run. What was logged after the
 checkpoint that it went on from was computed again, so a step that goes back takes the later ones back. A text
-with the name "explain" says that a program started there.
+with the name "explain", which `log_start` writes, says that a program started there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 from weft.monitoring.report.tensorboard_events import read_events
 from weft.monitoring.report.trace_events import Trace, read_trace
 
-__all__ = ["Run", "read"]
+__all__ = ["EXPLAIN", "Run", "read"]
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-EXPLAIN = "explain"
+EXPLAIN, PROGRAM = "explain", "program"  # texts that `log_start` writes
 
 
 @dataclass
@@ -31,10 +31,12 @@ class Run:
     Attributes:
         folder: Where.
         series: Values by step, for each name.
-        texts: The last text of each name.
+        texts: Texts with their steps, for each name.
         settings: Hyperparameters, by name.
         starts: Steps that were done when a program began, if it said so.
         resumes: Those of them that went on with something.
+        programs: What `log_start` wrote of each program: time, command, host, versions, ranks, settings.
+        ended: When the last file was written, in seconds since 1970.
         checkpoints: Names of folders with a manifest.
         traces: What profiles say.
         sources: Files that were read.
@@ -43,10 +45,12 @@ class Run:
 
     folder: Path
     series: dict[str, dict[int, float]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
+    programs: list[dict[str, Any]] = field(default_factory=list)
+    ended: float = 0.0
     checkpoints: list[str] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -86,7 +90,21 @@ def read(folder: str | Path) -> Run:
             _take_trace(run, path)
     found = [path.parent for path in files if path.name == "manifest.json"]
     run.checkpoints = [str(path.relative_to(run.folder)) for path in sorted(found, key=_natural)]
+    run.programs = [program for _, text in run.texts.pop(PROGRAM, []) if (program := _program(text))]
+    for program in run.programs:
+        run.settings |= program["settings"]
     return run
+
+
+def _program(text: str) -> dict[str, Any] | None:
+    try:
+        program = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(program, dict):
+        return None
+    settings = program.get("settings")
+    return program | {"settings": settings if isinstance(settings, dict) else {}}
 
 
 def _natural(path: Path) -> tuple[str, int]:
@@ -99,7 +117,7 @@ class _Log:
 
     def __init__(self) -> None:
         self.series: dict[str, dict[int, float]] = {}
-        self.texts: dict[str, str] = {}
+        self.texts: dict[str, list[tuple[int, str]]] = {}
         self.settings: dict[str, Any] = {}
         self.starts: list[int] = []
         self.resumes: list[int] = []
@@ -117,12 +135,13 @@ class _Log:
             elif isinstance(value, dict):
                 self.settings.update(value)
             elif isinstance(value, str):
-                self.texts[name] = value
+                self.texts.setdefault(name, []).append((step, value))
 
     def _go_back(self, step: int, *, begins: bool) -> None:
         """Forget what comes after `step`, or at it if its values come now."""
         if begins and step == 0:  # from the beginning: another run in the same folder
             self.series.clear()
+            self.texts.clear()
             self.starts.clear()
             self.resumes.clear()
         for points in self.series.values():
@@ -139,6 +158,8 @@ def _take(run: Run, path: Path, log: _Log | None) -> None:
     if log is None:
         return
     run.sources.append(str(path.relative_to(run.folder)))
+    files = [path] if path.is_file() else path.glob("events.out.tfevents.*")
+    run.ended = max(run.ended, *(file.stat().st_mtime for file in files))
     for name, points in log.series.items():
         if points and (name not in run.series or _differs(run.series[name], points)):
             place = path.parent if path.is_file() else path
@@ -223,8 +244,3 @@ def _take_trace(run: Run, path: Path) -> None:
     if trace is not None:
         run.traces.append(trace)
         run.sources.append(str(path.relative_to(run.folder)))
-
-
-def finite(points: Mapping[int, float]) -> Iterable[tuple[int, float]]:
-    """Steps and values that can be drawn, in order."""
-    return [(step, value) for step, value in sorted(points.items()) if math.isfinite(value)]

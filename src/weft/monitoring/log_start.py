@@ -1,0 +1,86 @@
+"""`log_start`: what a program is that begins or resumes a run, for the report and for whoever reads the log."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import json
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.context import DistContext, explain
+from weft.monitoring.log import log
+from weft.monitoring.values import Tracker
+
+__all__ = ["log_start"]
+
+
+def log_start(
+    step: int,
+    ctx: DistContext,
+    trackers: Tracker | Iterable[Tracker],
+    *,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Log what a program is that begins or resumes a run; call it once, before the first step.
+
+    Two texts are logged: "explain", the context as `weft.explain` prints it, and "program", a line of JSON with the
+    time, the command line, the host, the versions of weft, torch and Python, the git commit of the script, the number
+    of ranks and nodes, the device, the transforms and `settings`. `weft report` shows them, and compares them between
+    runs. The command line is written as it is: give secrets in another way.
+
+    Changes: nothing. Collectives: those of `weft.log`.
+
+    Args:
+        step: The last step that is done: 0, or that of the checkpoint which was restored.
+        ctx: After all transforms.
+        trackers: As for `weft.log`.
+        settings: Hyperparameters by name, such as `vars(options)`.
+
+    Example:
+        >>> import weft
+        >>> log_start(0, weft.local(), lambda values, step: print(step, sorted(values)), settings={"lr": 0.1})
+        0 ['explain', 'program']
+    """
+    program = json.dumps(_program(ctx, settings or {}), default=str) if ctx.is_main else ""
+    log({"explain": explain(ctx), "program": program}, step, ctx, trackers)
+
+
+def _program(ctx: DistContext, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "host": socket.gethostname(),
+        "weft": importlib.metadata.version("weft"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(Path(sys.argv[0]).resolve().parent),
+        "ranks": ctx.world_size,
+        "nodes": ctx.num_nodes,
+        "device": ctx.device.type,
+        "attempt": ctx.attempt,
+        "transforms": [record.name for record in ctx.applied],
+        "settings": dict(settings),
+    }
+
+
+def _commit(folder: Path) -> str:
+    """Of the repository that a folder is in, with "-dirty" if files in it were changed; empty if there is none."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    command = [git, "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip()
