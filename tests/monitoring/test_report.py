@@ -2,15 +2,18 @@
 
 import base64
 import hashlib
+import html
 import html.parser
 import json
 import re
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import plotly.offline
 import pytest
 import torch
 
@@ -18,14 +21,14 @@ import weft
 from weft import monitoring
 from weft.cli import main
 from weft.monitoring import HParams
-from weft.monitoring.report import read, render, write_report
-from weft.monitoring.report.charts import chart, with_unit
+from weft.monitoring.report import Run, read, render, write_report
+from weft.monitoring.report.charts import chart, charts_of, with_unit
 
 
 class _Page(html.parser.HTMLParser):
     """A page taken apart; raises where elements do not fit into each other."""
 
-    VOID = frozenset({"meta", "link"})
+    VOID = frozenset({"meta", "link", "input"})
 
     def __init__(self, text):
         super().__init__()
@@ -49,15 +52,18 @@ class _Page(html.parser.HTMLParser):
         self.parts.setdefault(self.stack[-1] if self.stack else "", []).append(data)
 
     def charts(self):
-        return [json.loads(text) for text in self.parts.get("script", []) if text.startswith("{")]
+        """What the page draws, by title; one place on the page for each."""
+        found = json.loads(next(text for text in self.parts["script"] if text.startswith("[")))
+        places = [int(a["data-chart"]) for _, a in self.elements if a.get("class") == "plot"]
+        assert places == list(range(len(found)))
+        return {each["title"]: each for each in found}
 
     def series(self):
-        return {line["name"]: line["points"] for each in self.charts() for line in each["lines"]}
+        return {line["name"]: _points(line) for each in self.charts().values() for line in each["lines"]}
 
 
-def _pictures(text):
-    """The SVG of a page, parsed as XML."""
-    return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+def _points(line):
+    return dict(zip(line["x"], line["y"], strict=True))
 
 
 def _log_a_run(folder, steps, trackers, *, explain=True, first=1.0):
@@ -81,79 +87,148 @@ def test_a_run_becomes_a_page(tmp_path):
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = _Page(text)
-    assert page.series()["loss"] == [[step, 1.0 / step] for step in range(1, 21)]
-    assert page.series()["held_out_loss"] == [[20, 0.01]]
-    together = [sorted(line["name"] for line in each["lines"]) for each in page.charts()]
-    assert ["held_out_loss", "loss"] in together and ["memory_bytes/rank_0", "memory_bytes/rank_1"] in together
-    assert ["step_s/data", "step_s/rest"] in together and ["tokens_per_s"] in together
+    assert page.series()["loss"] == pytest.approx({step: 1.0 / step for step in range(1, 21)}, rel=1e-6)
+    assert page.series()["held_out_loss"] == {20: 0.01}
+    together = {title: [line["name"] for line in each["lines"]] for title, each in page.charts().items()}
+    assert together == {
+        "Loss": ["loss", "held_out_loss"], "Learning rate": ["lr"], "Tokens per second": ["tokens_per_s"],
+        "Data share": ["data_share"], "Parts of a step": ["data", "rest"], "Memory": ["rank_0", "rank_1"],
+    }  # fmt: skip
+    units = {title: each["unit"] for title, each in page.charts().items()}
+    assert units["Memory"] == "GiB" and units["Parts of a step"] == "ms" and units["Tokens per second"] == "k/s"
     assert page.parts["h2"] == [
-        "Loss", "Throughput", "Time and memory", "More", "Settings", "Checkpoints and restarts",
+        "Training", "Throughput and parts of a step", "Memory", "Checkpoints, preemptions and failures", "Settings",
     ]  # fmt: skip
-    assert len(_pictures(text)) == len(together)
     cells = page.parts["td"]
-    assert "seed" in cells and "timeout_s" in cells and "checkpoints/step-00000010" in cells and "lr" in cells
+    assert (
+        "seed" in cells and "timeout_s" in cells and "checkpoint checkpoints/step-00000010" in cells and "lr" in cells
+    )
     assert "2 GiB" in page.parts["dd"] and "1 on cpu" in page.parts["dd"]
+
+
+def test_the_head_says_what_ran_where_and_how(tmp_path):
+    ctx = weft.local()
+    monitoring.log_start(0, ctx, monitoring.jsonl(tmp_path / "log.jsonl"), settings={"lr": 0.5, "out": Path("runs")})
+    _log_a_run(tmp_path, range(1, 4), monitoring.jsonl(tmp_path / "log.jsonl"), explain=False)
+    (run,) = write_report(tmp_path)
+    page = _Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    about = dict(zip(page.parts["dt"], page.parts["dd"], strict=True))
+    assert about["Ranks"] == "1 on cpu, 1 node(s)" and about["Host"] == socket.gethostname()
+    assert f"torch {torch.__version__}" in about["Versions"] and "UTC" in about["Started"] and about["Duration"]
+    assert shlex.join(sys.argv)[:20] in about["Command"]
+    assert run.settings == {"lr": 0.5, "out": "runs"} and "out" in page.parts["td"]
+    assert "program" not in run.texts and len(run.programs) == 1
+
+
+def test_the_commit_of_the_script_is_known(tmp_path, monkeypatch):
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
+    (tmp_path / "train.py").write_text("pass")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True, timeout=60).strip()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py"), "--lr", "1"])
+    seen = []
+    monitoring.log_start(0, weft.local(), lambda values, step: seen.append(json.loads(values["program"])))
+    (tmp_path / "train.py").write_text("pass  # changed")
+    monitoring.log_start(0, weft.local(), lambda values, step: seen.append(json.loads(values["program"])))
+    assert [each["commit"] for each in seen] == [commit[:12], f"{commit[:12]}-dirty"]
+    assert seen[0]["command"].endswith("train.py --lr 1")
+
+
+def test_several_runs_are_compared(tmp_path, monkeypatch):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for lr, folder in zip((0.5, 0.1), folders, strict=True):
+        tracker = monitoring.jsonl(folder / "log.jsonl")
+        monitoring.log_start(0, weft.local(), tracker, settings={"lr": lr, "batch": 8})
+        _log_a_run(folder, range(1, 6), tracker, explain=False, first=lr)
+    monitoring.jsonl(folders[1] / "log.jsonl")({"only_in_b": 7.0}, step=5)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "a", "b"]) == 0
+    page = _Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    charts = page.charts()
+    lines = {title: [line["name"] for line in each["lines"]] for title, each in charts.items() if "rows" not in each}
+    assert all(each == ["a", "b"] for each in lines.values())
+    assert list(lines) == [
+        "Loss", "Learning rate", "Only in b", "Tokens per second", "Data share", "Step time", "Memory (highest rank)",
+    ]  # fmt: skip
+    for line, lr in zip(charts["Loss"]["lines"], (0.5, 0.1), strict=True):
+        assert _points(line) == pytest.approx({step: lr / step for step in range(1, 6)}, rel=1e-6)
+    assert [line["x"] for line in charts["Only in b"]["lines"]] == [[], [5]]
+    assert _points(charts["Memory (highest rank)"]["lines"][0]) == dict.fromkeys(range(1, 6), 2.0)
+    parts = charts["Parts of a step, mean"]
+    assert parts["rows"] == ["a", "b"] and [line["x"] for line in parts["lines"]] == [[100.0, 100.0], [400.0, 400.0]]
+    cells = page.parts["td"]
+    final = cells.index("loss")
+    assert cells[final : final + 3] == ["loss", "0.1", "0.02"] and cells[-3:] == ["lr", "0.5", "0.1"]
+    assert "batch" not in cells and page.parts["h2"][-1] == "Settings that differ"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for folder in ("x/run", "y/run"):
+        _log_a_run(tmp_path / folder, range(1, 3), monitoring.jsonl(tmp_path / folder / "log.jsonl"))
+    out = tmp_path / "both.html"
+    runs = write_report([tmp_path / "x/run", tmp_path / "y/run"], out=out)
+    lines = _Page(out.read_text(encoding="utf-8")).charts()["Loss"]["lines"]
+    assert [line["name"] for line in lines] == ["x/run", "y/run"] and len(runs) == 2
 
 
 def test_the_page_loads_nothing_and_is_light_and_dark(tmp_path):
     _log_a_run(tmp_path, range(1, 4), monitoring.jsonl(tmp_path / "log.jsonl"))
-    text = render(read(tmp_path))
+    text = render([read(tmp_path)])
     page = _Page(text)
-    assert "://" not in text and "@import" not in text and "url(" not in text
+    own = text.replace(plotly.offline.get_plotlyjs(), "")
+    assert len(own) < 40_000 < len(text) and "://" not in own and "@import" not in own and "url(" not in own
     links = {value for _, attributes in page.elements for name, value in attributes.items() if name in ("src", "href")}
     assert links == {"data:,"}
     policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
     for tag in ("style", "script"):
-        (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        (inner,) = re.findall(f'<{tag}(?: id="plotly.js-style-global")?>(.*?)</{tag}>', text, re.DOTALL)
         hashed = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{hashed}'" in policy
     assert not any("style" in attributes for _, attributes in page.elements)  # the policy forbids these
-    assert "prefers-color-scheme: dark" in text
-    colors = re.findall(r"--c\d: (#\w+)", text)
-    assert len(colors) == 16 and len(set(colors)) == 16
-
-
-def test_lines_are_drawn_where_the_numbers_are():
-    (picture,) = _pictures(chart("loss", {"loss": {0: 0.0, 50: 5.0, 100: 10.0}}))
-    (line,) = [e for e in picture.iter() if e.get("class", "").startswith("line")]
-    places = [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
-    (x0, y0), (x1, y1), (x2, y2) = places
-    assert x1 == pytest.approx((x0 + x2) / 2) and y1 == pytest.approx((y0 + y2) / 2) and y2 < y0 and x2 > x0
-    labels = [e.text for e in picture.iter("text")]
-    assert "0" in labels and "10" in labels and "100" in labels
+    assert "color-scheme: light dark" in text and "prefers-color-scheme: dark" in own
+    colors = re.findall(r"--c\d: light-dark\((#\w+), (#\w+)\)", text)
+    assert len({each for pair in colors for each in pair}) == 16
 
 
 def test_a_spike_is_not_lost_when_points_are_many():
     points = dict.fromkeys(range(100000), 1.0) | {77_777: 50.0}
-    page = _Page(chart("loss", {"loss": points}))
-    (drawn,) = page.series().values()
-    assert len(drawn) < 1000 and [77_777, 50.0] in drawn and drawn[0] == [0, 1.0] and drawn[-1] == [99_999, 1.0]
+    (line,) = chart("loss", {"loss": points})["lines"]
+    drawn = _points(line)
+    assert len(drawn) < 2500 and drawn[77_777] == 50.0 and drawn[0] == drawn[99_999] == 1.0
+
+
+def test_the_page_stays_small_whatever_was_logged(tmp_path):
+    steps = range(20_000)
+    series = {f"metric_{index}": dict(zip(steps, map(float, steps), strict=True)) for index in range(100)}
+    series |= {f"memory_bytes/rank_{rank}": dict.fromkeys(range(500), 2.0**30 + rank) for rank in range(1000)}
+    charts = charts_of({"a": Run(tmp_path, series=series)})
+    lines = [line for drawn in charts.values() for each in drawn for line in each["lines"]]
+    assert sum(len(line["x"]) for line in lines) < 250_000
+    (memory,) = charts["Memory"]
+    assert [line["name"] for line in memory["lines"]] == ["highest of 1000", "median", "lowest"]
+    assert [line["y"][0] for line in memory["lines"]] == pytest.approx([1.0] * 3, rel=1e-5)
 
 
 def test_areas_add_up_and_a_part_that_was_not_measured_took_no_time():
     times = {"step_s/data": {1: 1.0, 2: 1.0}, "step_s/save": {2: 2.0}, "step_s/rest": {1: 3.0, 2: 3.0}}
-    text = chart("step_s", times, stacked=True)
-    (picture,) = _pictures(text)
-    tops = []
-    for area in (e for e in picture.iter() if e.get("class", "").startswith("area")):
-        places = [tuple(map(float, pair.split(","))) for pair in area.get("points").split()]
-        tops.append([y for _, y in places[: len(places) // 2]])
-    zero = max(y for area in tops for y in area) + (tops[1][0] - tops[0][0])
-    unit = (tops[0][0] - tops[2][0]) / 3  # of a second, downwards
-    bottom = tops[0][0] + unit
-    heights = [[(bottom - y) / unit for y in area] for area in tops]
-    assert heights == [pytest.approx(row, abs=0.05) for row in ([1, 1], [1, 3], [4, 6])], zero
-    assert _Page(text).series()["step_s/save"] == [[1, 0.0], [2, 2.0]]
+    drawn = chart("step_s/", times, stacked=True)
+    assert drawn["stacked"] and drawn["unit"] == "s" and drawn["fromZero"]
+    lines = {line["name"]: _points(line) for line in drawn["lines"]}
+    assert lines == {"data": {1: 1.0, 2: 1.0}, "save": {1: 0.0, 2: 2.0}, "rest": {1: 3.0, 2: 3.0}}
 
 
 def test_numbers_that_are_not_finite_are_marked(tmp_path):
     weft.log({"loss": 1.0}, 1, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
     weft.log({"loss": float("nan")}, 2, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
     weft.log({"loss": float("-inf"), "other": float("inf")}, 3, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
-    text = render(read(tmp_path))
-    assert text.count("not finite at step 2") == 1 and text.count("not finite at step 3") == 2
-    assert _Page(text).series() == {"loss": [[1, 1.0]]}
+    text = render([read(tmp_path)])
+    page = _Page(text)
+    assert page.series() == {"loss": {1: 1.0, 2: None, 3: None}, "other": {3: None}}
+    assert page.charts()["Loss"]["lines"][0]["lost"] == [[2, "nan"], [3, "-inf"]]
+    told = [cell for cell in page.parts["td"] if "not finite" in cell]
+    assert told == ["loss is not finite at 2 step(s): 2, 3", "other is not finite at 1 step(s): 3"]
 
 
 def test_a_run_that_went_on_is_one_curve(tmp_path):
@@ -163,8 +238,11 @@ def test_a_run_that_went_on_is_one_curve(tmp_path):
     run = read(tmp_path)
     assert run.starts == [0, 7] and run.resumes == [7]
     assert run.series["loss"] == {step: (1.0 if step < 8 else 2.0) / step for step in range(1, 16)}
-    text = render(run)
-    assert text.count("went on after step 7") == len(_pictures(text))
+    text = render([run])
+    page = _Page(text)
+    assert (
+        all(each["marks"] == [7] for each in page.charts().values()) and "resumed after this step" in page.parts["td"]
+    )
     _log_a_run(tmp_path, range(1, 3), tracker)  # from the beginning, in the same folder
     run = read(tmp_path)
     assert run.starts == [0] and run.resumes == [] and sorted(run.series["loss"]) == [1, 2]
@@ -188,7 +266,7 @@ def test_every_kind_of_log_gives_the_same_page(tmp_path, kind):
     run = read(tmp_path)
     assert run.series["loss"] == pytest.approx({step: 1.0 / step for step in range(1, 6)})  # float32 in event files
     assert run.series["memory_bytes/rank_1"] == dict.fromkeys(range(1, 6), 2.0**31)
-    assert kind == "csv" or run.texts["explain"].startswith("rank 0 of 1 on cpu")
+    assert kind == "csv" or run.texts["explain"][-1][1].startswith("rank 0 of 1 on cpu")
     assert not run.problems
 
 
@@ -205,38 +283,64 @@ def test_a_number_that_several_trackers_wrote_is_shown_once(tmp_path):
 
 
 BROWSER = next(filter(None, map(shutil.which, ["chromium-headless-shell", "chromium", "google-chrome"])), None)
-POINTER = """<script>
+PROBE = """
 addEventListener("error", (event) => console.log("FAILED " + event.message));
-addEventListener("load", () => {
-  for (const svg of document.querySelectorAll("svg")) {
-    const box = svg.getBoundingClientRect(), x = box.left + box.width / 2, y = box.top + box.height / 2;
-    svg.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: y }));
-  }
-  document.title = [...document.querySelectorAll("output")].map((each) => each.textContent).join("; ");
-});
-</script></body>"""
+addEventListener("load", () => setTimeout(() => {
+  const [loss, memory] = ["Loss", "Memory"].map((title) => [...document.querySelectorAll("figure")]
+    .find((each) => each.querySelector("figcaption").textContent === title).querySelector(".plot"));
+  const seen = { plain: loss.data.length, ground: getComputedStyle(document.body).backgroundColor };
+  Plotly.Fx.hover(loss, { xval: 11 }, "xy");
+  seen.hover = loss.querySelector(".hoverlayer").textContent;
+  const slider = document.getElementById("smoothing");
+  slider.value = "0.5";
+  slider.dispatchEvent(new Event("input"));
+  seen.smoothed = loss.data.map((each) => each.y.slice(0, 3));
+  document.getElementById("log").click();
+  seen.scales = [loss, memory].map((each) => each._fullLayout.yaxis.type);
+  Plotly.relayout(loss, { "xaxis.range[0]": 5, "xaxis.range[1]": 9 }).then(() => {
+    seen.zoomed = memory._fullLayout.xaxis.range;
+    document.getElementById("theme").click();
+    seen.other = getComputedStyle(document.body).backgroundColor;
+    seen.took = performance.now();
+    document.title = JSON.stringify(seen);
+  });
+}, 500));
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_the_page_without_an_error_and_tells_values(tmp_path, scheme):
-    _log_a_run(tmp_path, range(1, 22), monitoring.jsonl(tmp_path / "log.jsonl"))
+def test_a_browser_draws_the_page_under_its_policy_and_every_control_works(tmp_path, scheme):
+    tracker = monitoring.jsonl(tmp_path / "log.jsonl")
+    _log_a_run(tmp_path, range(1, 22), tracker)
+    weft.log({"loss": float("nan"), "<b>bad</b><img src=x>": 1e-9, "step_s": 1.0}, 22, weft.local(), tracker)
+    with weft.monitoring.profile(weft.local(), tmp_path / "profile", active=1) as profile:
+        (torch.ones(64, 64) @ torch.ones(64, 64)).relu()
+        profile.step()
     write_report(tmp_path)
     page = tmp_path / "report.html"
-    page.write_text(page.read_text(encoding="utf-8").replace("</body>", POINTER), encoding="utf-8")
+    hashed = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
+    text = page.read_text(encoding="utf-8").replace("script-src ", f"script-src 'sha256-{hashed}' ", 1)
+    page.write_text(text.replace("</body></html>", f"<script>{PROBE}</script></body></html>"), encoding="utf-8")
     picture = tmp_path / "page.png"
-    options = ["--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
-    options += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", "--window-size=1280,2000"]
+    options = ["--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    options += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", "--window-size=1280,3000"]
     done = [
         subprocess.run(
-            [BROWSER, *options, what, page.as_uri()], check=True, capture_output=True, text=True, timeout=60
+            [BROWSER, *options, what, page.as_uri()], check=True, capture_output=True, text=True, timeout=100
         )
         for what in ("--dump-dom", f"--screenshot={picture}")
     ]  # fmt: skip
     assert not any("CONSOLE" in each.stderr for each in done), done[0].stderr  # errors, and what the page blocks
-    title = re.search(r"<title>(.*?)</title>", done[0].stdout)[1]
-    assert "step 11loss  0.090909" in title and "memory_bytes/rank_1  2 GiB" in title
+    seen = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done[0].stdout)[1]))
+    assert "step 11" in seen["hover"] and "0.090909" in seen["hover"]
+    assert len(seen["smoothed"]) == seen["plain"] + 1  # the raw values stay behind
+    assert seen["smoothed"][0] == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-6)
+    assert seen["smoothed"][1] == pytest.approx([1, (1 + 2 * 1 / 2) / 3, (1 + 2 * 1 / 2 + 4 * 1 / 3) / 7], rel=1e-6)
+    assert seen["scales"] == ["log", "log"] and seen["zoomed"] == [5, 9]
+    assert seen["ground"] != seen["other"] and (seen["ground"] == "rgb(20, 23, 26)") == (scheme == "dark")
+    assert "&lt;b&gt;bad" in done[0].stdout and "<b>bad" not in done[0].stdout
     assert len(picture.read_bytes()) > 20_000
 
 
@@ -245,14 +349,16 @@ def test_profiles_are_told_by_rank_and_time(tmp_path):
         for _ in range(3):
             (torch.ones(64, 64) @ torch.ones(64, 64)).relu()
             profile.step()
-    run = write_report(tmp_path)
+    (run,) = write_report(tmp_path)
     (trace,) = run.traces
     names = {name: calls for name, _, calls in trace.host}
     assert trace.rank == 0 and names["aten::mm"] == 2 and len(trace.steps) == 2
     whole = sum(trace.steps)
     assert 0 < sum(time for _, time, _ in trace.host) <= whole
     page = _Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "aten::mm" in page.parts["td"] and page.parts["h2"] == ["Profile"]
+    assert "aten::mm" in page.parts["td"] and page.parts["h2"] == ["Profiles"]
+    (drawn,) = page.charts().values()
+    assert drawn["unit"] == "ms" and "aten::mm" in drawn["rows"]
 
 
 def test_what_cannot_be_read_is_told_and_the_rest_is_shown(tmp_path):
@@ -261,16 +367,32 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_shown(tmp_path):
     (tmp_path / "other.csv").write_text("name,size\na,1\n")
     run = read(tmp_path)
     assert run.series == {"loss": {1: 2.0}} and len(run.problems) == 2
-    assert "log.jsonl: 2 lines are not JSON with a step" in render(run)
+    assert "log.jsonl: 2 lines are not JSON with a step" in render([run])
 
 
 def test_names_and_texts_cannot_break_the_page(tmp_path):
     bad = '</script><script>alert("x")</script>&<b>'
     weft.log({bad: 1.0, f"{bad}/loss": 2.0, "note": bad}, 1, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
-    text = render(read(tmp_path))
-    page = _Page(text)
-    assert "alert(" not in "".join(page.parts["script"][-1:]) and bad in page.series()
-    assert text.count("<script>") == 1 and len(_pictures(text)) == 2
+    monitoring.log_start(0, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"), settings={bad: bad})
+    weft.log({bad: 1.0, "health": bad, "preempted": bad}, 1, weft.local(), monitoring.jsonl(tmp_path / "log.jsonl"))
+    (tmp_path / "rank0.step1.json").write_text(
+        json.dumps({"traceEvents": [{"ph": "X", "dur": 5, "ts": 0, "cat": "cpu_op", "name": bad}]})
+    )
+    for runs in ([read(tmp_path)], [read(tmp_path)] * 2):
+        text = render(runs)
+        page = _Page(text)
+        assert "alert(" not in "".join(page.parts["script"][-1:]) and text.count("<script>") == 1
+        assert bad in text.replace("\\u003c", "<").replace('\\"', '"') and bad in page.parts["td"]
+        assert not any(tag == "b" for tag, _ in page.elements)
+
+
+def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
+    _log_a_run(tmp_path, range(1, 3), monitoring.jsonl(tmp_path / "log.jsonl"))
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(weft.errors.MissingExtra, match=r"pip install 'weft\[report\]'"):
+        write_report(tmp_path)
+    assert main(["report", str(tmp_path)]) == 1
+    assert "pip install 'weft[report]'" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
 def test_the_command_says_when_there_is_nothing(tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from weft.monitoring.report.read_run import Run
@@ -18,6 +18,7 @@ PARTS = "step_s/"
 
 _MOST_LINES = 16  # in one chart; of more, as of a thousand ranks, the highest, the median and the lowest are drawn
 _MOST_POINTS, _FEWEST_POINTS, _ALL_POINTS = 2000, 50, 200_000  # of a line; of a page
+_FULL_NAMES = {"lr": "Learning rate", "mfu": "Model FLOPs utilization", PARTS: "Parts of a step"}
 _MOST_LOST = 200  # values of a line that are not finite and marked
 
 Chart = dict[str, Any]
@@ -91,7 +92,7 @@ def chart(
             "lost": [(step, str(value)) for step, value in lost],
         })  # fmt: skip
     return {
-        "title": "Parts of a step" if title == PARTS else _human(title.rstrip("/")),
+        "title": _human(title),
         "unit": unit,
         "lines": drawn,
         "marks": [step for step in marks if steps[0] <= step <= steps[-1]],
@@ -191,7 +192,11 @@ def _folded(lines: Mapping[str, Points]) -> dict[str, Points]:
     for points in lines.values():
         for step, value in points.items():
             values.setdefault(step, []).append(value)
-    ways = {f"highest of {len(lines)}": max, "median": statistics.median, "lowest": min}
+    ways: dict[str, Callable[[list[float]], float]] = {
+        f"highest of {len(lines)}": max,
+        "median": statistics.median,
+        "lowest": min,
+    }
     return {name: {step: way(each) for step, each in values.items()} for name, way in ways.items()}
 
 
@@ -244,7 +249,13 @@ def _prefix(largest: float, *units: tuple[float, str]) -> tuple[float, str]:
 
 
 def _human(title: str) -> str:
-    words = re.sub(r"_s$", " time", title.replace("_per_s", " per second")).replace("_bytes", "").replace("_", " ")
+    if title in _FULL_NAMES:
+        return _FULL_NAMES[title]
+    words = (
+        re.sub(r"_s$", " time", title.rstrip("/").replace("_per_s", " per second"))
+        .replace("_bytes", "")
+        .replace("_", " ")
+    )
     return words[:1].upper() + words[1:]
 
 

@@ -99,14 +99,17 @@
         ...(zoom ? { range: zoom } : { autorange: true }), ...(chart.span < 8 ? { dtick: 1 } : {}),
       },
       yaxis: {
-        ...axis, title: { text: chart.unit }, exponentformat: "power", rangemode: chart.fromZero ? "tozero" : "normal",
+        ...axis, title: { text: chart.unit }, exponentformat: "e", rangemode: chart.fromZero ? "tozero" : "normal",
         type: logarithmic.checked && !chart.stacked ? "log" : "linear",
       },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       shapes: chart.marks.map((step) => ({
         type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1,
         line: { color: color("mark"), width: 1, dash: "dash" },
-        label: { text: "resumed", textposition: "end", font: { size: 10, color: color("mark") } },
+      })),
+      annotations: chart.marks.map((step) => ({
+        x: step, yref: "paper", y: 0, xanchor: "left", yanchor: "bottom", text: "resumed", textangle: -90,
+        showarrow: false, font: { size: 10, color: color("mark") },
       })),
     };
   }

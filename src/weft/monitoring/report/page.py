@@ -116,7 +116,7 @@ def _plotly() -> str:
 
 
 def _own(name: str) -> str:
-    return _one_element(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+    return _one_element(importlib.resources.files("weft.monitoring.report").joinpath(name).read_text(encoding="utf-8"))
 
 
 def _one_element(text: str) -> str:
