@@ -217,7 +217,7 @@ def test_no_page_names_features_by_id():
 def test_rows_of_the_features_have_a_cell_for_each_library():
     rows = [line for line in _text(DOCS / "features.md").splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
-    marks = re.compile(r"(✓|–|partly)( \(.*\))?|")
+    marks = re.compile(r"(✓|\u2013|partly)( \(.*\))?|")
     assert [row for row in cells if len(row) != 6] == []
     bad = [row for row in cells if row[0] != "feature" and not all(marks.fullmatch(cell) for cell in row[2:])]
     assert bad == []
