@@ -16,7 +16,7 @@ html_title = f"weft {version}"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 
-# Docstrings write names in single backticks; those of the API become links.
+# Docstrings write names in single backticks; names of the API become links.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
@@ -31,7 +31,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(?!weft\.).*"),
-    ("py:class", r"weft\..*\.(_\w+|[A-Z]|Cutting|TorchEngine|World)"),  # type variables, and what is not public
+    ("py:class", r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|TorchEngine|World)"),  # type variables, and what is not public
 ]
 
 _OWN_FIELDS = re.compile(r"(Changes|Collectives|Source): (.*)")
@@ -40,7 +40,7 @@ _NAME = re.compile(r"(?<![`:])`([^`]+)`(?!`)")
 
 
 def _as_role(found: re.Match[str]) -> str:
-    """A name as a link, code as code: napoleon would cut code at a colon."""
+    """A name as a link, code as code: napoleon would split code at a colon."""
     return f":py:obj:`{found[1]}`" if re.fullmatch(r"[\w.]+", found[1]) else f"``{found[1]}``"
 
 
@@ -63,13 +63,13 @@ def show_own_fields(app: Any, what: str, name: str, obj: object, options: Any, l
 
 
 def find_by_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
-    """Let a type in a signature, `weft.context.distcontext.DistContext`, lead to `weft.DistContext`."""
+    """Let a type in a signature, `weft.context.distcontext.DistContext`, link to `weft.DistContext`."""
     target = node.get("reftarget", "")
-    room, name = target.split(".")[1:2], target.rpartition(".")[2]
+    package, name = target.split(".")[1:2], target.rpartition(".")[2]
     if node.get("refdomain") != "py" or not target.startswith("weft."):
         return None
     domain = env.get_domain("py")
-    for public in (f"weft.{name}", f"weft.{'.'.join(room)}.{name}"):
+    for public in (f"weft.{name}", f"weft.{'.'.join(package)}.{name}"):
         if public != target:
             found = domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
             if found is not None:
