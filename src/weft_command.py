@@ -110,6 +110,7 @@ def _by_fork() -> Iterator[None]:
 
 
 def _cores() -> int:
+    # As weft.environments.cores_here, which cannot be imported here: importing weft imports torch.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -14,7 +14,7 @@ import weft
 import weft.cli
 from weft.environments import Topology
 from weft.peers import connect as reaching
-from weft.peers.connect import interface_to, listen_at, reach
+from weft.peers.connect import interface_to, listen_at, open_store, reach
 
 _start_module = sys.modules["weft.context.start"]  # the package has a function of this name
 NOWHERE = "no-such-host.invalid"
@@ -128,7 +128,7 @@ def test_a_port_at_which_somebody_listens_and_says_nothing():
         with pytest.raises(
             weft.errors.ContextError, match=r"(?s)rank 1 of 2 cannot meet.*said nothing for 0\.5 s.*fix:"
         ):
-            _start_module._store(place, 0.5, serves=False)
+            open_store(place, 0.5, serves=False)
         assert time.monotonic() - begin < 10
 
 
@@ -148,7 +148,7 @@ def test_the_store_listens_at_the_address_that_was_chosen(host, bound):
 def test_the_store_of_rank_0_is_at_the_chosen_address_only():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    store = _start_module._store(Topology(world_size=1, master_addr="127.0.0.1", master_port=port), 5, serves=True)
+    store = open_store(Topology(world_size=1, master_addr="127.0.0.1", master_port=port), 5, serves=True)
     store.set("a", "b")
     with socket.create_server(("127.0.0.2", port)):  # would be taken, if it listened everywhere
         assert store.get("a") == b"b"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.context.settings import resolve
-from weft.environments import topology
+from weft.environments import cores_here, topology
 from weft.errors import ContextError
 from weft.peers.connect import interface_to
 
@@ -104,7 +104,7 @@ def _versions() -> Verdict:
 
 
 def _devices() -> Verdict:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(cores_here())
     if not torch.accelerator.is_available():
         return Verdict("devices", "ok", f"{cores} CPU cores, no accelerator")
     kind = torch.accelerator.current_accelerator()

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.context.config import Config, read_config
 from weft.context.settings import CONFIG_VARIABLE, resolve
-from weft.environments import topology
+from weft.environments import cores_here, topology
 from weft.errors import ContextError
 from weft.launching.plan import make_plan
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         file = read_config(path) if path else Config("", {}, {})
         place = topology(env)
         settings = resolve({}, env, place.source, (file.path, file.start))
-        plan = make_plan({}, file, cores=os.cpu_count() or 1, omp_num_threads=env.get("OMP_NUM_THREADS"))
+        plan = make_plan({}, file, cores=len(cores_here()), omp_num_threads=env.get("OMP_NUM_THREADS"))
     except ContextError as error:
         print(f"weft {error}", file=sys.stderr)  # noqa: T201
         return 2

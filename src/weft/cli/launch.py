@@ -21,10 +21,11 @@ from typing import Any
 
 from weft.context.config import LAUNCH, read_config
 from weft.context.settings import CONFIG_VARIABLE
+from weft.environments import cores_here
 from weft.errors import ContextError, message
 from weft.launching.agent import supervise
 from weft.launching.failures import Ending
-from weft.launching.plan import MEETING_S, Plan, cores_here, make_plan
+from weft.launching.plan import MEETING_S, Plan, make_plan
 from weft.launching.rank_main import end_with_parent, run_target
 from weft.launching.slurm import batch_script
 from weft.peers.connect import is_here, reach

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from weft.checks import check_count
 from weft.collectives.encoding import bytes_tensor, decode, encode
 from weft.collectives.primitives import all_gather_flat, all_gather_words, enter, finish, peers_named
 from weft.context import DistContext, World
@@ -240,10 +241,4 @@ def _receive(ctx: DistContext, world: World, what: str, source: int) -> Any:
 
 
 def _check_source(what: str, source: int, ctx: DistContext) -> None:
-    if not 0 <= source < ctx.world_size:
-        raise value_error(
-            f"{what}: source = {source} is not a rank",
-            found=str(source),
-            expected=f"0 to {ctx.world_size - 1}",
-            fix=f"weft.{what}(value, ctx, source=0)",
-        )
+    check_count(what, "source", source, least=0, below=ctx.world_size, fix=f"weft.{what}(value, ctx, source=0)")

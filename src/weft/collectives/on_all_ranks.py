@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from weft.context import DistContext
+from weft.environments import cores_here
 from weft.errors import PeerError
 from weft.peers.agreement import agree, disagree, exchange
 from weft.peers.liveness import absent
@@ -58,8 +58,7 @@ def from_main(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
 
 def num_threads(ctx: DistContext) -> int:
     """How many threads of this rank may move bytes: its share of the cores of the node, of which a few are enough."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // ctx.local_world_size, 1), 4)
+    return min(max(len(cores_here()) // ctx.local_world_size, 1), 4)
 
 
 def _tried(what: str, ctx: DistContext, work: Callable[[], R]) -> R:

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from weft.checks import check_choice
 from weft.collectives.exchange import Gathering, Routes, Summing
 from weft.collectives.primitives import (
     HEADER_WORDS,
@@ -86,13 +87,7 @@ def check_op(what: str, op: str) -> None:
     Raises:
         ValueError: There is none.
     """
-    if op not in _OPS:
-        raise value_error(
-            f"{what}: op = {op!r} is unknown",
-            found=repr(op),
-            expected="one of " + ", ".join(_OPS),
-            fix=f'weft.{what}(value, ctx, "sum")',
-        )
+    check_choice(what, "op", op, tuple(_OPS), fix=f'weft.{what}(value, ctx, "sum")')
 
 
 def _for_op(tensor: torch.Tensor, op: str) -> torch.Tensor:

@@ -151,6 +151,7 @@ def resolve(
         else:
             values[name], source = setting.default, "default"
         sources.append((name, source))
+    values["device"] = None if values["device"] is None else str(values["device"])
     _check_ranges(values)
     return Settings(**values, sources=tuple(sources))
 

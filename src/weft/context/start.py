@@ -8,11 +8,9 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +27,12 @@ from weft.environments import Topology, topology
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.board import Board
-from weft.peers.connect import interface_to, listen_at, reach
+from weft.peers.connect import open_store, reach
 from weft.peers.liveness import announce
 from weft.peers.straggler_watch import watch
 from weft.peers.world import World
 
 __all__ = ["adopt", "launched", "local", "start"]
-
-_GRACE_S = 1.0  # for torch to find out by itself that the time is over
 
 
 def start(
@@ -57,7 +53,7 @@ def start(
     creates the process group, and returns the context every transform takes. Without a launcher it
     is a world of one rank and no group is made. Every argument but `engine` that is not given may be
     set by an environment variable `WEFT_<NAME>`, or else by a TOML file, if one is named;
-    `weft.explain(ctx)` tells which layer won.
+    `weft.explain(ctx)` shows which layer won.
 
     If the program initialised torch.distributed already, that group is adopted (see `adopt`).
 
@@ -94,16 +90,10 @@ def start(
         0 1 cpu
     """
     place = launched()
-    arguments = {
-        "mesh": mesh,
-        "data_axes": data_axes,
-        "device": None if device is None else str(device),
-        "backend": backend,
-        "timeout_s": timeout_s,
-        "seed": seed,
-        "debug": debug,
-    }
-    settings = resolve(arguments, os.environ, place.source, _file(config))
+    settings = _resolved(
+        place.source, config, mesh=mesh, data_axes=data_axes, device=device, backend=backend,
+        timeout_s=timeout_s, seed=seed, debug=debug,
+    )  # fmt: skip
     if dist.is_available() and dist.is_initialized():
         return _adopted(dist.group.WORLD, None, settings, engine)
     chosen = engine or engine_for(settings.device)
@@ -164,15 +154,6 @@ def adopt(
         0 1
         >>> dist.destroy_process_group()
     """
-    arguments = {
-        "mesh": mesh,
-        "data_axes": data_axes,
-        "device": None if device is None else str(device),
-        "backend": backend,
-        "timeout_s": timeout_s,
-        "seed": seed,
-        "debug": debug,
-    }
     if not (dist.is_available() and dist.is_initialized()):
         raise ContextError(
             "adopt: there is no process group to adopt",
@@ -180,7 +161,10 @@ def adopt(
             expected="a program that called torch.distributed.init_process_group",
             fix="with weft.start() as ctx: ...",
         )
-    settings = resolve(arguments, os.environ, "the adopted group", _file(config))
+    settings = _resolved(
+        "the adopted group", config, mesh=mesh, data_axes=data_axes, device=device, backend=backend,
+        timeout_s=timeout_s, seed=seed, debug=debug,
+    )  # fmt: skip
     if isinstance(group, DeviceMesh):
         return _adopted_mesh(group, settings, engine)
     return _adopted(group or dist.group.WORLD, None, settings, engine)
@@ -193,7 +177,7 @@ def local(
     seed: int = 0,
     debug: bool = False,
 ) -> DistContext:
-    """Give the context of one process alone: for unit tests, notebooks and laptops.
+    """Return the context of one process alone: for unit tests, notebooks and laptops.
 
     Reads no environment and makes no process group; every transform works and changes no number.
 
@@ -216,7 +200,7 @@ def local(
         >>> weft.local() == weft.local(seed=0)
         True
     """
-    settings = resolve({"device": None if device is None else str(device), "seed": seed, "debug": debug}, {}, "local")
+    settings = resolve({"device": device, "seed": seed, "debug": debug}, {}, "local")
     chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, 0, 1)
     axes, data_axes = mesh_axes(None, None, chosen.num_devices(1))
@@ -234,12 +218,11 @@ def launched() -> Topology:
     return topology(os.environ, read_file=lambda path: Path(path).read_text(encoding="utf-8"))
 
 
-def _file(config: str | Path | None) -> tuple[str, Mapping[str, Any]]:
+def _resolved(place_source: str, config: str | Path | None, **arguments: object) -> Settings:
+    """The settings of all layers: arguments, environment, and the file if one is named."""
     path = config if config is not None else os.environ.get(CONFIG_VARIABLE, "")
-    if not str(path):
-        return "", {}
-    found = read_config(path)
-    return found.path, found.start
+    found = read_config(path) if str(path) else None
+    return resolve(arguments, os.environ, place_source, ("", {}) if found is None else (found.path, found.start))
 
 
 def _connect(world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings) -> None:
@@ -250,7 +233,7 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
         patient = dict(settings.sources)["timeout_s"] != "default"
         who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
         reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
-    store: dist.Store = _store(place, settings.timeout_s, serves=serves)
+    store: dist.Store = open_store(place, settings.timeout_s, serves=serves)
     # Its functions keep the default group of the moment they are imported as a default argument, and with it
     # the connections; optimizers import it. Before there is a group, it is None.
     importlib.import_module("torch.distributed.nn.functional")
@@ -275,47 +258,6 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
     world.serves_store = serves
     announce(world)
     atexit.register(shutdown.close_at_exit, world)
-
-
-def _store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStore:
-    """Serve the store, or connect to it."""
-    made: list[dist.TCPStore] = []
-    failed: list[Exception] = []
-
-    def make() -> None:
-        try:
-            made.append(
-                dist.TCPStore(
-                    place.master_addr,
-                    place.master_port,
-                    None if place.store_served else place.world_size,
-                    is_master=serves,
-                    timeout=timedelta(seconds=limit_s),
-                    multi_tenant=True,
-                    master_listen_fd=listen_at(place.master_addr, place.master_port) if serves else None,
-                )
-            )
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            failed.append(error)
-
-    if serves:
-        make()  # raises by itself after the limit; a thread that outlived this one would abort the process at its end
-    else:
-        # torch's client waits without a limit for the first word of whoever listens there.
-        thread = threading.Thread(target=make, name="weft start", daemon=True)
-        thread.start()
-        thread.join(limit_s + _GRACE_S)
-    if made:
-        return made[0]
-    error = failed[0] if failed else None
-    said = str(error).splitlines()[0] if error else f"something listens there and has said nothing for {limit_s:g} s"
-    raise ContextError(
-        f"start: rank {place.rank} of {place.world_size} cannot meet the others",
-        found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
-        f"{interface_to(place.master_addr)}: {said}",
-        expected=f"rank 0 serves that address, and all ranks start within {limit_s:g} s",
-        fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
-    ) from error
 
 
 def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -> DistContext:
@@ -404,7 +346,7 @@ def _check_same_settings(group: dist.ProcessGroup, settings: Settings) -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float | None:
-    """Seconds after which a collective of `group` fails, if its backend tells."""
+    """Seconds after which a collective of `group` fails, if its backend has it."""
     for device in group._device_types:
         try:
             options = group._get_backend(device).options

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, default_collate
 
+from weft.checks import check_count
 from weft.errors import listed, value_error
 
 __all__ = ["length_batches", "pad_collate", "padding_share"]
@@ -48,13 +49,7 @@ def pad_collate(
         tensor([[1., 1., 0., 0.],
                 [1., 1., 1., 0.]])
     """
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise value_error(
-            f"pad_collate: multiple_of = {multiple_of!r} cannot be used",
-            found=repr(multiple_of),
-            expected="a whole number >= 1",
-            fix="weft.data.pad_collate(multiple_of=8)",
-        )
+    check_count("pad_collate", "multiple_of", multiple_of, fix="weft.data.pad_collate(multiple_of=8)")
     return functools.partial(_collate, multiple_of=multiple_of, fill=fill, dim=dim, mask=mask)
 
 
@@ -140,13 +135,7 @@ def length_batches(
         [[0, 2], [1, 3]]
     """
     for name, number in (("batch_size", batch_size), ("pool", pool)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise value_error(
-                f"length_batches: {name} = {number!r} cannot be used",
-                found=repr(number),
-                expected="a whole number >= 1",
-                fix="weft.data.length_batches(lengths, batch_size=32)",
-            )
+        check_count("length_batches", name, number, fix="weft.data.length_batches(lengths, batch_size=32)")
     return _LengthBatches(torch.as_tensor(lengths), batch_size, pool, shuffle=shuffle, drop_last=drop_last)
 
 

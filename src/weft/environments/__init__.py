@@ -11,10 +11,12 @@ schedulers.py  SLURM, LSF, MPI
 hosts.py       lists of hosts
 facts.py       variables as numbers and texts
 topology.py    the result
+cores.py       the cores of this machine that may be used
 """
 
+from weft.environments.cores import cores_here
 from weft.environments.hosts import first_host
 from weft.environments.topology import Topology
 from weft.environments.variables import topology
 
-__all__ = ["Topology", "first_host", "topology"]
+__all__ = ["Topology", "cores_here", "first_host", "topology"]

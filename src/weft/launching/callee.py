@@ -15,11 +15,12 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.environments import cores_here
 from weft.errors import MissingExtra
 from weft.launching.agent import supervise
 from weft.launching.failures import before
 from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
-from weft.launching.plan import cores_here, make_plan
+from weft.launching.plan import make_plan
 from weft.launching.rank_main import as_rank
 
 __all__ = ["main", "run_call"]

@@ -26,8 +26,9 @@ from typing import IO, Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
+from weft.checks import check_count
 from weft.context.start import launched
-from weft.errors import ContextError, PeerError, value_error
+from weft.errors import ContextError, PeerError
 from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
 
 __all__ = ["launch_function"]
@@ -72,13 +73,7 @@ def launch_function(fn: Callable[..., R], n: int, *args: Any, max_restarts: int 
         [21, 21]
     """
     for name, value, least in (("n", n, 1), ("max_restarts", max_restarts, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise value_error(
-                f"launch_function: {name} = {value!r} cannot be used",
-                found=repr(value),
-                expected=f"a whole number >= {least}",
-                fix="weft.launch_function(fn, 2, max_restarts=0)",
-            )
+        check_count("launch_function", name, value, least=least, fix="weft.launch_function(fn, 2, max_restarts=0)")
     _refuse_in_a_rank()
     call = Call(list(sys.path), list(sys.argv), dumps((fn, args), f"launch_function: {_name(fn)} and its arguments"))
     with tempfile.TemporaryDirectory(prefix="weft-") as name:

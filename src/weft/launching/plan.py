@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from weft.context.config import LAUNCH, Config, is_nodes
 from weft.errors import ContextError
 
-__all__ = ["FLAGS", "MEETING_S", "Plan", "cores_here", "cores_of", "make_plan"]
+__all__ = ["FLAGS", "MEETING_S", "Plan", "cores_of", "make_plan"]
 
 FLAGS = {"script": "", "module": "-m", "program": "--no-python"}  # of the command line, by kind of target
 MEETING_S = 900  # the nodes wait so long for each other
@@ -228,10 +228,3 @@ def cores_of(local_rank: int, nproc: int, cores: Sequence[int]) -> tuple[int, ..
     """
     share = len(cores) // nproc
     return tuple(cores[local_rank * share : (local_rank + 1) * share]) if share else (cores[local_rank % len(cores)],)
-
-
-def cores_here() -> list[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))

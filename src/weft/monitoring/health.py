@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from weft.checks import check_count
 from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
 from weft.errors import value_error
@@ -98,17 +99,14 @@ def watch_health(
         ...     print(health(loss, 7))
         nan at step 7: first in output of 0, on rank 0 (loss nan)
     """
-    wrong = None
+    fix = "weft.monitoring.watch_health(model, ctx, spike=8.0, memory=50)"
+    check_count("watch_health", "memory", memory, least=_FEWEST, fix=fix)
     if not spike > 0:
-        wrong = (f"spike = {spike!r}", "a number > 0, or math.inf")
-    elif isinstance(memory, bool) or not isinstance(memory, int) or memory < _FEWEST:
-        wrong = (f"memory = {memory!r}", f"a whole number >= {_FEWEST}")
-    if wrong is not None:
         raise value_error(
-            f"watch_health: {wrong[0]} cannot be used",
-            found=wrong[0],
-            expected=wrong[1],
-            fix="weft.monitoring.watch_health(model, ctx, spike=8.0, memory=50)",
+            f"watch_health: spike = {spike!r} cannot be used",
+            found=repr(spike),
+            expected="a number > 0, or math.inf",
+            fix=fix,
         )
     return Health(module, ctx, spike, memory, origin)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weft.checks import check_count
 from weft.collectives import reduce
 from weft.context import DistContext
 from weft.errors import ContextError, listed, value_error
@@ -93,19 +94,12 @@ def _averages(numbers: Mapping[str, float], ctx: DistContext, weight: float) -> 
 
 
 def _check(step: int, weight: float, every: int) -> None:
-    wrong = None
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        wrong = (f"step = {step!r}", "a whole number >= 0")
-    elif not 0 <= weight < float("inf"):
-        wrong = (f"weight = {weight!r}", "a number >= 0")
-    elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        wrong = (f"every = {every!r}", "a whole number >= 1")
-    if wrong is not None:
+    fix = 'weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens, every=10)'
+    check_count("log", "step", step, least=0, fix=fix)
+    check_count("log", "every", every, fix=fix)
+    if not 0 <= weight < float("inf"):
         raise value_error(
-            f"log: {wrong[0]} cannot be used",
-            found=wrong[0],
-            expected=wrong[1],
-            fix='weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens, every=10)',
+            f"log: weight = {weight!r} cannot be used", found=repr(weight), expected="a finite number >= 0", fix=fix
         )
 
 

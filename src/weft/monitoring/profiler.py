@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 import torch.profiler
 from torch.profiler import ProfilerActivity
 
+from weft.checks import check_choice, check_count
 from weft.context import DistContext
-from weft.errors import value_error
 
 __all__ = ["Profile", "profile"]
 
@@ -80,11 +80,10 @@ def profile(
     """
     schedule = {"skip_first": skip_first, "wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
     for name, number in schedule.items():
-        least = 1 if name == "active" else 0
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            _refuse(f"{name} = {number!r}", f"a whole number >= {least}", "wait=1, warmup=1, active=3, repeat=2")
-    if form not in ("chrome", "tensorboard"):
-        _refuse(f"form = {form!r}", '"chrome" or "tensorboard"', 'form="tensorboard"')
+        fix = "weft.monitoring.profile(ctx, folder, wait=1, warmup=1, active=3, repeat=2)"
+        check_count("profile", name, number, least=1 if name == "active" else 0, fix=fix)
+    fix = 'weft.monitoring.profile(ctx, folder, form="tensorboard")'
+    check_choice("profile", "form", form, ("chrome", "tensorboard"), fix=fix)
     chosen = _activities(ctx) if activities is None else list(activities)
     wishes = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stack, "with_flops": flops}
     return Profile(Path(folder), ctx.rank, form, {"activities": chosen, **wishes}, schedule)
@@ -142,12 +141,3 @@ def _activities(ctx: DistContext) -> list[ProfilerActivity]:
     own = getattr(ProfilerActivity, ctx.device.type.upper(), ProfilerActivity.CPU)
     there = torch.profiler.supported_activities()
     return [each for each in dict.fromkeys((ProfilerActivity.CPU, own)) if each in there]
-
-
-def _refuse(found: str, expected: str, fix: str) -> None:
-    raise value_error(
-        f"profile: {found} cannot be used",
-        found=found,
-        expected=expected,
-        fix=f"weft.monitoring.profile(ctx, folder, {fix})",
-    )

@@ -12,15 +12,21 @@ import logging
 import socket
 import struct
 import sys
+import threading
 import time
+from datetime import timedelta
 
+import torch.distributed as dist
+
+from weft.environments import Topology
 from weft.errors import ContextError
 
-__all__ = ["interface_to", "is_here", "listen_at", "reach"]
+__all__ = ["interface_to", "is_here", "listen_at", "open_store", "reach"]
 
 _SAY_S = 10.0  # after so long it is said that somebody waits
 _HOPELESS_S = 60.0  # how long an address that cannot be reached is tried
 _TRY_S = 5.0  # one attempt
+_GRACE_S = 1.0  # for torch to find out by itself that the time is over
 _PAUSE_S = 0.5  # longest pause between two attempts
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -140,3 +146,48 @@ def _name_of(address: str, probe: socket.socket) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
+
+
+def open_store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStore:
+    """Serve the store at which the ranks meet, or connect to it.
+
+    Raises:
+        ContextError: Nobody serves it, or the time is over.
+    """
+    made: list[dist.TCPStore] = []
+    failed: list[Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                dist.TCPStore(
+                    place.master_addr,
+                    place.master_port,
+                    None if place.store_served else place.world_size,
+                    is_master=serves,
+                    timeout=timedelta(seconds=limit_s),
+                    multi_tenant=True,
+                    master_listen_fd=listen_at(place.master_addr, place.master_port) if serves else None,
+                )
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            failed.append(error)
+
+    if serves:
+        make()  # raises by itself after the limit; a thread that outlived this one would abort the process at its end
+    else:
+        # torch's client waits without a limit for the first word of whoever listens there.
+        thread = threading.Thread(target=make, name="weft start", daemon=True)
+        thread.start()
+        thread.join(limit_s + _GRACE_S)
+    if made:
+        return made[0]
+    error = failed[0] if failed else None
+    said = str(error).splitlines()[0] if error else f"something listens there and has said nothing for {limit_s:g} s"
+    raise ContextError(
+        f"start: rank {place.rank} of {place.world_size} cannot meet the others",
+        found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
+        f"{interface_to(place.master_addr)}: {said}",
+        expected=f"rank 0 serves that address, and all ranks start within {limit_s:g} s",
+        fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
+    ) from error

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft.errors import PeerError, WeftError, type_error, value_error
+from weft.checks import check_count
+from weft.errors import PeerError, WeftError, type_error
 from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
@@ -140,13 +141,7 @@ class RankPool:
         **kwargs: Any,
     ) -> list[R]:
         """See `run_ranks`."""
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 64:
-            raise value_error(
-                "run_ranks: n cannot be used",
-                found=repr(n),
-                expected="1 to 64 ranks",
-                fix="run_ranks(fn, 2)",
-            )
+        check_count("run_ranks", "n", n, below=65, fix="run_ranks(fn, 2)")
         job = {
             "call": _pickled(fn, args, kwargs),
             "folder": str(Path.cwd()),

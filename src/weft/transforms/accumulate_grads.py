@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import nn
 from torch.utils.data import DataLoader
 
+from weft.checks import check_choice
 from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
@@ -116,13 +117,8 @@ def accumulate_grads(
         ("remainder", remainder, ("step", "drop", "carry")),
         ("reduce", reduce, ("last", "every")),
     ):
-        if value not in allowed:
-            raise value_error(
-                f"accumulate_grads: {name} = {value!r} is unknown",
-                found=repr(value),
-                expected=" or ".join(map(repr, allowed)),
-                fix=f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})",
-            )
+        fix = f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})"
+        check_choice("accumulate_grads", name, value, allowed, fix=fix)
     several = _flattened(modules)
     if not several or not all(isinstance(m, nn.Module) for m in several) or not isinstance(loader, Iterable):
         raise type_error(

@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
+from weft.checks import check_choice, check_count, check_module
 from weft.context import DistContext
 from weft.contract import check_not_elsewhere, offered, transform
-from weft.errors import ContractError, listed, type_error, value_error
+from weft.errors import ContractError, listed, value_error
 
 __all__ = ["Averages", "average_weights", "averages"]
 
@@ -277,31 +278,16 @@ def averages(module: nn.Module) -> Averages:
 # -- what can be wrong -------------------------------------------------------------------------------
 
 
-def _check_options(module: object, decay: Decay, every: object, start: object, buffers: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise type_error(
-            "average_weights: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix="model, ctx = weft.average_weights(model, ctx)",
-        )
+def _check_options(module: nn.Module, decay: Decay, every: object, start: object, buffers: object) -> None:
+    check_module("average_weights", module)
     if decay is not None and not callable(decay):
         _check_decay(decay, "decay")
     for name, value, least in (("every", every, 1), ("start", start, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise value_error(
-                f"average_weights: {name} = {value!r} cannot be used",
-                found=repr(value),
-                expected=f"a whole number >= {least}",
-                fix=f"weft.average_weights(model, ctx, {name}={least})",
-            )
-    if buffers not in ("live", "average"):
-        raise value_error(
-            f"average_weights: buffers = {buffers!r} is unknown",
-            found=repr(buffers),
-            expected="'live' or 'average'",
-            fix='weft.average_weights(model, ctx, buffers="live")',
+        check_count(
+            "average_weights", name, value, least=least, fix=f"weft.average_weights(model, ctx, {name}={least})"
         )
+    fix = 'weft.average_weights(model, ctx, buffers="live")'
+    check_choice("average_weights", "buffers", buffers, ("live", "average"), fix=fix)
     lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy or not any(p.requires_grad for p in module.parameters()):
         raise value_error(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import KeepsParameters, offered
-from weft.errors import type_error
 
 __all__ = ["full_grads"]
 
@@ -40,13 +40,7 @@ def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
         >>> weft.full_grads(model, ctx)
         {'weight': tensor([[3.]])}
     """
-    if not isinstance(module, nn.Module):
-        raise type_error(
-            "full_grads: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix="gradients = weft.full_grads(model, ctx)",
-        )
+    check_module("full_grads", module, fix="gradients = weft.full_grads(model, ctx)")
     ctx.require_collective("full_grads")
     ctx.engine.drop_gathered(module)
     found: dict[str, torch.Tensor | None] = {name: p.grad for name, p in module.named_parameters()}

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import ComputesAlone, KeepsParameters, offered
-from weft.errors import ContractError, type_error
+from weft.errors import ContractError
 
 __all__ = ["full_params"]
 
@@ -61,13 +62,7 @@ def full_params(
         >>> model.weight.tolist()
         [[3.0, 3.0]]
     """
-    if not isinstance(module, nn.Module):
-        raise type_error(
-            "full_params: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix="with weft.full_params(model, ctx): ...",
-        )
+    check_module("full_params", module, fix="with weft.full_params(model, ctx): ...")
     elsewhere = [part for part in module.modules() if any(o.elsewhere for o in offered(part, KeepsParameters))]
     if forward and elsewhere:
         raise ContractError(

@@ -6,9 +6,10 @@ from typing import TypeVar
 
 import torch
 
+from weft.checks import check_optimizer
 from weft.context import DistContext
 from weft.contract import transform
-from weft.errors import ContractError, type_error
+from weft.errors import ContractError
 
 __all__ = ["gather_step"]
 
@@ -50,13 +51,7 @@ def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         >>> [record.name for record in ctx.applied]
         ['gather_step']
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise type_error(
-            "gather_step: this is not an optimizer",
-            found=type(optimizer).__name__,
-            expected="a torch.optim.Optimizer",
-            fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
-        )
+    check_optimizer("gather_step", optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ContractError(
             "gather_step: LBFGS looks at all parameters at once",

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.contract import transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import RecomputeOptions
-from weft.errors import AlreadyApplied, listed, type_error, value_error
+from weft.errors import AlreadyApplied, listed, type_error
 
 __all__ = ["recompute"]
 
@@ -106,20 +107,10 @@ def recompute(
 
 
 def _check_options(every: int, determinism_check: str) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise value_error(
-            f"recompute: every = {every!r} cannot be used",
-            found=repr(every),
-            expected="a whole number of blocks >= 1",
-            fix="weft.recompute(model, ctx, blocks=..., every=2)",
-        )
-    if determinism_check not in ("default", "none"):
-        raise value_error(
-            f"recompute: determinism_check = {determinism_check!r} is unknown",
-            found=repr(determinism_check),
-            expected="'default' or 'none'",
-            fix='weft.recompute(model, ctx, blocks=..., determinism_check="default")',
-        )
+    fix = "weft.recompute(model, ctx, blocks=..., {})"
+    check_count("recompute", "every", every, fix=fix.format("every=2"))
+    fix = fix.format('determinism_check="default"')
+    check_choice("recompute", "determinism_check", determinism_check, ("default", "none"), fix=fix)
 
 
 def _listed_ops(save: Sequence[Op]) -> Sequence[Op]:

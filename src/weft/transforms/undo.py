@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import Undoable, check_known, forget, offered
-from weft.errors import type_error
 from weft.peers.agreement import disagree
 from weft.sharding import check_optimizers, exchange_parameters, layouts, optimizers_in
 
@@ -78,13 +78,7 @@ def _optimizers(
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Those in `rebind`, and those that were partitioned together with the module."""
     given = optimizers_in("undo", rebind)
-    if not isinstance(module, nn.Module):
-        raise type_error(
-            "undo: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)",
-        )
+    check_module("undo", module, fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)")
     together = [ref() for record in ctx.records(module) for ref in record.refs]
     found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))
     if any(ctx.engine.is_sharded(p) for p in module.parameters()):

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from weft.checks import check_choice
 from weft.context import DistContext
 from weft.data.loader_copy import split_already
 from weft.data.split.read_plan import DataPlan, is_stock
 from weft.data.split.stream_samples import shards_of
-from weft.errors import message, value_error
+from weft.errors import message, type_error, value_error
 
 __all__ = ["check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
 
 _MODES = ("batches", "split", "dispatch", "shards")
-_RESIZED = ("error", "next_epoch")
 _UNEVEN = ("balance", "empty", "pad", "drop", "error", "join")
 
 
@@ -27,30 +27,21 @@ def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, al
         TypeError: It is no `DataLoader`.
         ValueError: It cannot be shared out; the text says why.
     """
-    problem = None
     if not isinstance(loader, DataLoader):
-        problem = (
-            type(loader).__name__,
-            "a torch.utils.data.DataLoader",
-            "loader = DataLoader(dataset, batch_size=32)",
+        raise type_error(
+            "shard_data: this is not a loader",
+            found=type(loader).__name__,
+            expected="a torch.utils.data.DataLoader",
+            fix="loader = DataLoader(dataset, batch_size=32)",
         )
-    elif mode not in _MODES:
-        problem = (
-            f"mode={mode!r}",
-            "'batches', 'split', 'dispatch' or 'shards'",
-            'weft.shard_data(loader, ctx, mode="batches")',
-        )
-    elif uneven is not None and uneven not in _UNEVEN:
-        problem = (f"uneven={uneven!r}", ", ".join(map(repr, _UNEVEN)), 'uneven="balance"')
-    elif resized not in _RESIZED:
-        problem = (f"resized={resized!r}", " or ".join(map(repr, _RESIZED)), 'resized="next_epoch"')
-    else:
-        problem = _mode_problem(loader, mode) or _split_problem(loader, mode, uneven, already_sharded=already_sharded)
+    check_choice("shard_data", "mode", mode, _MODES, fix='weft.shard_data(loader, ctx, mode="batches")')
+    check_choice("shard_data", "uneven", uneven, (*_UNEVEN, None), fix='weft.shard_data(loader, ctx, uneven="balance")')
+    fix = 'weft.shard_data(loader, ctx, resized="next_epoch")'
+    check_choice("shard_data", "resized", resized, ("error", "next_epoch"), fix=fix)
+    problem = _mode_problem(loader, mode) or _split_problem(loader, mode, uneven, already_sharded=already_sharded)
     if problem is not None:
         found, expected, fix = problem
-        raise (TypeError if not isinstance(loader, DataLoader) else ValueError)(
-            message("shard_data: this loader cannot be shared out", found=found, expected=expected, fix=fix)
-        )
+        raise value_error("shard_data: this loader cannot be shared out", found=found, expected=expected, fix=fix)
 
 
 def _mode_problem(loader: DataLoader[Any], mode: str) -> tuple[str, str, str] | None:

@@ -175,7 +175,7 @@ class ShardedLoader(Extension[T]):
     # -- the position ----------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, from its beginning; right after `load_state_dict`, from the position."""
+        """Let the next iteration be this epoch, from its beginning; after `load_state_dict`, from the position."""
         if self.weft_cursor.loaded and epoch == self.weft_cursor.epoch:
             return
         self.weft_reading.states.clear()

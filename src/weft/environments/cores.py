@@ -1,0 +1,14 @@
+"""The cores that this process may use."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["cores_here"]
+
+
+def cores_here() -> list[int]:
+    """Numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
