@@ -113,9 +113,9 @@ def test_the_head_says_what_ran_where_and_how(tmp_path):
     (run,) = write_report(tmp_path)
     page = _Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     about = dict(zip(page.parts["dt"], page.parts["dd"], strict=True))
-    assert about["Ranks"] == "1 on cpu, 1 node(s)" and about["Host"] == socket.gethostname()
-    assert f"torch {torch.__version__}" in about["Versions"] and "UTC" in about["Started"] and about["Duration"]
-    assert shlex.join(sys.argv)[:20] in about["Command"]
+    assert about["ranks"] == "1 on cpu, nodes: 1, attempt: 1" and about["host"] == socket.gethostname()
+    assert f"torch {torch.__version__}" in about["versions"] and about["started"].endswith("+00:00")
+    assert shlex.join(sys.argv) == about["command"] and about["duration"].startswith("0:0")
     assert run.settings == {"lr": 0.5, "out": "runs"} and "out" in page.parts["td"]
     assert "program" not in run.texts and len(run.programs) == 1
 
@@ -213,7 +213,7 @@ def test_the_page_stays_small_whatever_was_logged(tmp_path):
 
 def test_areas_add_up_and_a_part_that_was_not_measured_took_no_time():
     times = {"step_s/data": {1: 1.0, 2: 1.0}, "step_s/save": {2: 2.0}, "step_s/rest": {1: 3.0, 2: 3.0}}
-    drawn = chart("step_s/", times, stacked=True)
+    drawn = chart("step_s/", times)
     assert drawn["stacked"] and drawn["unit"] == "s" and drawn["fromZero"]
     lines = {line["name"]: _points(line) for line in drawn["lines"]}
     assert lines == {"data": {1: 1.0, 2: 1.0}, "save": {1: 0.0, 2: 2.0}, "rest": {1: 3.0, 2: 3.0}}

@@ -34,9 +34,9 @@ def log_start(
     """Log what a program is that begins or resumes a run; call it once, before the first step.
 
     Two texts are logged: "explain", the context as `weft.explain` prints it, and "program", a line of JSON with the
-    time, the command line, the host, the versions of weft, torch and Python, the git commit of the script, the number
-    of ranks and nodes, the device, the transforms and `settings`. `weft report` shows them, and compares them between
-    runs. The command line is written as it is: give secrets in another way.
+    time, the command line, the host, the number of ranks, the transforms, the versions of weft, torch and Python, the
+    git commit of the script, and `settings`. `weft report` shows them, and compares them between runs. The command line
+    is written as it is: give secrets in another way.
 
     Changes: nothing. Collectives: those of `weft.log`.
 
@@ -57,18 +57,14 @@ def log_start(
 
 def _program(ctx: DistContext, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "started": dt.datetime.now(dt.UTC).isoformat(sep=" ", timespec="seconds"),
         "command": shlex.join(sys.argv),
         "host": socket.gethostname(),
-        "weft": importlib.metadata.version("weft"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "ranks": f"{ctx.world_size} on {ctx.device.type}, nodes: {ctx.num_nodes}, attempt: {ctx.attempt + 1}",
+        "strategy": ", ".join(dict.fromkeys(record.name for record in ctx.applied)),
+        "versions": f"weft {importlib.metadata.version('weft')}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
         "commit": _commit(Path(sys.argv[0]).resolve().parent),
-        "ranks": ctx.world_size,
-        "nodes": ctx.num_nodes,
-        "device": ctx.device.type,
-        "attempt": ctx.attempt,
-        "transforms": [record.name for record in ctx.applied],
         "settings": dict(settings),
     }
 

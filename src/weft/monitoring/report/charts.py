@@ -43,61 +43,45 @@ def charts_of(runs: Mapping[str, Run]) -> dict[str, list[Chart]]:
         groups.pop("step_s", None)
     sections: dict[str, list[Chart]] = {TRAINING: [], SPEED: [], MEMORY: []}
     for name in sorted(groups, key=lambda name: ("loss" not in name, not name.endswith("loss"))):
-        drawn = chart(name, groups[name], marks=marks, stacked=name == PARTS, wide=name == "loss", most=most)
-        if drawn is not None:
-            sections[_section(name)].append(drawn)
+        if any(groups[name].values()):
+            sections[_section(name)].append(chart(name, groups[name], marks, most))
     if len(runs) > 1:
         sections[SPEED] += _mean_parts(runs)
     return {title: drawn for title, drawn in sections.items() if drawn}
 
 
-def chart(
-    title: str,
-    lines: Mapping[str, Points],
-    *,
-    marks: Iterable[int] = (),
-    stacked: bool = False,
-    wide: bool = False,
-    most: int = _MOST_POINTS,
-) -> Chart | None:
-    """A chart of values over steps; None if there is not one.
+def chart(title: str, lines: Mapping[str, Points], marks: Iterable[int] = (), most: int = _MOST_POINTS) -> Chart:
+    """A chart of values over steps.
 
     Args:
-        title: Name of what is shown.
+        title: Name of what is shown; the parts of a step are areas that add up.
         lines: Values by step, by name; values that are not finite are gaps, and marked at the top.
         marks: Steps with a vertical line: where a run was resumed.
-        stacked: Draw areas that add up; what was not measured in a step took no time.
-        wide: Over the whole page instead of half of it.
         most: Points of a line; of more, the lowest and the highest of each stretch.
     """
     steps = sorted({step for points in lines.values() for step in points})
-    if not steps:
-        return None
-    if stacked:
-        steps = steps[:: math.ceil(len(steps) / most)]
-        lines = {name: {step: points.get(step, 0.0) for step in steps} for name, points in lines.items()}
+    stacked = title == PARTS
+    if stacked:  # what was not measured in a step took no time
+        chosen = steps[:: math.ceil(len(steps) / most)]
+        lines = {name: {step: points.get(step, 0.0) for step in chosen} for name, points in lines.items()}
     elif len(lines) > _MOST_LINES:
         lines = _folded(lines)
-    finite = [value for points in lines.values() for value in points.values() if math.isfinite(value)]
+    finite = [value for points in lines.values() for _, value in _finite(points)]
     factor, unit = _unit_of(title, max(map(abs, finite), default=1.0))
     drawn = []
-    for color, (name, points) in enumerate(lines.items()):
-        lost = [(step, value) for step, value in sorted(points.items()) if not math.isfinite(value)][:_MOST_LOST]
-        kept = sorted([*_thinned(_finite(points), most), *((step, None) for step, _ in lost)])
-        drawn.append({
-            "name": _short(name, title),
-            "color": color,
-            "x": [step for step, _ in kept],
-            "y": [None if value is None else _rounded(value / factor) for _, value in kept],
-            "lost": [(step, str(value)) for step, value in lost],
-        })  # fmt: skip
+    for name, points in lines.items():
+        lost = [(step, str(value)) for step, value in sorted(points.items()) if not math.isfinite(value)][:_MOST_LOST]
+        known = [(step, _rounded(value / factor)) for step, value in _thinned(_finite(points), most)]
+        kept = sorted([*known, *((step, None) for step, _ in lost)])
+        x, y = zip(*kept, strict=True) if kept else ((), ())
+        drawn.append({"name": name.removeprefix(f"{title.rstrip('/')}/"), "x": x, "y": y, "lost": lost})
     return {
         "title": _human(title),
         "unit": unit,
         "lines": drawn,
         "marks": [step for step in marks if steps[0] <= step <= steps[-1]],
         "stacked": stacked,
-        "wide": wide,
+        "wide": title == "loss",
         "span": steps[-1] - steps[0],
         "fromZero": stacked or (_section(title) != TRAINING and min(finite, default=0.0) >= 0),
     }
@@ -105,20 +89,19 @@ def chart(
 
 def _bars(title: str, unit: str, rows: Sequence[str], lines: Mapping[str, Sequence[float]]) -> Chart:
     """A chart of horizontal bars: in each row the lines' values, one after the other."""
-    drawn = [
-        {"name": name.removeprefix(PARTS), "color": color, "x": [_rounded(value) for value in values]}
-        for color, (name, values) in enumerate(lines.items())
-    ]
+    drawn = [{"name": name, "x": [_rounded(value) for value in values]} for name, values in lines.items()]
     return {"title": title, "unit": unit, "rows": list(rows), "lines": drawn, "wide": False}
 
 
-def trace_chart(trace: Trace) -> Chart | None:
-    """The operations of a trace by the time they took: on the accelerator if there is one."""
-    rows, place = (trace.device, "on the device") if trace.device else (trace.host, "on the CPU")
-    if not rows:
-        return None
-    name = f"Rank {trace.rank}, {trace.name}: operations {place}"
-    return _bars(name, "ms", [_clipped(row[0]) for row in rows], {"own time": [row[1] for row in rows]})
+def trace_chart(trace: Trace) -> list[Chart]:
+    """The operations of a trace by the time they took, on the accelerator and on the CPU."""
+    found = []
+    for place, rows in (("on the device", trace.device), ("on the CPU", trace.host)):
+        if rows:
+            names = [row[0] if len(row[0]) < 48 else f"{row[0][:47]}…" for row in rows]
+            title = f"Rank {trace.rank}, {trace.name}: operations {place}"
+            found.append(_bars(title, "ms", names, {"own time": [row[1] for row in rows]}))
+    return found
 
 
 def with_unit(name: str, value: float) -> str:
@@ -182,7 +165,7 @@ def _mean_parts(runs: Mapping[str, Run]) -> list[Chart]:
         for name in names:
             means[name].append(sum(value for _, value in _finite(run.series.get(name, {}))) / num_steps)
     factor, unit = _unit_of(PARTS, max(sum(each) for each in zip(*means.values(), strict=True)))
-    lines = {name: [value / factor for value in values] for name, values in means.items()}
+    lines = {name.removeprefix(PARTS): [value / factor for value in values] for name, values in means.items()}
     return [_bars("Parts of a step, mean", unit, list(runs), lines)]
 
 
@@ -257,11 +240,3 @@ def _human(title: str) -> str:
         .replace("_", " ")
     )
     return words[:1].upper() + words[1:]
-
-
-def _short(name: str, title: str) -> str:
-    return name.removeprefix(f"{title.rstrip('/')}/")
-
-
-def _clipped(text: str, most: int = 48) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -36,8 +36,8 @@
     const unit = chart.unit ? ` ${chart.unit}` : "";
     const traces = [];
     chart.lines.forEach((line, index) => {
-      const tint = color(`c${line.color % 8}`);
-      const dash = ["solid", "dash", "dot"][Math.floor(line.color / 8) % 3];
+      const tint = color(`c${index % 8}`);
+      const dash = ["solid", "dash", "dot"][Math.floor(index / 8) % 3];
       const name = plain(line.name);
       const known = line.y.filter((value) => value !== null).length;
       const smooth = weight > 0 && known > 2;
@@ -67,9 +67,9 @@
   }
 
   function barTraces(chart) {
-    return chart.lines.map((line) => ({
+    return chart.lines.map((line, index) => ({
       type: "bar", orientation: "h", y: chart.rows.map(plain), x: line.x, name: plain(line.name),
-      marker: { color: color(`c${line.color % 8}`) }, hovertemplate: `%{x:.4~g} ${chart.unit}`,
+      marker: { color: color(`c${index % 8}`) }, hovertemplate: `%{x:.4~g} ${chart.unit}`,
     }));
   }
 

@@ -7,7 +7,9 @@ with the name "explain", which `log_start` writes, says that a program started t
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import datetime as dt
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -35,7 +37,7 @@ class Run:
         settings: Hyperparameters, by name.
         starts: Steps that were done when a program began, if it said so.
         resumes: Those of them that went on with something.
-        programs: What `log_start` wrote of each program: time, command, host, versions, ranks, settings.
+        programs: What `log_start` wrote of each program, and when it began, in seconds since 1970.
         ended: When the last file was written, in seconds since 1970.
         checkpoints: Names of folders with a manifest.
         traces: What profiles say.
@@ -90,21 +92,19 @@ def read(folder: str | Path) -> Run:
             _take_trace(run, path)
     found = [path.parent for path in files if path.name == "manifest.json"]
     run.checkpoints = [str(path.relative_to(run.folder)) for path in sorted(found, key=_natural)]
-    run.programs = [program for _, text in run.texts.pop(PROGRAM, []) if (program := _program(text))]
+    run.programs = list(_programs(run.texts.pop(PROGRAM, [])))
     for program in run.programs:
         run.settings |= program["settings"]
     return run
 
 
-def _program(text: str) -> dict[str, Any] | None:
-    try:
-        program = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(program, dict):
-        return None
-    settings = program.get("settings")
-    return program | {"settings": settings if isinstance(settings, dict) else {}}
+def _programs(texts: list[tuple[int, str]]) -> Iterator[dict[str, Any]]:
+    """What `log_start` wrote; a text of the same name that somebody else wrote is left out."""
+    for _, text in texts:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            program = json.loads(text)
+            began = dt.datetime.fromisoformat(program["started"]).timestamp()
+            yield {**program, "began": began, "settings": dict(program["settings"])}
 
 
 def _natural(path: Path) -> tuple[str, int]:
