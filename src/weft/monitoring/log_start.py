@@ -57,7 +57,7 @@ def log_start(
 
 def _program(ctx: DistContext, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "started": dt.datetime.now(dt.UTC).isoformat(sep=" ", timespec="seconds"),
+        "started": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M:%SZ}",
         "command": shlex.join(sys.argv),
         "host": socket.gethostname(),
         "ranks": f"{ctx.world_size} on {ctx.device.type}, nodes: {ctx.num_nodes}, attempt: {ctx.attempt + 1}",

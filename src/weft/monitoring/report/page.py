@@ -193,7 +193,7 @@ def _about(run: Run) -> dict[str, str]:
         return {"ranks": ranks[1]} if ranks else {}
     first, last = run.programs[0], run.programs[-1]
     duration = dt.timedelta(seconds=max(round(run.ended - first["began"]), 0))
-    found = {"started": first["started"], "duration": duration, **last} | {"started": first["started"]}
+    found = {"started": first["started"], "duration": str(duration), **last} | {"started": first["started"]}
     return {name: str(value) for name, value in found.items() if value and name not in ("settings", "began")}
 
 
@@ -212,7 +212,9 @@ def _facts(run: Run) -> dict[str, str]:
     """The numbers one asks for first."""
     finals = _finals(run) if run.series else {}
     found = {name: text for name, text in finals.items() if name == "steps" or name.endswith(_FIRST)}
-    found |= {f"most {name}": text for name, text in finals.items() if "memory_bytes" in name}
+    found |= {
+        name.replace("memory_bytes", "peak memory"): text for name, text in finals.items() if "memory_bytes" in name
+    }
     return found | ({"resumed": f"{len(run.resumes)} x"} if run.resumes else {})
 
 
