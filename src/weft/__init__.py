@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weft import contract as contract
     from weft import data as data
     from weft import environments as environments
+    from weft import interop as interop
     from weft import metrics as metrics
     from weft import monitoring as monitoring
     from weft import precision as precision
@@ -61,7 +62,7 @@ __version__ = "0.2.0"
 
 # Imported when a program asks for one of their names: `import weft` costs little, and most programs need a part of it.
 _SUBMODULES = {
-    *("checkpoint", "collectives", "context", "contract", "data", "environments"),
+    *("checkpoint", "collectives", "context", "contract", "data", "environments", "interop"),
     *("metrics", "monitoring", "precision", "rng", "testing", "weights"),
 }
 LATER = {

@@ -17,8 +17,10 @@ from torch.utils import data
 from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, applied_to, offered, wrapper_of_torch
 from weft.data.loader_copy import split_already
+from weft.engines.torch.ddp.reducer import is_reduced
 from weft.errors import ContractError, listed
 from weft.peers.agreement import exchange
+from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import tensors
 
 __all__ = ["Finding", "check", "find_loaders", "find_modules", "incomplete"]
@@ -135,11 +137,10 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding
                         f"model, ctx = weft.fully_shard(model, ctx, axis={ctx.data_axes!r})",
                     )
                 )
-        engine = ctx.engine
         alone = [
             name
             for name, p in module.named_parameters()
-            if p.requires_grad and id(p) not in covered and not (engine.is_reduced(p) or engine.is_sharded(p))
+            if p.requires_grad and id(p) not in covered and not (is_reduced(p) or is_sharded(p))
         ]
         if alone:
             found.append(
@@ -169,9 +170,9 @@ def _dead_optimizers(modules: Sequence[nn.Module], optimizers: Iterable[torch.op
 
 
 def _parts_alone(modules: Sequence[nn.Module], model: object, ctx: DistContext) -> list[Finding]:
-    sharded = [name for module in modules for name, p in module.named_parameters() if ctx.engine.is_sharded(p)]
+    sharded = [name for module in modules for name, p in module.named_parameters() if is_sharded(p)]
     if not modules:
-        sharded = [type(one).__name__ for one in tensors(model) if ctx.engine.is_sharded(one)]
+        sharded = [type(one).__name__ for one in tensors(model) if is_sharded(one)]
     if not sharded:
         return []
     return [

@@ -97,12 +97,12 @@ def test_a_copy_of_a_checkpoint_begins_where_the_run_goes_on(tmp_path):
 
 
 def test_what_is_imported_from_one_folder_is_one_run(tmp_path, monkeypatch):
-    importing = importlib.import_module("weft.weights.import_deepspeed")
-    from weft.weights.deepspeed_folders import Folder
-
+    importing = importlib.import_module("weft.interop.deepspeed_checkpoint")
     steps = iter([1, 2, 3])
-    monkeypatch.setattr(importing.importlib, "import_module", lambda name: mock.Mock())
-    monkeypatch.setattr(importing, "read_folder", lambda *_, **__: Folder(next(steps), {"w": torch.ones(2)}, []))
+    monkeypatch.setattr(importing, "guest", lambda name: mock.Mock())
+    monkeypatch.setattr(
+        importing, "read_folder", lambda *_, **__: importing.Folder(next(steps), {"w": torch.ones(2)}, [])
+    )
     for source in ("theirs", "others"):
         (tmp_path / source).mkdir()
     importing.import_deepspeed(tmp_path / "theirs", tmp_path / "run")

@@ -291,7 +291,7 @@ THEIRS = [(stage, kind) for stage in STAGES for kind in ("adamw", "sgd")]
 
 
 def _imported(ctx, folder):
-    return [weft.weights.import_deepspeed(f"{folder}/{a}/{b}", f"{folder}/checkpoints/{a}/{b}").name for a, b in THEIRS]
+    return [weft.interop.import_deepspeed(f"{folder}/{a}/{b}", f"{folder}/checkpoints/{a}/{b}").name for a, b in THEIRS]
 
 
 def _gone_on(ctx, folder):
@@ -315,11 +315,11 @@ def test_a_run_of_deepspeed_alone_goes_on_under_any_strategy(tmp_path):
                 assert largest_difference(parameters, expected[kind]) <= 1.2e-7, (stage, kind, strategy)
     folder = tmp_path / "1" / "sgd"
     with pytest.raises(weft.errors.CheckpointError, match=r"no folder second(.|\n)*fix:"):
-        weft.weights.import_deepspeed(folder, tmp_path / "out", tag="second")
+        weft.interop.import_deepspeed(folder, tmp_path / "out", tag="second")
     with pytest.raises(weft.errors.CheckpointError, match=r"already(.|\n)*fix:"):
-        weft.weights.import_deepspeed(folder, tmp_path / "checkpoints" / "1" / "sgd")
+        weft.interop.import_deepspeed(folder, tmp_path / "checkpoints" / "1" / "sgd")
     (path,) = sorted((folder / "first").glob("*rank_1*optim*"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(weft.errors.CheckpointError, match=r"cannot merge(.|\n)*fix:"):
-        weft.weights.import_deepspeed(folder, tmp_path / "out")
+        weft.interop.import_deepspeed(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

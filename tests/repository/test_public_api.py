@@ -41,7 +41,8 @@ MODULES = {
     "environments": "Topology first_host topology",
     "metrics": "SampleIds denominator gather_metrics weighted_mean",
     "rng": "Seeded Seeds keyed_uniform set_seed sync_rng worker_seeds",
-    "weights": "LoadedWeights export import_deepspeed load_weights",
+    "interop": "import_deepspeed",
+    "weights": "LoadedWeights export load_weights",
 }
 PUBLIC = [*FACADE, *(f"{module}.{name}" for module, names in MODULES.items() for name in names.split())]
 PUBLIC += [f"monitoring.{name}" for name in ("logger", "peak_memory", "profile", "throughput", "watch_health")]
@@ -473,7 +474,7 @@ def test_every_error_of_the_package_has_the_three_lines():
     # a verdict; the others: of `CheckpointError`, with the file's name.
     allowed = {"objects.py", "encoding.py", "settings.py", "ranks.py", "restore.py", "doctor.py", "packed_gather.py"}
     allowed |= {"apply.py", "manifest.py", "safetensors_read.py", "sources.py", "generators.py", "rng_state.py"}
-    allowed |= {"json_values.py", "batch_size.py", "deepspeed_folders.py"}
+    allowed |= {"json_values.py", "batch_size.py"}
     assert plain <= allowed, plain - allowed
 
 

@@ -31,6 +31,7 @@ from weft.checkpoint.state.collect import Checkpoint, Content, collect
 from weft.checkpoint.state.rng_state import random_state
 from weft.collectives.on_all_ranks import from_main, gathered_on_main
 from weft.context import DistContext
+from weft.context.placement import readable
 from weft.errors import CheckpointError, listed
 
 __all__ = ["Draft", "Outline", "complete", "facts_of", "lock", "outline", "start_draft"]
@@ -99,7 +100,7 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
 
 def _readable(tensors: Iterable[Held], ctx: DistContext) -> dict[str, torch.Tensor]:
     """What this rank holds of tensors, as bytes that can be read."""
-    return ctx.engine.readable({held.name: held.local.resolve_conj().resolve_neg() for held in tensors})
+    return readable({held.name: held.local.resolve_conj().resolve_neg() for held in tensors}, ctx)
 
 
 def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContext) -> list[Held]:

@@ -26,6 +26,7 @@ from weft.checkpoint.staging import Staged, Staging
 from weft.checkpoint.state.collect import Checkpoint
 from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext, World
+from weft.context.placement import value_device
 from weft.errors import CheckpointError, PeerError, listed
 from weft.peers.liveness import announce, exception_text, part
 
@@ -160,7 +161,7 @@ class _Saver:
     def staged(self, state: Checkpoint, ctx: DistContext) -> tuple[Outline, Staged]:
         """Read the state and copy what this rank writes."""
         brought, mine = outline(state, ctx)
-        return brought, self._staging.copy(mine, ctx.engine.host_of(ctx.device), num_threads=num_threads(ctx))
+        return brought, self._staging.copy(mine, value_device(ctx), num_threads=num_threads(ctx))
 
     def open_board(self, world: World) -> World:
         """The same ranks, for meetings of the next save; all ranks have ended the one before."""

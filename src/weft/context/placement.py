@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from weft.context import DistContext
+from weft.engines import Spmd
+from weft.engines.results import Undoable
 from weft.errors import listed, value_error
 
-__all__ = ["check_place", "place_module", "to_device"]
+__all__ = [
+    "apply_layout",
+    "check_place",
+    "place_module",
+    "readable",
+    "to_device",
+    "value_device",
+    "values_replaced",
+]
 
 T = TypeVar("T")
 
@@ -114,3 +124,27 @@ def _place_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext) -> None
             # A 0-d step counter may stay on the CPU: torch keeps it there on purpose.
             if isinstance(value, torch.Tensor) and value.dim() > 0 and not _same(value.device, ctx.device):
                 state[key] = value.to(parameter.device)
+
+
+# -- devices whose memory cannot be written in place, see `weft.engines.Spmd` ------------------------------
+
+
+def value_device(ctx: DistContext) -> torch.device:
+    """Where values are made that are then brought to the device of a context: there, or on the CPU."""
+    return torch.device("cpu") if isinstance(ctx.engine, Spmd) else ctx.device
+
+
+def readable(tensors: dict[str, torch.Tensor], ctx: DistContext) -> dict[str, torch.Tensor]:
+    """Tensors whose bytes can be copied, one by one, to the memory of the CPU."""
+    return ctx.engine.fetch(tensors) if isinstance(ctx.engine, Spmd) else tensors
+
+
+def values_replaced(objects: Iterable[object], ctx: DistContext) -> None:
+    """Let the engine know that values of modules and optimizers were put in place."""
+    if isinstance(ctx.engine, Spmd):
+        ctx.engine.values_replaced(objects)
+
+
+def apply_layout(module: nn.Module, ctx: DistContext, axes: Sequence[str], cut: str) -> Undoable | None:
+    """Divide a module among the devices of this one rank, "no", "state" or "all" of it; None if it has one device."""
+    return ctx.engine.apply_layout(module, axes, cut) if isinstance(ctx.engine, Spmd) else None

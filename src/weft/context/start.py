@@ -22,7 +22,7 @@ from weft.context.distcontext import DistContext
 from weft.context.rank_facts import rank_groups
 from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
 from weft.context.sub_contexts import new_axis_group
-from weft.engines import Engine, engine_for
+from weft.engines import Engine, Spmd, engine_for
 from weft.environments import Topology, topology
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
@@ -98,8 +98,9 @@ def start(
         return _adopted(dist.group.WORLD, None, settings, engine)
     chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, place.local_rank, place.world_size)
-    axes, data_axes = mesh_axes(settings.mesh, settings.data_axes, chosen.num_devices(place.world_size))
-    chosen, axes = chosen.on_mesh(axes, data_axes, where, place.world_size)
+    axes, data_axes = mesh_axes(settings.mesh, settings.data_axes, _num_devices(chosen, place.world_size))
+    if isinstance(chosen, Spmd):
+        chosen, axes = chosen.on_mesh(axes, data_axes, place.world_size)
     chosen.select(where)
     world = World(ranks=range(place.world_size), rank=place.rank, timeout_s=settings.timeout_s)
     if place.world_size > 1:
@@ -203,8 +204,9 @@ def local(
     settings = resolve({"device": device, "seed": seed, "debug": debug}, {}, "local")
     chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, 0, 1)
-    axes, data_axes = mesh_axes(None, None, chosen.num_devices(1))
-    chosen, axes = chosen.on_mesh(axes, data_axes, where, 1)
+    axes, data_axes = mesh_axes(None, None, _num_devices(chosen, 1))
+    if isinstance(chosen, Spmd):
+        chosen, axes = chosen.on_mesh(axes, data_axes, 1)
     world = World(ranks=[0], rank=0, timeout_s=settings.timeout_s)
     return _context(Topology(), world, (axes, data_axes), chosen, where, settings)
 
@@ -295,7 +297,7 @@ def _adopted(
     _check_same_settings(group, settings)
     timeout_s = _timeout_of(group) or settings.timeout_s
     world = World(ranks=ranks, rank=ranks.index(me), group=group, timeout_s=timeout_s)
-    mesh = mesh_axes(axes or settings.mesh, settings.data_axes, chosen.num_devices(world.size))
+    rank_axes, data_axes = mesh_axes(axes or settings.mesh, settings.data_axes, _num_devices(chosen, world.size))
     place = Topology(rank=world.rank, world_size=world.size)
     if world.size > 1:
         board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
@@ -308,9 +310,10 @@ def _adopted(
     bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)
     asked = str(bound) if settings.device is None and bound is not None else settings.device
     where = chosen.device(asked, place.local_rank, place.world_size)
-    chosen, rank_axes = chosen.on_mesh(*mesh, where, world.size)
+    if isinstance(chosen, Spmd):
+        chosen, rank_axes = chosen.on_mesh(rank_axes, data_axes, world.size)
     chosen.select(where)
-    return _context(place, world, (rank_axes, mesh[1]), chosen, where, settings)
+    return _context(place, world, (rank_axes, data_axes), chosen, where, settings)
 
 
 def _place_by_hosts(world: World) -> Topology:
@@ -384,14 +387,17 @@ def _context(
         engine=engine,
         world=world,
     )
-    held = engine.begin(device, settings.seed)
-    if held is not None:
-        world.holders.add(held)
+    if isinstance(engine, Spmd):
+        world.holders.add(engine.begin(device, settings.seed))
     if world.group is not None:
         facts = {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}
         ctx.agree("start", {**facts, **_versions()})
         _make_axis_groups(ctx)
     return ctx
+
+
+def _num_devices(engine: Engine, world_size: int) -> int:
+    return engine.num_devices() if isinstance(engine, Spmd) else world_size
 
 
 def _versions() -> dict[str, str]:

@@ -28,8 +28,8 @@ from weft.contract.module_checks import (
     check_data_axes,
     check_methods,
     check_not_elsewhere,
-    check_not_wrapped,
-    check_whole,
+    check_plain_module,
+    reduce_dtype,
     wrapper_of_torch,
 )
 from weft.contract.protocols import ComputesAlone, GradSync, KeepsParameters, ReducesIn, Stateful, Undoable
@@ -48,11 +48,11 @@ __all__ = [
     "check_known",
     "check_methods",
     "check_not_elsewhere",
-    "check_not_wrapped",
-    "check_whole",
+    "check_plain_module",
     "compose",
     "forget",
     "offered",
+    "reduce_dtype",
     "transform",
     "wrapper_of_torch",
 ]

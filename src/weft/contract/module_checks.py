@@ -5,21 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
-from weft.contract.marks import marks_of
-from weft.contract.protocols import KeepsParameters
+from weft.contract.marks import marks_of, offered
+from weft.contract.protocols import KeepsParameters, ReducesIn
+from weft.engines.torch.ddp.reducer import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, exchange
+from weft.tensors.dtensor import axes_of, is_fsdp, is_sharded
 
 __all__ = [
     "agree_on_parameters",
     "check_data_axes",
     "check_methods",
     "check_not_elsewhere",
-    "check_not_wrapped",
-    "check_whole",
+    "check_plain_module",
+    "reduce_dtype",
     "wrapper_of_torch",
 ]
 
@@ -77,7 +81,7 @@ def wrapper_of_torch(module: nn.Module) -> str | None:
     return next(iter(found), None)
 
 
-def check_not_wrapped(what: str, module: nn.Module) -> None:
+def _check_not_wrapped(what: str, module: nn.Module) -> None:
     """Raise if torch reduces the gradients of `module`, or of a part of it, already.
 
     Raises:
@@ -136,25 +140,56 @@ def check_data_axes(what: str, ctx: DistContext, names: Sequence[str]) -> None:
         )
 
 
-def check_whole(what: str, module: nn.Module, ctx: DistContext) -> None:
-    """Raise if parameters of `module` are cut over ranks already.
+def check_plain_module(what: str, module: nn.Module) -> None:
+    """Check that this is a module none of whose parameters is sharded or replicated.
 
     Raises:
-        AlreadyApplied: By FSDP2, which keeps all of them.
-        ContractError: By something else, such as torch's `parallelize_module`.
+        AlreadyApplied: One is, or torch reduces the gradients.
+        ContractError: One is a DTensor, cut over another axis, as by torch's `parallelize_module`.
+        TypeError: Not a module.
+        ValueError: A parameter has no shape yet.
     """
-    cut = {name: p for name, p in module.named_parameters() if ctx.engine.is_sharded(p)}
+    check_module(what, module)
+    _check_not_wrapped(what, module)
+    _check_whole(what, module)
+    taken = [name for name, p in module.named_parameters() if is_reduced(p)]
+    if taken:
+        raise AlreadyApplied(
+            f"{what}: parameters of {type(module).__name__} are replicated already",
+            found=listed(taken),
+            expected="each parameter in one sharded or replicated module: the outermost",
+            fix=f"call weft.{what} once, on the whole model",
+        )
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise value_error(
+            f"{what}: parameters of {type(module).__name__} have no shape yet",
+            found=listed(lazy),
+            expected="a module that has been called once (lazy modules get their shapes then)",
+            fix=f"model(example_batch)  # before {what}",
+        )
+
+
+def reduce_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype in which gradients travel, as `with_precision` chose it; None: their own."""
+    dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
+    return dtypes[-1] if dtypes else None
+
+
+def _check_whole(what: str, module: nn.Module) -> None:
+    """Raise if parameters of `module` are sharded already."""
+    cut = {name: p for name, p in module.named_parameters() if is_sharded(p)}
     if not cut:
         return
     kind = type(module).__name__
-    if ctx.engine.is_fsdp(module):
+    if is_fsdp(module):
         raise AlreadyApplied(
             f"{what}: parameters of {kind} are sharded already",
             found=listed(cut),
             expected="each parameter in one sharded or replicated module: the outermost",
             fix=f"call weft.{what} once, on the whole model, which nobody has sharded",
         )
-    axes = dict.fromkeys(ctx.engine.axes_of(p) for p in cut.values())
+    axes = dict.fromkeys(axes_of(p) for p in cut.values())
     raise ContractError(
         f"{what}: parameters of {kind} are DTensors already, cut over {listed(axes)}",
         found=f"{listed(cut)}; by torch's parallelize_module or distribute_tensor, say",

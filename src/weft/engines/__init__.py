@@ -1,28 +1,36 @@
 """Engines: who executes the transforms. A context holds one; a new backend is a new value.
 
-options.py  what transforms hand to an engine
-peers.py    what an engine may ask of the other ranks
-torch/      plain torch: the default
-xla/        torch-xla
-deepspeed/  DeepSpeed's ZeRO, for `zero_partition`
+protocol.py  what transforms ask of an engine
+options.py   what transforms hand to an engine
+results.py   what an engine returns
+peers.py     what an engine may ask of the other ranks
+torch/       plain torch: the default
+xla/         torch-xla, a guest
+deepspeed/   DeepSpeed's ZeRO, for `zero_partition`, a guest
 
-Engines know nothing of contexts and contracts: they are handed groups, devices and options.
+Engines know nothing of contexts and contracts: they are handed groups, devices and options. Guests are extensions that
+lie in this distribution: they are found by name alone, and use the same contract as an extension of yours.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import Any, Literal
+
+from weft.engines.protocol import Engine, Spmd
 from weft.engines.torch import TorchEngine
 
-# What transforms ask of an engine is what this one answers; others are subclasses that do some of it differently.
-Engine = TorchEngine
+__all__ = ["Engine", "Spmd", "TorchEngine", "engine_for", "guest"]
 
-__all__ = ["Engine", "TorchEngine", "engine_for"]
+
+def guest(name: Literal["deepspeed", "xla"]) -> Any:
+    """The package of a guest, imported when it is asked for; its library is imported when it is used."""
+    return importlib.import_module(f"weft.engines.{name}")
 
 
 def engine_for(device: str | None) -> Engine:
     """The engine for a device as the user names it."""
     if device is None or device.partition(":")[0] != "xla":
         return TorchEngine()
-    from weft.engines.xla import XlaEngine  # noqa: PLC0415  (only who asks for it pays for it)
-
-    return XlaEngine()
+    engine: Engine = guest("xla").XlaEngine()
+    return engine

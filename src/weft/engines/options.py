@@ -1,54 +1,87 @@
-"""What transforms tell an engine: options that travel together, the same for every engine."""
+"""What transforms tell an engine: options that travel together, the same for every engine.
+
+An option of a strategy is written once, here: the class checks it, the engine reads it, and `facts` are what the ranks
+have to agree on.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["CastOptions", "CompileOptions", "RecomputeOptions", "ReduceOptions", "ScaleOptions", "ShardOptions"]
+from weft.checks import check_choice, check_count
+from weft.precision import LossScaling
+
+__all__ = [
+    "CastOptions",
+    "CompileOptions",
+    "Offload",
+    "RecomputeOptions",
+    "ReduceOptions",
+    "ShardOptions",
+    "StrategyOptions",
+]
+
+Place = str | os.PathLike[str]
+Offload = Place | Mapping[Literal["optimizer", "parameters"], Place] | None  # "cpu" or a directory; where state lies
 
 
-class ReduceOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """What strategies have in common.
+
+    Attributes:
+        unused: "error" raises when a parameter got no gradient; "zero" counts it as zero on the
+            ranks that did not use it.
+        buffers: "broadcast" gives all ranks the first rank's buffers after each reduced backward; "local"
+            lets them differ.
+        methods: Methods besides forward that use the parameters.
+        dtype: Gradients are rounded to it for the way; None sends them as they are.
+        strategy: Name of the transform, for errors.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    unused: Literal["error", "zero"] = "error"
+    buffers: Literal["broadcast", "local"] = "broadcast"
+    methods: tuple[str, ...] = ()
+    dtype: torch.dtype | None = field(default=None, compare=False)  # that of `with_precision`, which has agreed on it
+    strategy: str = field(compare=False)
+
+    def __post_init__(self) -> None:
+        check_choice(self.strategy, "unused", self.unused, ("error", "zero"))
+        check_choice(self.strategy, "buffers", self.buffers, ("broadcast", "local"))
+
+    def facts(self) -> dict[str, object]:
+        """What has to be equal on all ranks, as JSON values."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceOptions(StrategyOptions):
     """How gradients travel.
 
     Attributes:
         bucket_bytes: Gradient bytes per all-reduce.
         flat: One buffer for all parameters and one for all gradients, instead of buckets.
-        unused: "error" raises when a parameter got no gradient; "zero" counts it as zero on the
-            ranks that did not use it.
-        buffers: "broadcast" gives all ranks rank 0's buffers after each reduced backward; "local"
-            lets them differ.
-        dtype: Gradients are rounded to it for the way; None sends them as they are.
-        methods: Methods besides forward through which gradients may flow.
-        strategy: Name of the transform, for errors.
     """
 
     bucket_bytes: int = 25 * 2**20
     flat: bool = False
-    unused: Literal["error", "zero"] = "error"
-    buffers: Literal["broadcast", "local"] = "broadcast"
-    dtype: torch.dtype | None = None
-    methods: tuple[str, ...] = ()
-    strategy: str = "replicate"
+    strategy: str = field(default="replicate", compare=False)
 
-
-class ScaleOptions(NamedTuple):
-    """How the fp16 scale S moves; all factors are powers of two, so that scaling is exact.
-
-    Attributes:
-        init: First scale.
-        growth: Factor after `growth_every` good steps in a row.
-        backoff: Factor after a step with a non-finite gradient.
-        growth_every: Good steps until the scale grows.
-    """
-
-    init: float = 2.0**16
-    growth: float = 2.0
-    backoff: float = 0.5
-    growth_every: int = 2000
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(
+            self.strategy, "bucket_bytes", self.bucket_bytes, fix=f"weft.{self.strategy}(..., bucket_bytes=25 * 2**20)"
+        )
 
 
 class CastOptions(NamedTuple):
@@ -65,39 +98,30 @@ class CastOptions(NamedTuple):
     autocast: torch.dtype | None = None
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    scale: ScaleOptions | None = None
+    scale: LossScaling | None = None
     methods: tuple[str, ...] = ()
 
 
-class ShardOptions(NamedTuple):
-    """How a module is cut into shards.
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions(StrategyOptions):
+    """How a module is sharded.
 
     Attributes:
-        units: The parts that are gathered and freed together, inner ones first; a unit of several
-            modules shares parameters. The module itself is the last unit and is not listed.
         reshard_after_forward: Free the full parameters after forward and gather them again in
             backward; a number: keep them sharded over so many ranks in between.
-        dtype: Gradients are rounded to it for the way; None sends them as they are.
-        ignored: Names of parameters that stay whole on every rank; their gradients are averaged.
-        unused: "error" raises when a parameter got no gradient; "zero" counts it as zero.
-        buffers: "broadcast" gives all ranks the first rank's buffers after each reduced backward;
-            "local" lets them differ.
-        methods: Methods besides forward that use the parameters.
         offload: Keep the shards in CPU memory between uses.
-        make_real: Called with a part before it is cut, if the module is on meta.
-        strategy: Name of the transform, for errors.
+        ignored: Names of parameters that stay whole on every rank; their gradients are averaged.
+        units: The parts that are gathered and freed together, inner ones first; a unit of several
+            modules shares parameters. The module itself is the last unit and is not listed.
+        make_real: Called with a part before it is sharded, if the module is on meta.
     """
 
-    units: tuple[tuple[nn.Module, ...], ...] = ()
     reshard_after_forward: bool | int = True
-    dtype: torch.dtype | None = None
-    ignored: tuple[str, ...] = ()
-    unused: Literal["error", "zero"] = "error"
-    buffers: Literal["broadcast", "local"] = "broadcast"
-    methods: tuple[str, ...] = ()
     offload: bool = False
-    make_real: Callable[[nn.Module], None] | None = None
-    strategy: str = "fully_shard"
+    ignored: tuple[str, ...] = ()
+    units: tuple[tuple[nn.Module, ...], ...] = field(default=(), compare=False)
+    make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
+    strategy: str = field(default="fully_shard", compare=False)
 
 
 class RecomputeOptions(NamedTuple):

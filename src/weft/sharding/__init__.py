@@ -2,21 +2,18 @@
 
 Shared by the transforms that shard.
 
-request.py       what the user asked for
 shard_checks.py  modules, options and optimizers that cannot be sharded
 units.py         which parts are gathered and freed together
 meta.py          real tensors for modules on meta
 shard_module.py  all of it in its order, and the engine
 """
 
-from weft.sharding.request import Request, WeightSource
-from weft.sharding.shard_checks import check_module, check_optimizers, layouts, optimizers_in
+from weft.sharding.meta import WeightSource
+from weft.sharding.shard_checks import check_optimizers, layouts, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
 
 __all__ = [
-    "Request",
     "WeightSource",
-    "check_module",
     "check_optimizers",
     "exchange_parameters",
     "layouts",

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from weft.context import DistContext
+from weft.context.placement import value_device
 from weft.errors import listed, value_error
 from weft.peers.agreement import disagree
-from weft.sharding.request import Weights, WeightSource
 
-__all__ = ["Source", "draw_values", "draws", "is_meta", "own_tensors", "place_real"]
+__all__ = ["Source", "WeightSource", "draw_values", "draws", "is_meta", "own_tensors", "place_real"]
+
+Weights = Mapping[str, torch.Tensor]
+WeightSource = Weights | Callable[[], Weights] | Literal["later"] | None
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -28,7 +31,7 @@ def is_meta(module: nn.Module) -> bool:
 
 def place_real(module: nn.Module, ctx: DistContext) -> None:
     """Bring what is not on meta to the device of the context."""
-    device = ctx.engine.host_of(ctx.device)
+    device = value_device(ctx)
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta and tensor.device != device:
             tensor.data = tensor.data.to(device)
@@ -128,7 +131,7 @@ class Source:
         made = self._real[id(tensor)][1]() if id(tensor) in self._real else None
         if made is not None:
             return made
-        device = self._ctx.engine.host_of(self._ctx.device)
+        device = value_device(self._ctx)
         values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
         real = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
         self._real[id(tensor)] = (tensor, weakref.ref(real))
@@ -137,7 +140,7 @@ class Source:
 
 def draw_values(part: nn.Module, name: str, ctx: DistContext) -> None:
     """Let a part draw its numbers: a function of the seed and its name, whatever was drawn before."""
-    device = ctx.engine.host_of(ctx.device)
+    device = value_device(ctx)
     seed = zlib.crc32(name.encode()) ^ ctx.seed
     others = [] if device.type == "cpu" else [device]
     reset: Any = part.reset_parameters

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import check_methods, check_not_wrapped, check_whole
-from weft.errors import AlreadyApplied, OrderError, listed, type_error, value_error
-from weft.sharding.meta import is_meta
-from weft.sharding.request import Request
+from weft.contract import check_methods
+from weft.engines.options import ShardOptions
+from weft.engines.torch.ddp.buckets import sparse_gradients
+from weft.engines.torch.optim.step_watch import optimizers_of
+from weft.errors import OrderError, listed, type_error, value_error
+from weft.sharding.meta import WeightSource, is_meta
 from weft.sharding.units import owner_units
 
 __all__ = [
-    "check_module",
     "check_optimizers",
     "check_options",
     "check_parameters",
@@ -26,87 +27,36 @@ __all__ = [
 ]
 
 
-def check_module(what: str, module: nn.Module, ctx: DistContext) -> None:
-    """Check that this is a module none of whose parameters is sharded or replicated.
-
-    Raises:
-        AlreadyApplied: One is, or torch reduces the gradients.
-        ContractError: One is a DTensor, cut over another axis.
-        TypeError: Not a module.
-        ValueError: A parameter has no shape yet.
-    """
-    if not isinstance(module, nn.Module):
-        raise type_error(
-            f"{what}: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix=f"model, ctx = weft.{what}(model, ctx)",
-        )
-    check_not_wrapped(what, module)
-    check_whole(what, module, ctx)
-    taken = [name for name, p in module.named_parameters() if ctx.engine.is_reduced(p)]
-    if taken:
-        raise AlreadyApplied(
-            f"{what}: parameters of {type(module).__name__} are replicated already",
-            found=listed(taken),
-            expected="each parameter in one sharded or replicated module: the outermost",
-            fix=f"call weft.{what} once, on the whole model",
-        )
-    lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise value_error(
-            f"{what}: parameters of {type(module).__name__} have no shape yet",
-            found=listed(lazy),
-            expected="a module that has been called once (lazy modules get their shapes then)",
-            fix=f"model(example_batch)  # before {what}",
-        )
-
-
-def check_options(what: str, module: nn.Module, ctx: DistContext, request: Request) -> None:
+def check_options(what: str, module: nn.Module, ctx: DistContext, options: ShardOptions, weights: WeightSource) -> None:
     """Check the options that concern the module or the device.
 
     Raises:
         TypeError: `weights` is of another kind.
         ValueError: One is unknown, or cannot be used here.
     """
-    for name, value, allowed in (
-        ("unused", request.unused, ("error", "zero")),
-        ("buffers", request.buffers, ("broadcast", "local")),
-    ):
-        if value not in allowed:
-            raise value_error(
-                f"{what}: {name} = {value!r} is unknown",
-                found=repr(value),
-                expected=" or ".join(map(repr, allowed)),
-                fix=f"weft.{what}(..., {name}={allowed[0]!r})",
-            )
-    if request.offload and ctx.device.type == "cpu":
+    if options.offload and ctx.device.type == "cpu":
         raise value_error(
             f"{what}: offload=True has no effect on a CPU",
             found=f"device {ctx.device}",
             expected="an accelerator, whose memory the shards are to leave",
             fix=f"weft.{what}(..., offload=False)",
         )
-    if not (request.weights is None or request.weights == "later" or callable(request.weights)) and not isinstance(
-        request.weights, Mapping
-    ):
+    if not (weights is None or weights == "later" or callable(weights)) and not isinstance(weights, Mapping):
         raise type_error(
-            f"{what}: weights = {request.weights!r} cannot be used",
-            found=type(request.weights).__name__,
+            f"{what}: weights = {weights!r} cannot be used",
+            found=type(weights).__name__,
             expected='tensors by name, a function that reads them, or "later"; files are read by load_weights, of '
             "which each rank reads its own part",
             fix=f'model, ctx = weft.{what}(model, ctx, weights="later"); weft.load_weights(model, path, ctx)',
         )
-    if request.weights is not None and not is_meta(module):
+    if weights is not None and not is_meta(module):
         raise value_error(
             f"{what}: weights are for a module on meta",
             found=f"{type(module).__name__} with real parameters",
             expected="with torch.device('meta'): model = ...",
-            fix="weft.load_weights(model, path, ctx)"
-            if request.weights == "later"
-            else "model.load_state_dict(weights)",
+            fix="weft.load_weights(model, path, ctx)" if weights == "later" else "model.load_state_dict(weights)",
         )
-    check_methods(what, module, request.methods)
+    check_methods(what, module, options.methods)
 
 
 def reshard_of(what: str, ctx: DistContext, axes: tuple[str, ...], reshard: bool | int) -> bool | int:
@@ -124,15 +74,9 @@ def reshard_of(what: str, ctx: DistContext, axes: tuple[str, ...], reshard: bool
     return reshard if 1 < reshard < size else reshard != 1
 
 
-def check_parameters(
-    what: str,
-    module: nn.Module,
-    ctx: DistContext,
-    groups: tuple[tuple[nn.Module, ...], ...],
-    ignored: Sequence[str],
-) -> None:
+def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> None:
     """Raise if a parameter would not be the same once it is cut, or cannot be reduced with its unit."""
-    sparse = ctx.engine.sparse_gradients(module)
+    sparse = sparse_gradients(module)
     if sparse:
         raise value_error(
             f"{what}: sparse gradients of {type(module).__name__} cannot be sharded",
@@ -140,7 +84,7 @@ def check_parameters(
             expected="dense gradients: torch's FSDP2 knows no others",
             fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
         )
-    named = {name: p for name, p in module.named_parameters() if name not in set(ignored)}
+    named = {name: p for name, p in module.named_parameters() if name not in set(options.ignored)}
     hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
         raise value_error(
@@ -149,8 +93,8 @@ def check_parameters(
             expected="no hooks: the parameters are exchanged for shards, on which torch calls none",
             fix=f"weft.{what}(..., ignored=...) for the modules that own them, or remove the hooks",
         )
-    unit_of = {id(part): number for number, group in enumerate(groups, 1) for part in group}
-    owner = owner_units(module, [part for group in groups for part in group])
+    unit_of = {id(part): number for number, group in enumerate(options.units, 1) for part in group}
+    owner = owner_units(module, [part for group in options.units for part in group])
     kinds: dict[int, dict[torch.dtype, str]] = {}
     for prefix, part in module.named_modules():
         for name, p in part.named_parameters(prefix, recurse=False):
@@ -198,7 +142,7 @@ def optimizers_in(
 
 
 def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]) -> None:
-    """Check that no optimizer would go on with parameters the module will not have.
+    """Check that no optimizer would continue with parameters that the module will not have.
 
     Raises:
         OrderError: A living optimizer holds parameters of `module` and is not in `rebind`.
@@ -228,5 +172,5 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
 def _left_out(
     module: nn.Module, ctx: DistContext, rebind: Sequence[torch.optim.Optimizer]
 ) -> list[torch.optim.Optimizer]:
-    holding = ctx.engine.optimizers_of(list(module.parameters()))
+    holding = optimizers_of(list(module.parameters()))
     return [one for one in holding if not any(one is known for known in rebind)]

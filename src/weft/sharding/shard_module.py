@@ -1,24 +1,24 @@
-"""Cutting a module: checks, agreement of the ranks, then the engine; and what hung on the parameters."""
+"""Sharding a module: checks, agreement of the ranks, then the engine; and what hung on the parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.placement import place_module
-from weft.contract import ReducesIn, agree_on_parameters, check_data_axes, offered
+from weft.context.placement import apply_layout, place_module
+from weft.contract import agree_on_parameters, check_data_axes, check_plain_module, reduce_dtype
+from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
 from weft.errors import ContextError, listed
 from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
-from weft.sharding.meta import Source, is_meta, place_real
-from weft.sharding.request import Request
+from weft.sharding.meta import Source, WeightSource, is_meta, place_real
 from weft.sharding.shard_checks import (
-    check_module,
     check_optimizers,
     check_options,
     check_parameters,
@@ -30,90 +30,91 @@ from weft.sharding.units import ignored_in, units_of
 __all__ = ["exchange_parameters", "shard_module", "sharding_axes"]
 
 
-def shard_module(what: str, module: nn.Module, ctx: DistContext, axes: tuple[str, ...], request: Request) -> Any:
-    """Check everything, agree with the other ranks, then cut `module`.
+def shard_module(
+    what: str,
+    module: nn.Module,
+    ctx: DistContext,
+    axes: tuple[str, ...],
+    options: ShardOptions,
+    *,
+    rebind: Sequence[torch.optim.Optimizer] = (),
+    units: Selection | None = None,
+    ignored: Selection | None = None,
+    weights: WeightSource = None,
+) -> Any:
+    """Check everything, agree with the other ranks, then shard `module`.
 
     Changes: `module` and the optimizers, as `fully_shard` says. Collectives: as it says.
 
     Args:
         what: Name of the transform, for errors.
-        module: To be cut.
+        module: To be sharded.
         ctx: Where we run.
         axes: From `sharding_axes`.
-        request: What the user asked for.
+        options: What the user asked for; what the other arguments select is filled in.
+        rebind: Optimizers over the module's parameters.
+        units: What is gathered together.
+        ignored: Parts that stay whole.
+        weights: State for a module on meta; "later": it stays there, for `load_weights`.
 
     Returns:
         What the engine offers to later transforms; None with one rank and one device.
 
     Raises:
         AlreadyApplied: A part is sharded or replicated already.
-        OrderError: A living optimizer holds parameters and is not in `request.rebind`.
+        OrderError: A living optimizer holds parameters and is not in `rebind`.
         TypeError: Not a module.
         ValueError: An option is out of range.
     """
-    check_module(what, module, ctx)
-    line = ctx.on(axes)
-    check_options(what, module, ctx, request)
-    reshard = reshard_of(what, ctx, axes, request.reshard_after_forward)
-    groups = units_of(what, module, request.units)
-    ignored = ignored_in(what, module, request.ignored)
-    if line.world_size > 1:
-        check_parameters(what, module, ctx, groups, ignored)
-    check_optimizers(what, module, ctx, request.rebind)
+    check_plain_module(what, module)
+    sub = ctx.on(axes)
+    check_options(what, module, ctx, options, weights)
+    options = replace(
+        options,
+        reshard_after_forward=reshard_of(what, ctx, axes, options.reshard_after_forward),
+        units=units_of(what, module, units),
+        ignored=ignored_in(what, module, ignored),
+        dtype=reduce_dtype(module),
+    )
+    if sub.world_size > 1:
+        check_parameters(what, module, options)
+    check_optimizers(what, module, ctx, rebind)
     names = {id(part): name for name, part in module.named_modules()}
-    facts: dict[str, object] = {
-        "axes": list(axes),
-        "units": [[names[id(part)] for part in group] for group in groups],
-        "reshard_after_forward": reshard,
-        "rebind": layouts(module, request.rebind),
-        "ignored": list(ignored),
-        "unused": request.unused,
-        "buffers": request.buffers,
-        "methods": list(request.methods),
-        "offload": request.offload,
-    }
-    later = request.weights == "later"
+    later = weights == "later"
     on_meta = is_meta(module)
-    facts["later"] = [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta] if later else False
-    if line.world_size > 1:
+    facts = options.facts() | {
+        "axes": list(axes),
+        "units": [[names[id(part)] for part in group] for group in options.units],
+        "rebind": layouts(module, rebind),
+        "later": [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta] if later else False,
+    }
+    if sub.world_size > 1:
         world = ctx.require_collective(what)
         agree_on_parameters(what, module, ctx, facts)
         # The first rank may bring a real module, and the others one on meta.
         on_meta = any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
-    source = Source(what, module, ctx, line, request.weights) if on_meta and not later else None
+    source = Source(what, module, ctx, sub, weights) if on_meta and not later else None
     old = dict(module.named_parameters())
     if source is None:
         if later:
             place_real(module, ctx)
         else:
             place_module(what, module, ctx)
-        if line.group is not None:
-            ctx.engine.broadcast_state(module, line.group)
+        if sub.group is not None:
+            ctx.engine.broadcast_state(module, sub.group)
     sharded: Any = None
-    if line.world_size > 1:
-        assert line.group is not None
+    if sub.world_size > 1:
+        assert sub.group is not None
         assert ctx.mesh is not None
-        dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
-        options = ShardOptions(
-            units=groups,
-            reshard_after_forward=reshard,
-            dtype=dtypes[-1] if dtypes else None,
-            ignored=ignored,
-            unused=request.unused,
-            buffers=request.buffers,
-            methods=tuple(request.methods),
-            offload=request.offload,
-            make_real=None if source is None else source.make_real,
-            strategy=what,
-        )
-        sharded = ctx.engine.shard(module, ctx.mesh[axes], line.group, options, Ledger(line.world, what))
+        options = replace(options, make_real=None if source is None else source.make_real)
+        sharded = ctx.engine.shard(module, ctx.mesh[axes], sub.group, options, Ledger(sub.world, what))
     else:
         if source is not None:
             source.make_real(module)
             source.forget()
             place_module(what, module, ctx)
-        sharded = ctx.engine.lay_out(module, axes, "all")
-    exchange_parameters(module, ctx, old, request.rebind)
+        sharded = apply_layout(module, ctx, axes, "all")
+    exchange_parameters(module, ctx, old, rebind)
     return sharded
 
 
@@ -125,7 +126,7 @@ def exchange_parameters(
 ) -> None:
     """Carry over what hung on the parameters a module had, to those it has now.
 
-    Changes: attributes of the new parameters; optimizers, which go on with them. Collectives: where
+    Changes: attributes of the new parameters; optimizers, which continue with them. Collectives: where
     shards were made whole, one all-gather per tensor of state.
     """
     new = {name: p for name, p in module.named_parameters() if p is not old[name]}
@@ -133,7 +134,9 @@ def exchange_parameters(
         for key, value in vars(old[name]).items():
             if key not in vars(parameter):
                 setattr(parameter, key, value)
-    ctx.engine.rebind(optimizers, {old[name]: parameter for name, parameter in new.items()})
+    from weft.engines.torch.optim.rebind import rebind  # noqa: PLC0415  (half a second of imports in torch)
+
+    rebind(optimizers, {old[name]: parameter for name, parameter in new.items()})
 
 
 def sharding_axes(what: str, ctx: DistContext, axis: str | Sequence[str] | None) -> tuple[str, ...]:

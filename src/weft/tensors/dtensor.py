@@ -17,6 +17,7 @@ from weft.tensors.sharded_grad import CutGradient
 __all__ = [
     "axes_of",
     "forget_groups",
+    "full_tensor",
     "groups_of",
     "is_fsdp",
     "is_sharded",
@@ -52,6 +53,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     cut: Any = tensor.detach()
     part: torch.Tensor = cut.to_local()
     return part
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor. Collectives: one all-gather, if it is cut."""
+    cut: Any = tensor
+    found: torch.Tensor = cut.full_tensor() if is_sharded(tensor) else tensor
+    return found
 
 
 def groups_of(unit: Any) -> list[Any]:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
+from weft.engines.torch.optim.ema import drop_gathered
+from weft.engines.torch.optim.grad_norm import with_nonfinite_gradient
 from weft.errors import listed, message, type_error, value_error
 from weft.peers.agreement import exchange
 
@@ -87,7 +89,7 @@ def clip_grads(
     parts = list(_parts(modules, ""))
     for _, part in parts:
         if isinstance(part, nn.Module):
-            ctx.engine.drop_gathered(part)  # a forward pass after backward leaves copies without gradients
+            drop_gathered(part)  # a forward pass after backward leaves copies without gradients
     parameters = _parameters(parts)
     if max_value is not None:
         _check_real(parts)
@@ -189,7 +191,7 @@ def _named(parts: list[_Part]) -> Iterator[tuple[str, torch.Tensor]]:
 def _raise_not_finite(parts: list[_Part], norm: torch.Tensor, ctx: DistContext) -> NoReturn:
     """Tell on all ranks which gradients are not finite, and where."""
     names = {id(p): name for name, p in reversed(list(_named(parts)))}  # the first name of each
-    bad = ctx.engine.with_nonfinite_gradient(_parameters(parts))
+    bad = with_nonfinite_gradient(_parameters(parts))
     told = exchange(ctx.require_collective("clip_grads"), "clip_grads", listed(names[id(p)] for p in bad))
     found = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
     raise FloatingPointError(

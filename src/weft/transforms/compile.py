@@ -14,6 +14,7 @@ from weft.context import DistContext
 from weft.contract import check_not_elsewhere, transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import CompileOptions
+from weft.engines.torch.compute.compile_module import already_compiled, check_backend
 from weft.errors import AlreadyApplied, listed, value_error
 
 __all__ = ["compile"]
@@ -87,7 +88,7 @@ def compile(
     parts = select_apart("compile", module, module if blocks is None else blocks)
     _check_options(backend, mode, options)
     if isinstance(backend, str):
-        ctx.engine.check_backend(backend)
+        check_backend(backend)
     told = CompileOptions(backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options)
     ctx.agree("compile", {"parts": list(parts), "fullgraph": fullgraph, "dynamic": dynamic, "mode": mode})
     return module, ctx.offering(ctx.engine.compile(parts, told))
@@ -111,7 +112,7 @@ def _check_options(backend: object, mode: str | None, options: Mapping[str, Any]
 
 
 def _check_new(module: nn.Module, ctx: DistContext) -> None:
-    done = ctx.engine.already_compiled(module)
+    done = already_compiled(module)
     if done:
         wrapped = hasattr(module, "_orig_mod")
         raise AlreadyApplied(

@@ -8,6 +8,8 @@ from torch import nn
 from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import KeepsParameters, offered
+from weft.engines.torch.optim.ema import drop_gathered
+from weft.tensors.dtensor import full_tensor
 
 __all__ = ["full_grads"]
 
@@ -42,7 +44,7 @@ def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
     """
     check_module("full_grads", module, fix="gradients = weft.full_grads(model, ctx)")
     ctx.require_collective("full_grads")
-    ctx.engine.drop_gathered(module)
+    drop_gathered(module)
     found: dict[str, torch.Tensor | None] = {name: p.grad for name, p in module.named_parameters()}
     names = {id(p): name for name, p in module.named_parameters()}
     keepers = [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
@@ -50,4 +52,4 @@ def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
         for own, p in part.named_parameters():
             found[names[id(p)]] = offer.full_gradient(own)
     kept = {names[id(p)] for part, _ in keepers for p in part.parameters()}
-    return {name: g if name in kept else ctx.engine.whole(g) for name, g in found.items() if g is not None}
+    return {name: g if name in kept else full_tensor(g) for name, g in found.items() if g is not None}

@@ -14,7 +14,8 @@ from torch import nn
 from weft.context import DistContext
 from weft.contract import transform
 from weft.contract.select_modules import Selection
-from weft.sharding import Request, WeightSource, optimizers_in, shard_module, sharding_axes
+from weft.engines.options import ShardOptions
+from weft.sharding import WeightSource, optimizers_in, shard_module, sharding_axes
 
 __all__ = ["fully_shard"]
 
@@ -112,17 +113,23 @@ def fully_shard(
         >>> [record.name for record in ctx.applied]
         ['fully_shard']
     """
-    request = Request(
-        units=units,
+    options = ShardOptions(
         reshard_after_forward=reshard_after_forward,
-        rebind=optimizers_in("fully_shard", rebind),
-        ignored=ignored,
-        weights=weights,
         unused=unused,
         buffers=buffers,
-        methods=methods,
+        methods=tuple(methods),
         offload=offload,
     )
-    axes = sharding_axes("fully_shard", ctx, axis)
-    sharded = shard_module("fully_shard", module, ctx, axes, request)
+    optimizers = optimizers_in("fully_shard", rebind)
+    sharded = shard_module(
+        "fully_shard",
+        module,
+        ctx,
+        sharding_axes("fully_shard", ctx, axis),
+        options,
+        rebind=optimizers,
+        units=units,
+        ignored=ignored,
+        weights=weights,
+    )
     return module, ctx if sharded is None else ctx.offering(sharded)

@@ -8,6 +8,7 @@ import torch
 
 from weft.context import DistContext
 from weft.contract import GradSync, offered, transform
+from weft.engines.torch.optim.flat_step import check_elementwise
 
 __all__ = ["fuse_step"]
 
@@ -44,7 +45,7 @@ def fuse_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         >>> model, ctx = weft.replicate(model, weft.local(), flat=True)
         >>> optimizer, ctx = weft.fuse_step(torch.optim.AdamW(model.parameters()), ctx)
     """
-    ctx.engine.check_elementwise(optimizer)
+    check_elementwise(optimizer)
     if ctx.on(ctx.data_axes).world_size == 1:
         return optimizer, ctx
     modules = [ref() for record in ctx.applied if record.name == "replicate" for ref in record.refs]

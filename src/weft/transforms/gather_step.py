@@ -9,6 +9,7 @@ import torch
 from weft.checks import check_optimizer
 from weft.context import DistContext
 from weft.contract import transform
+from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContractError
 
 __all__ = ["gather_step"]
@@ -61,6 +62,6 @@ def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         )
     if ctx.world_size == 1:
         return optimizer, ctx
-    if ctx.engine.is_elementwise(optimizer):
+    if is_elementwise(optimizer):
         return optimizer, ctx.offering(ctx.engine.partition_step(optimizer, None))
     return optimizer, ctx.offering(ctx.engine.whole_step(optimizer, None))

@@ -17,6 +17,7 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import RecomputeOptions
+from weft.engines.torch.compute.activation_checkpoint import already_recomputed, saved_ops
 from weft.errors import AlreadyApplied, listed, type_error
 
 __all__ = ["recompute"]
@@ -96,7 +97,7 @@ def recompute(
     _check_new(module, ctx)
     taken = dict(list(select_apart("recompute", module, blocks).items())[::every])
     options = RecomputeOptions(
-        save=save if callable(save) else ctx.engine.saved_ops(_listed_ops(save)),
+        save=save if callable(save) else saved_ops(_listed_ops(save)),
         keep_rng=keep_rng,
         determinism_check=determinism_check,
         early_stop=early_stop,
@@ -125,7 +126,7 @@ def _listed_ops(save: Sequence[Op]) -> Sequence[Op]:
 
 
 def _check_new(module: nn.Module, ctx: DistContext) -> None:
-    done = ctx.engine.already_recomputed(module)
+    done = already_recomputed(module)
     if done:
         raise AlreadyApplied(
             f"recompute: parts of {type(module).__name__} are checkpointed already",

@@ -11,19 +11,17 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from weft.context import DistContext
-from weft.context.placement import place_module
+from weft.context.placement import apply_layout, place_module
 from weft.contract import (
-    ReducesIn,
     agree_on_parameters,
     check_data_axes,
     check_methods,
-    check_not_wrapped,
-    check_whole,
-    offered,
+    check_plain_module,
+    reduce_dtype,
     transform,
 )
 from weft.engines.options import ReduceOptions
-from weft.errors import AlreadyApplied, listed, type_error, value_error
+from weft.engines.torch.ddp.reducer import check_hooks
 from weft.peers.ledger import Ledger
 
 __all__ = ["replicate"]
@@ -96,85 +94,28 @@ def replicate(
         >>> type(model).__name__, [record.name for record in ctx.applied]
         ('Linear', ['replicate'])
     """
-    options = _options(module, bucket_bytes, flat, unused, buffers, methods)
-    names = ctx.data_axes if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    check_data_axes("replicate", ctx, names)
-    line = ctx.on(names)
-    _check_module(module, ctx)
-    if line.world_size == 1:
-        place_module("replicate", module, ctx)
-        laid = ctx.engine.lay_out(module, [name for name, _ in line.axes], "no")
-        return module, ctx if laid is None else ctx.offering(laid)
-    world = ctx.require_collective("replicate")
-    ctx.engine.check_hooks("replicate", module)
-    facts = {"bucket_bytes": bucket_bytes, "flat": flat, "unused": unused, "buffers": buffers, "methods": list(methods)}
-    agree_on_parameters("replicate", module, ctx, facts)
-    place_module("replicate", module, ctx)
-    assert world is not None
-    assert line.group is not None
-    ctx.engine.broadcast_state(module, line.group)
-    peers = Ledger(line.world, "replicate")
-    return module, ctx.offering(ctx.engine.reduce_gradients(module, line.group, options, peers))
-
-
-def _options(
-    module: nn.Module,
-    bucket_bytes: int,
-    flat: bool,
-    unused: Literal["error", "zero"],
-    buffers: Literal["broadcast", "local"],
-    methods: Sequence[str],
-) -> ReduceOptions:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-        raise value_error(
-            f"replicate: bucket_bytes = {bucket_bytes!r} cannot be used",
-            found=repr(bucket_bytes),
-            expected="a whole number of bytes > 0",
-            fix="weft.replicate(model, ctx, bucket_bytes=25 * 2**20)",
-        )
-    for name, value, allowed in (("unused", unused, ("error", "zero")), ("buffers", buffers, ("broadcast", "local"))):
-        if value not in allowed:
-            raise value_error(
-                f"replicate: {name} = {value!r} is unknown",
-                found=repr(value),
-                expected=" or ".join(repr(choice) for choice in allowed),
-                fix=f"weft.replicate(model, ctx, {name}={allowed[0]!r})",
-            )
-    check_methods("replicate", module, methods)
-    dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
-    return ReduceOptions(
+    options = ReduceOptions(
         bucket_bytes=bucket_bytes,
         flat=flat,
         unused=unused,
         buffers=buffers,
-        dtype=dtypes[-1] if dtypes else None,
         methods=tuple(methods),
+        dtype=reduce_dtype(module),
     )
-
-
-def _check_module(module: nn.Module, ctx: DistContext) -> None:
-    if not isinstance(module, nn.Module):
-        raise type_error(
-            "replicate: this is not a module",
-            found=type(module).__name__,
-            expected="a torch.nn.Module",
-            fix="model, ctx = weft.replicate(model, ctx)",
-        )
-    check_not_wrapped("replicate", module)
-    check_whole("replicate", module, ctx)
-    shared = [name for name, parameter in module.named_parameters() if ctx.engine.is_reduced(parameter)]
-    if shared:
-        raise AlreadyApplied(
-            f"replicate: parameters of {type(module).__name__} are replicated already",
-            found=listed(shared),
-            expected="each parameter in one replicated module: the outermost",
-            fix="replicate the whole model once, and not its parts",
-        )
-    lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise value_error(
-            f"replicate: parameters of {type(module).__name__} have no shape yet",
-            found=listed(lazy),
-            expected="a module that has been called once (lazy modules get their shapes then)",
-            fix="model(example_batch)  # before replicate",
-        )
+    names = ctx.data_axes if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    check_data_axes("replicate", ctx, names)
+    sub = ctx.on(names)
+    check_plain_module("replicate", module)
+    check_methods("replicate", module, methods)
+    if sub.world_size == 1:
+        place_module("replicate", module, ctx)
+        layout = apply_layout(module, ctx, [name for name, _ in sub.axes], "no")
+        return module, ctx if layout is None else ctx.offering(layout)
+    ctx.require_collective("replicate")
+    check_hooks("replicate", type(module).__name__, module.named_parameters())
+    agree_on_parameters("replicate", module, ctx, options.facts())
+    place_module("replicate", module, ctx)
+    assert sub.group is not None
+    ctx.engine.broadcast_state(module, sub.group)
+    peers = Ledger(sub.world, "replicate")
+    return module, ctx.offering(ctx.engine.reduce_gradients(module, sub.group, options, peers))

@@ -13,6 +13,7 @@ from weft.context import DistContext
 from weft.contract import Undoable, check_known, forget, offered
 from weft.peers.agreement import disagree
 from weft.sharding import check_optimizers, exchange_parameters, layouts, optimizers_in
+from weft.tensors.dtensor import is_sharded
 
 __all__ = ["undo"]
 
@@ -81,6 +82,6 @@ def _optimizers(
     check_module("undo", module, fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)")
     together = [ref() for record in ctx.records(module) for ref in record.refs]
     found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))
-    if any(ctx.engine.is_sharded(p) for p in module.parameters()):
+    if any(is_sharded(p) for p in module.parameters()):
         check_optimizers("undo", module, ctx, found)
     return tuple({id(one): one for one in found}.values())

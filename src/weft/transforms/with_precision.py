@@ -14,7 +14,8 @@ from torch import nn
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
 from weft.contract import check_methods, offered, transform
-from weft.engines.options import CastOptions, ScaleOptions
+from weft.engines import Spmd
+from weft.engines.options import CastOptions
 from weft.errors import listed, type_error, value_error
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
 
@@ -100,7 +101,7 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
     _cast_parameters(module, precision)
     options = _cast_options(module, precision, methods)
     idle = options == CastOptions(methods=methods)
-    precise = None if idle else ctx.engine.precise(module, ctx.device, options)
+    precise = None if idle else ctx.engine.apply_precision(module, ctx.device, options)
     kept = [precise.scale] if precise is not None and precise.scale is not None else []  # for checkpoints
     return module, ctx.offering(PrecisionOffer(precision, precise), *kept)
 
@@ -116,14 +117,9 @@ def _check_device(precision: Precision, ctx: DistContext) -> None:
             expected="a policy the device supports",
             fix='model, ctx = weft.with_precision(model, ctx, "fp32")',
         )
-    reasons = [ctx.engine.refusal(dtype) for dtype in (precision.compute, precision.param)]
-    for reason in filter(None, reasons):
-        raise value_error(
-            f"with_precision: {kind} cannot do this policy",
-            found=reason,
-            expected='"bf16", whose range is that of float32 and needs no scale',
-            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
-        )
+    if isinstance(ctx.engine, Spmd):
+        ctx.engine.check_dtype("with_precision", precision.compute)
+        ctx.engine.check_dtype("with_precision", precision.param)
 
 
 def _check_scalable(module: nn.Module, precision: Precision) -> None:
@@ -225,12 +221,11 @@ def _cast_options(module: nn.Module, precision: Precision, methods: tuple[str, .
     own = [p for part in _own_parts(module) for p in part.parameters(recurse=False)]
     compute = precision.compute
     mixed = compute in LOW and any(p.is_floating_point() and p.dtype is not compute for p in own)
-    scaling = precision.scaling
     return CastOptions(
         autocast=compute if mixed else None,
         inputs=compute if compute is not None and not mixed else None,
         outputs=precision.output,
-        scale=None if scaling is None else ScaleOptions(**vars(scaling)),
+        scale=precision.scaling,
         methods=methods,
     )
 

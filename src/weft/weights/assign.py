@@ -27,6 +27,7 @@ from weft.checkpoint.state.collect import tell_keepers
 from weft.collectives.on_all_ranks import num_threads
 from weft.collectives.primitives import finish, peers_named
 from weft.context import DistContext, World
+from weft.engines.torch.ddp.reducer import is_reduced
 from weft.errors import CheckpointError, ContextError, listed, value_error
 from weft.sharding import check_optimizers
 from weft.tensors.dtensor import is_sharded, local
@@ -235,9 +236,7 @@ def _check_dtypes(what: str, module: nn.Module, changed: list[Target], ctx: Dist
     bound = [
         one.names[0]
         for one in changed
-        if records
-        or is_sharded(one.tensor)
-        or (isinstance(one.tensor, nn.Parameter) and ctx.engine.is_reduced(one.tensor))
+        if records or is_sharded(one.tensor) or (isinstance(one.tensor, nn.Parameter) and is_reduced(one.tensor))
     ]
     if bound:
         raise value_error(

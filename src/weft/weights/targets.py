@@ -12,6 +12,7 @@ from torch import nn
 from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
 from weft.checks import check_module
 from weft.context import DistContext
+from weft.context.placement import value_device, values_replaced
 from weft.errors import CheckpointError, listed, type_error, value_error
 from weft.sharding.meta import draw_values, draws, own_tensors
 from weft.tensors.dtensor import is_sharded
@@ -134,11 +135,11 @@ class Memory:
 
     def settle(self) -> None:
         """Bring what had values beside tensors on meta, such as buffers, to their device; tell FSDP2 of shards."""
-        device, engine = self._ctx.device, self._ctx.engine
-        if engine.host_of(device) != device:
+        device = self._ctx.device
+        if value_device(self._ctx) != device:
             if self._real:
-                engine.place(self._module, device)
-            engine.relay([self._module])
+                self._ctx.engine.place(self._module, device)
+            values_replaced([self._module], self._ctx)
             return
         for tensor in (*self._module.parameters(), *self._module.buffers()) if self._real else ():
             if not is_sharded(tensor) and tensor.device.type == "cpu" != device.type:
@@ -150,9 +151,7 @@ class Memory:
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._real:
             dtype = self._dtypes.get(id(tensor), tensor.dtype)
-            made: torch.Tensor = torch.empty_like(
-                tensor, dtype=dtype, device=self._ctx.engine.host_of(self._ctx.device)
-            )
+            made: torch.Tensor = torch.empty_like(tensor, dtype=dtype, device=value_device(self._ctx))
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, tensor.requires_grad)
             vars(made).update(vars(tensor))

@@ -44,6 +44,7 @@ from weft.checkpoint.state.generators import (
 from weft.checkpoint.state.json_values import decode, encode
 from weft.checkpoint.state.rng_state import drawn_state, prepare_random_state, random_state
 from weft.context import DistContext
+from weft.context.placement import values_replaced
 from weft.errors import CheckpointError, listed
 
 __all__ = ["Plan", "check_values", "load_objects", "put_weights", "request"]
@@ -339,7 +340,7 @@ def put_weights(plan: Plan, ctx: DistContext) -> None:
             names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
             live = plan.fit.live.tensors
             tell_keepers(obj, {one: live[name].tensor for one, name in names.items() if name in plan.fit.weights})
-    ctx.engine.relay(plan.state.objects.values())
+    values_replaced(plan.state.objects.values(), ctx)
     if plan.set_random is not None:
         plan.set_random()
 

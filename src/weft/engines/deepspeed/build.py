@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfStages12
 from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, quietly, without_broadcasts
 from weft.engines.deepspeed.optimizer_state import State
-from weft.engines.deepspeed.partition import Order, Partition
+from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.errors import value_error
 
-__all__ = ["Order", "check_config", "partition"]
+__all__ = ["PartitionOptions", "check_config", "partition"]
 
 # What DeepSpeed hangs on parameters in stages 1 and 2 and does not need afterwards; a module with them could
 # be neither copied nor pickled.
@@ -50,26 +50,30 @@ def check_config(config: Mapping[str, Any], group: dist.ProcessGroup, local_rank
 
 
 def partition(
-    module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, mesh: DeviceMesh | None, order: Order
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+    options: PartitionOptions,
 ) -> Partition:
     """Make an engine, and hang it under the module and the optimizer."""
     library = deepspeed()
     view = GroupView(group)
-    if order.make_real is not None:
-        with quietly(order.local_rank), without_broadcasts():
-            _make_real(module, view, order)
-        order.moved()
+    if options.make_real is not None:
+        with quietly(options.local_rank), without_broadcasts():
+            _make_real(module, view, options)
+        options.moved()
     attributes = Attributes(module)
     inner, numbers = _twin(optimizer)
-    with quietly(order.local_rank), without_broadcasts():
-        engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(order.config), mpu=view)
+    with quietly(options.local_rank), without_broadcasts():
+        engine, *_ = library.initialize(model=module, optimizer=inner, config=dict(options.config), mpu=view)
         # It keeps names of modules and parameters for its error texts, and with them the model.
         importlib.import_module("deepspeed.utils.debug").debug_clear_module_and_param_names()
     attributes.note()
     zero = engine.optimizer
     buffers: Buffers
     gathering = None
-    if order.stage == 3:
+    if options.stage == 3:
         buffers = BuffersOfStage3(zero)
         gathering = library.zero.GatheredParameters
     else:
@@ -88,22 +92,22 @@ def partition(
         engine,
         buffers,
         state,
-        order=order,
+        options=options,
         group=group,
         view=view,
-        options=list(zip(numbers, zero.optimizer.param_groups, strict=True)),
+        groups=list(zip(numbers, zero.optimizer.param_groups, strict=True)),
     )
 
 
-def _make_real(module: nn.Module, view: GroupView, order: Order) -> None:
+def _make_real(module: nn.Module, view: GroupView, options: PartitionOptions) -> None:
     """Make a module on meta real, and cut it, part by part: no rank ever holds more than one part whole."""
     library = deepspeed()
-    assert order.make_real is not None
-    init = library.zero.Init(config_dict_or_path=dict(order.config), mpu=view, mem_efficient_linear=False)
+    assert options.make_real is not None
+    init = library.zero.Init(config_dict_or_path=dict(options.config), mpu=view, mem_efficient_linear=False)
     for part in reversed(list(module.modules())):  # inner ones first
         cut = [p for p in part.parameters(recurse=False) if hasattr(p, "ds_id")]  # tied to one that was cut
         with library.zero.GatheredParameters(cut, enabled=bool(cut)):
-            order.make_real(part)
+            options.make_real(part)
         init._convert_to_zero_parameters(list(part.parameters(recurse=False)))
 
 

@@ -35,10 +35,10 @@ from weft.errors import ContractError, NotSynchronized, UnusedParameters, listed
 from weft.tensors.nested import tensors
 from weft.tensors.sharded_grad import CutGradient
 
-__all__ = ["Order", "Partition"]
+__all__ = ["Partition", "PartitionOptions"]
 
 
-class Order(NamedTuple):
+class PartitionOptions(NamedTuple):
     """What is to be made.
 
     Attributes:
@@ -81,28 +81,28 @@ class Partition:
         buffers: Buffers,
         state: State,
         *,
-        order: Order,
+        options: PartitionOptions,
         group: dist.ProcessGroup,
         view: GroupView,
-        options: Sequence[tuple[int, Mapping[str, Any]]],
+        groups: Sequence[tuple[int, Mapping[str, Any]]],
     ) -> None:
         self.enabled = True
         self._due = False  # the window owes a reduction
         self._pending = False  # gradients of this rank wait in `.grad`
-        self._peers = order.peers
-        self.stage = order.stage
-        self.elsewhere = order.stage == 3
+        self._peers = options.peers
+        self.stage = options.stage
+        self.elsewhere = options.stage == 3
         self.engine = engine
         self.mean_over = dist.get_world_size(group)
         self._group: dist.ProcessGroup | None = group
         self._view = view
-        self._lent = Lent(module, order.local_rank) if order.stage == 3 else None
+        self._lent = Lent(module, options.local_rank) if options.stage == 3 else None
         self._module = weakref.ref(module)
         self._optimizer = weakref.ref(optimizer)
         self._class_name = type(module).__name__
         self._buffers = buffers
         self._state = state
-        self._inner_groups = options  # number of the optimizer's group, and the engine's group for it
+        self._inner_groups = groups  # number of the optimizer's group, and the engine's group for it
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._held: dict[nn.Parameter, CutGradient] = {}  # what lies in DeepSpeed's buffers
         self._reduced: set[nn.Parameter] = set()  # in this backward pass
@@ -111,10 +111,10 @@ class Partition:
         self._versions: dict[nn.Parameter, int] = {}
         self._stepped = False
         self._session = BackwardSession(self._begin, self._end, rounds=1)
-        self._steps = Steps("zero_partition", self, group, order.peers)
+        self._steps = Steps("zero_partition", self, group, options.peers)
         self._removable = Removable()
-        self._keeps_buffers = order.buffers and any(True for _ in module.buffers())
-        self._hang_on(module, optimizer, order.methods)
+        self._keeps_buffers = options.buffers and any(True for _ in module.buffers())
+        self._hang_on(module, optimizer, options.methods)
 
     def _hang_on(self, module: nn.Module, optimizer: torch.optim.Optimizer, methods: Sequence[str]) -> None:
         add = self._removable.add

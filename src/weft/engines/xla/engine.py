@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.options import CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
 from weft.engines.peers import Peers
-from weft.engines.torch.engine import Axes, Held, Sharded, TorchEngine, Undoable
+from weft.engines.protocol import Engine
+from weft.engines.results import Axes, Held, ReducedModule, Undoable
+from weft.engines.torch import TorchEngine
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
-from weft.engines.xla.layout import Laid, batch_plan, lay
+from weft.engines.xla.layout import Laid, lay
 from weft.engines.xla.library import Library, check_processes, library, use_spmd
 from weft.engines.xla.step import StepEnd
-from weft.engines.xla.transfer import fetch, place, prefetch
+from weft.engines.xla.transfer import fetch, place, prefetch, send
 from weft.errors import ContextError, value_error
-from weft.tensors.nested import map_leaves, moves_itself
 
 __all__ = ["XlaEngine"]
 
@@ -69,13 +70,11 @@ class XlaEngine(TorchEngine):
         check_processes(self._lib, world_size)
         return torch.device("xla", 0)
 
-    def num_devices(self, world_size: int) -> int:
+    def num_devices(self) -> int:
         """The devices of all hosts."""
         return int(self._lib.runtime.global_runtime_device_count())
 
-    def on_mesh(
-        self, axes: Axes, data_axes: tuple[str, ...], device: torch.device, world_size: int
-    ) -> tuple[TorchEngine, Axes]:
+    def on_mesh(self, axes: Axes, data_axes: tuple[str, ...], world_size: int) -> tuple[Engine, Axes]:
         """This engine over a mesh of devices; of the ranks, each of which has several, the outermost axis consists."""
         size = math.prod(size for _, size in axes)
         if world_size > 1 and axes[0][1] % world_size:
@@ -96,7 +95,7 @@ class XlaEngine(TorchEngine):
     def select(self, device: torch.device) -> None:
         """There is one."""
 
-    def begin(self, device: torch.device, seed: int) -> Held | None:
+    def begin(self, device: torch.device, seed: int) -> Held:
         """End the graph with every step of an optimizer; draw random numbers from `seed` on."""
         self.seed(device, seed)
         return StepEnd(self._lib, self._mesh)
@@ -105,11 +104,19 @@ class XlaEngine(TorchEngine):
         """What hosts tell each other; tensors travel by XLA."""
         return "gloo"
 
-    def refusal(self, dtype: torch.dtype | None) -> str | None:
-        """float16 is refused."""
-        if dtype is not torch.float16:
-            return None
-        return "float16, which XLA has no autocast and TPUs have no arithmetic for"
+    def check_dtype(self, what: str, dtype: torch.dtype | None) -> None:
+        """Raise if this is float16.
+
+        Raises:
+            ValueError: It is.
+        """
+        if dtype is torch.float16:
+            raise value_error(
+                f"{what}: xla cannot do this policy",
+                found="float16, which XLA has no autocast and TPUs have no arithmetic for",
+                expected='"bf16", whose range is that of float32 and needs no scale',
+                fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+            )
 
     # -- modules and batches ---------------------------------------------------------------------
 
@@ -119,25 +126,8 @@ class XlaEngine(TorchEngine):
 
     def move(self, value: Any, device: torch.device, *, skip: frozenset[str] = frozenset()) -> Any:
         """Put a nested value on the devices, the rows of tensors shared out among them."""
-
-        def put(path: tuple[str, ...], leaf: Any) -> Any:
-            if skip and any(key in skip for key in path):
-                return leaf
-            if isinstance(leaf, torch.Tensor):
-                return self._send(leaf, device)
-            return leaf.to(device) if moves_itself(leaf) else leaf
-
-        return map_leaves(put, value)
-
-    def _send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if self._mesh is None or tensor.device.type != "cpu":
-            return tensor.to(device)
-        hosts = self._lib.runtime.process_count()
-        size = math.prod(size for name, size in self.axes if name in self.data_axes) // hosts
-        plan = batch_plan(tensor.shape, self.data_axes, size)
-        layout = self._lib.spmd.ShardingSpec(self._mesh, plan, minibatch=hosts > 1)
-        sent: torch.Tensor = self._lib.model.send_cpu_data_to_device([tensor], device, input_sharding=layout)[0]
-        return sent
+        data_axes = {name: size for name, size in self.axes if name in self.data_axes}
+        return send(value, device, skip, self._lib, self._mesh, data_axes)
 
     def prefetch(self, batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         """Yield batches on the devices, copied ahead of use."""
@@ -145,11 +135,11 @@ class XlaEngine(TorchEngine):
 
     # -- strategies are layouts ------------------------------------------------------------------
 
-    def lay_out(self, module: nn.Module, axes: Sequence[str], cut: str) -> Undoable | None:
+    def apply_layout(self, module: nn.Module, axes: Sequence[str], cut: str) -> Undoable | None:
         """Divide a module among the devices: "no", "state" or "all" of it."""
         return None if self._mesh is None else Laid(self._lib, self._mesh, module, axes, cut)
 
-    def relay(self, objects: Iterable[object]) -> None:
+    def values_replaced(self, objects: Iterable[object]) -> None:
         """Lay modules and optimizers out again, whose values came from elsewhere."""
         if self._mesh is not None:
             lay(self._lib, self._mesh, objects)
@@ -165,13 +155,13 @@ class XlaEngine(TorchEngine):
 
     def reduce_gradients(
         self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
-    ) -> Any:
+    ) -> ReducedModule:
         """A copy of `module` on every device of all hosts."""
         return self._of_hosts(module, [name for name, _ in self.axes], "no", group)
 
     def shard(
         self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
-    ) -> Sharded:
+    ) -> ReducedModule:
         """Cut a module over the devices of all hosts."""
         return self._of_hosts(module, list(mesh.mesh_dim_names or ()), "all", group)
 
@@ -199,26 +189,22 @@ class XlaEngine(TorchEngine):
         if write:
             if group is not None:
                 self.broadcast_state(module, group)
-            self.relay([module])
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
+            self.values_replaced([module])
 
     # -- what is computed ------------------------------------------------------------------------
 
-    def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Any:
+    def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Undoable:
         """Compute what `blocks` compute again in backward, instead of keeping it."""
         return RecomputedOnXla(blocks, options)
 
-    def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Any:
+    def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Undoable:
         """Refused: the whole step is compiled anyway.
 
         Raises:
             ValueError: Always.
         """
         raise value_error(
-            "compiled: has no place on xla",
+            "compile: has no place on xla",
             found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
             expected="no torch.compile: XLA compiles forward, backward and step as one graph",
             fix="leave weft.compile out",
@@ -246,13 +232,9 @@ class XlaEngine(TorchEngine):
             )
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Go on from a random state."""
+        """Resume from a random state."""
         self._lib.model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"), str(device))
 
-    def host_of(self, device: torch.device) -> torch.device:
-        """The CPU: values come from there and are read there."""
-        return torch.device("cpu")
-
-    def readable(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The values of tensors in the memory of the CPU."""
         return fetch(tensors, self._lib)

@@ -7,6 +7,7 @@ contents of both are exchanged, so that every tensor stays the object that it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 from torch import nn
 
 from weft.engines.torch.optim.step_watch import optimizers_of
+from weft.engines.xla.layout import batch_plan
 from weft.engines.xla.library import Library
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.nested import map_leaves, moves_itself
 
-__all__ = ["fetch", "place", "prefetch"]
+__all__ = ["fetch", "place", "prefetch", "send"]
 
 _END = object()
 
@@ -67,6 +70,26 @@ def _exchange(tensor: torch.Tensor, device: torch.device) -> None:
     vars(tensor).update(attributes)
     if gradient is not None:
         tensor.grad = gradient.to(device)
+
+
+def send(
+    value: Any, device: torch.device, skip: frozenset[str], lib: Library, mesh: Any, data_axes: Mapping[str, int]
+) -> Any:
+    """Put a nested value on the devices, the rows of tensors shared out among those along `data_axes`."""
+
+    def put(path: tuple[str, ...], leaf: Any) -> Any:
+        if skip and any(key in skip for key in path):
+            return leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.to(device) if moves_itself(leaf) else leaf
+        if mesh is None or leaf.device.type != "cpu":
+            return leaf.to(device)
+        hosts = lib.runtime.process_count()
+        plan = batch_plan(leaf.shape, tuple(data_axes), math.prod(data_axes.values()) // hosts)
+        layout = lib.spmd.ShardingSpec(mesh, plan, minibatch=hosts > 1)
+        return lib.model.send_cpu_data_to_device([leaf], device, input_sharding=layout)[0]
+
+    return map_leaves(put, value)
 
 
 def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: Library) -> Iterator[Any]:

@@ -26,10 +26,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from weft.engines.options import ScaleOptions
 from weft.engines.torch.amp.graph_walk import running_backward, survey
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.errors import ContractError, listed
+from weft.precision import LossScaling
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.nested import map_tensors
 
@@ -49,7 +49,7 @@ class LossScale:
         num_optimizers: Those that hold parameters of the module and know of the scale.
     """
 
-    def __init__(self, module: nn.Module, options: ScaleOptions, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, options: LossScaling, device: torch.device) -> None:
         self.options = options
         self._module = weakref.ref(module)
         self._class_name = type(module).__name__

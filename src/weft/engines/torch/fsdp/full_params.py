@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.engines.torch.optim.rebind import like
 from weft.tensors.dtensor import local, resting_parameters
 
-__all__ = ["gathered", "whole"]
+__all__ = ["gathered"]
 
 
 @contextlib.contextmanager
@@ -56,10 +55,3 @@ def _spread(values: torch.Tensor, shard: DTensor) -> None:
     """Give all ranks of the mesh the values of its first."""
     for axis in range(shard.device_mesh.ndim):
         dist.broadcast(values, group=shard.device_mesh.get_group(axis), group_src=0)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor. Collectives: one all-gather, if it is cut."""
-    cut: Any = tensor
-    found: torch.Tensor = cut.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found

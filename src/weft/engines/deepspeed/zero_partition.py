@@ -1,177 +1,152 @@
-"""The part of `zero_partition` that hands the work to the real DeepSpeed: its arguments, checked."""
+"""`zero_partition(engine="deepspeed")`: arguments checked, ranks agreed, then an engine of DeepSpeed."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
-from weft.contract import ReducesIn, agree_on_parameters, check_methods, offered
-from weft.contract.select_modules import Selection
+from weft.contract import agree_on_parameters, check_methods, check_plain_module, offered, reduce_dtype
+from weft.engines.deepspeed.build import check_config, partition
+from weft.engines.deepspeed.ds_config import Facts, complete, read
+from weft.engines.deepspeed.library import check_accelerator, deepspeed, load_async_io
+from weft.engines.deepspeed.partition import Partition, PartitionOptions
+from weft.engines.options import Offload
 from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
-from weft.sharding import check_module, check_optimizers, exchange_parameters, layouts, sharding_axes
+from weft.sharding import check_optimizers, exchange_parameters, layouts, sharding_axes
 from weft.sharding.meta import Source, is_meta
 
-__all__ = ["Offload", "Wish", "check_for_deepspeed_alone", "with_deepspeed"]
-
-M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
-Place = str | os.PathLike[str]
-Offload = Place | Mapping[Literal["optimizer", "parameters"], Place] | None
+__all__ = ["zero_partition"]
 
 
-class Wish(NamedTuple):
-    """The arguments of `zero_partition`."""
+def zero_partition(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ctx: DistContext,
+    *,
+    stage: int,
+    axis: str | Sequence[str] | None,
+    units: object,
+    unused: str,
+    buffers: str,
+    bucket_bytes: int,
+    methods: tuple[str, ...],
+    offload: Offload,
+    config: Mapping[str, Any] | str | Path | None,
+) -> Partition | None:
+    """Check, agree with the other ranks, then let DeepSpeed do it; arguments as `weft.zero_partition` describes them.
 
-    stage: int
-    axis: str | Sequence[str] | None
-    units: Selection | None
-    unused: str
-    buffers: str
-    bucket_bytes: int
-    methods: tuple[str, ...]
-    offload: Offload
-    config: Mapping[str, Any] | str | Path | None
-
-
-def check_for_deepspeed_alone(offload: Offload, config: object) -> None:
-    """Raise if what only DeepSpeed understands was given without it.
-
-    Raises:
-        ValueError: It was.
+    Returns:
+        What is offered to later transforms; None with one rank and no process group.
     """
-    given = [f"{name} = {value!r}" for name, value in (("offload", offload), ("config", config)) if value is not None]
-    if given:
-        raise value_error(
-            "zero_partition: engine='torch' neither offloads nor takes a configuration",
-            found=listed(given),
-            expected="engine='deepspeed' with them",
-            fix="weft.zero_partition(model, optimizer, ctx, stage=2, engine='deepspeed', offload='cpu')",
-        )
-
-
-def with_deepspeed(module: M, optimizer: O, ctx: DistContext, wish: Wish) -> tuple[M, O, DistContext]:
-    """Check, agree with the other ranks, then let DeepSpeed do it."""
-    check_module("zero_partition", module, ctx)
-    check_methods("zero_partition", module, wish.methods)
-    _check_wish(wish)
-    _check_trained(module, optimizer, ctx)
-    places = _places(wish)
-    axes = sharding_axes("zero_partition", ctx, wish.axis)
-    line = ctx.on(axes)
-    engine: Any = importlib.import_module("weft.engines.deepspeed")
-    engine.deepspeed()
-    engine.check_accelerator(ctx.device)
-    reduce_dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
-    trained = [p for p in module.parameters() if p.requires_grad]
-    facts = engine.Facts(
-        stage=wish.stage,
-        dtype=trained[0].dtype,
-        ranks=line.world_size,
+    check_plain_module("zero_partition", module)
+    check_methods("zero_partition", module, methods)
+    _check_options(unused, buffers, units, bucket_bytes)
+    _check_trained(module, optimizer)
+    places = _places(offload, stage)
+    axes = sharding_axes("zero_partition", ctx, axis)
+    sub = ctx.on(axes)
+    deepspeed()
+    check_accelerator(ctx.device)
+    facts = Facts(
+        stage=stage,
+        dtype=next(p.dtype for p in module.parameters() if p.requires_grad),
+        ranks=sub.world_size,
         optimizer=type(optimizer).__name__,
         options=optimizer.param_groups[0],
-        bucket_bytes=wish.bucket_bytes,
-        reduce_dtype=reduce_dtypes[-1] if reduce_dtypes else None,
+        bucket_bytes=bucket_bytes,
+        reduce_dtype=reduce_dtype(module),
         optimizer_place=places.get("optimizer"),
         parameter_place=places.get("parameters"),
     )
-    config = engine.complete({} if wish.config is None else engine.read(wish.config), facts)
-    if line.world_size == 1 and line.group is None:
+    completed = complete({} if config is None else read(config), facts)
+    if sub.world_size == 1 and sub.group is None:
         if places:
             _raise_no_group(places)
         place_module("zero_partition", module, ctx)
-        return module, optimizer, ctx
+        return None
     ctx.require_collective("zero_partition")
-    assert line.group is not None
-    engine.check_config(config, line.group, ctx.local_rank)
+    assert sub.group is not None
+    check_config(completed, sub.group, ctx.local_rank)
     check_optimizers("zero_partition", module, ctx, (optimizer,))
     if any(place != "cpu" for place in places.values()):
-        _load_async_io(engine, ctx)
-    on_meta = wish.stage == 3 and is_meta(module)
+        _load_async_io(ctx)
+    on_meta = stage == 3 and is_meta(module)
     if not on_meta:
         check_place("zero_partition", module, ctx)
-    told: dict[str, object] = {
-        "stage": wish.stage,
+    agreed: dict[str, object] = {
+        "stage": stage,
         "engine": "deepspeed",
         "axes": list(axes),
-        "buffers": wish.buffers,
-        "methods": list(wish.methods),
+        "buffers": buffers,
+        "methods": list(methods),
         "offload": sorted(places),
-        "config": repr(config),
+        "config": repr(completed),
         "optimizer": layouts(module, [optimizer]),
         "meta": on_meta,
     }
-    agree_on_parameters("zero_partition", module, ctx, told)
+    agree_on_parameters("zero_partition", module, ctx, agreed)
     old = dict(module.named_parameters())
-    source = Source("zero_partition", module, ctx, line, None) if on_meta else None
+    source = Source("zero_partition", module, ctx, sub, None) if on_meta else None
     if source is None:
         place_module("zero_partition", module, ctx)
-        ctx.engine.broadcast_state(module, line.group)
-    order = engine.Order(
-        stage=wish.stage,
-        config=config,
-        methods=wish.methods,
-        buffers=wish.buffers == "broadcast",
+        ctx.engine.broadcast_state(module, sub.group)
+    options = PartitionOptions(
+        stage=stage,
+        config=completed,
+        methods=methods,
+        buffers=buffers == "broadcast",
         local_rank=ctx.local_rank,
         make_real=None if source is None else source.make_real,
         moved=lambda: exchange_parameters(module, ctx, old, (optimizer,)),
-        peers=Ledger(line.world, "zero_partition"),
+        peers=Ledger(sub.world, "zero_partition"),
     )
     mesh = None if ctx.mesh is None else ctx.mesh[axes[-1]]
-    return module, optimizer, ctx.offering(engine.partition(module, optimizer, line.group, mesh, order))
+    return partition(module, optimizer, sub.group, mesh, options)
 
 
-def _load_async_io(engine: Any, ctx: DistContext) -> None:
+def _load_async_io(ctx: DistContext) -> None:
     """One rank per node first: it compiles what the others find."""
     if ctx.is_local_main:
-        engine.load_async_io()
+        load_async_io()
     ctx.agree("zero_partition: the extension for disks")
-    engine.load_async_io()
+    load_async_io()
 
 
-def _check_wish(wish: Wish) -> None:
-    for name, value, allowed in (
-        ("unused", wish.unused, ("error",)),
-        ("buffers", wish.buffers, ("broadcast", "local")),
-        ("units", wish.units, (None,)),
+def _check_options(unused: str, buffers: str, units: object, bucket_bytes: int) -> None:
+    for name, value, allowed, expected in (
+        ("unused", unused, "error", "'error': DeepSpeed steps on all parameters of a group together"),
+        ("units", units, None, "None: DeepSpeed gathers module by module"),
     ):
-        if value not in allowed:
+        if value != allowed:
             raise value_error(
                 f"zero_partition: {name} = {value!r} cannot be used with DeepSpeed",
                 found=f"{name}={value!r}, engine='deepspeed'",
-                expected={
-                    "unused": "'error': DeepSpeed steps on all parameters of a group together",
-                    "buffers": "'broadcast' or 'local'",
-                    "units": "None: DeepSpeed gathers module by module",
-                }[name],
-                fix="engine='torch'" if name != "buffers" else "buffers='broadcast'",
+                expected=expected,
+                fix="engine='torch'",
             )
-    if isinstance(wish.bucket_bytes, bool) or not isinstance(wish.bucket_bytes, int) or wish.bucket_bytes <= 0:
-        raise value_error(
-            f"zero_partition: bucket_bytes = {wish.bucket_bytes!r} cannot be used",
-            found=repr(wish.bucket_bytes),
-            expected="a whole number > 0",
-            fix="bucket_bytes=25 * 2**20",
-        )
+    check_choice("zero_partition", "buffers", buffers, ("broadcast", "local"))
+    check_count("zero_partition", "bucket_bytes", bucket_bytes, fix="bucket_bytes=25 * 2**20")
 
 
-def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext) -> None:
+def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise if DeepSpeed would train the parameters otherwise than torch."""
     held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     left_out = [name for name, p in trained.items() if id(p) not in held]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained.values()})
     kind = type(optimizer)
-    known = ctx.engine.is_elementwise(optimizer) or kind.__module__.startswith("deepspeed.")
+    known = is_elementwise(optimizer) or kind.__module__.startswith("deepspeed.")
     if any(offered(part, LossScale) for part in module.modules()):
         raise OrderError(
             "zero_partition: DeepSpeed cannot be combined with with_precision in fp16",
@@ -210,26 +185,26 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dis
             )
 
 
-def _places(wish: Wish) -> dict[str, str]:
+def _places(offload: Offload, stage: int) -> dict[str, str]:
     """Where to offload to: "cpu" or a directory, for "optimizer" and "parameters"."""
-    if wish.offload is None:
+    if offload is None:
         return {}
-    given: Mapping[Any, Any] = wish.offload if isinstance(wish.offload, Mapping) else {"optimizer": wish.offload}
+    given: Mapping[Any, Any] = offload if isinstance(offload, Mapping) else {"optimizer": offload}
     bad = [f"{key}: {value!r}" for key, value in given.items() if key not in ("optimizer", "parameters")]
     bad += [f"{key}: {value!r}" for key, value in given.items() if not isinstance(value, (str, os.PathLike))]
     bad += [f"{key}: 'nvme' (which directory?)" for key, value in given.items() if value == "nvme"]
     if bad or not given:
         raise value_error(
-            f"zero_partition: offload = {wish.offload!r} cannot be used",
+            f"zero_partition: offload = {offload!r} cannot be used",
             found=listed(bad) or "nothing",
             expected="'cpu', or a directory on a fast disk, for the optimizer; or a mapping for both",
             fix="offload={'optimizer': '/local_nvme', 'parameters': 'cpu'}",
         )
     places = {key: os.fspath(value) for key, value in given.items()}
     early = [key for key, place in places.items() if key == "parameters" or place != "cpu"]
-    if early and wish.stage < 3:
+    if early and stage < 3:
         raise value_error(
-            f"zero_partition: stage {wish.stage} cannot offload so",
+            f"zero_partition: stage {stage} cannot offload so",
             found=listed(f"{key} to {places[key]!r}" for key in early),
             expected="stage 3 for parameters, and for a disk; the optimizer's state to 'cpu' in every stage",
             fix="weft.zero_partition(..., stage=3, engine='deepspeed', offload=...)",

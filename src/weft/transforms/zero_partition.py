@@ -1,7 +1,4 @@
-"""`zero_partition`: optimizer state, then gradients, then parameters divided among the ranks (ZeRO).
-
-deepspeed.py  by the engine of DeepSpeed
-"""
+"""`zero_partition`: optimizer state, then gradients, then parameters divided among the ranks (ZeRO)."""
 
 from __future__ import annotations
 
@@ -13,20 +10,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.checks import check_choice, check_module, check_optimizer
 from weft.context import DistContext
-from weft.context.placement import place_module
-from weft.contract import ReducesIn, Undoable, agree_on_parameters, check_methods, offered, transform
+from weft.context.placement import apply_layout, place_module
+from weft.contract import agree_on_parameters, check_methods, check_plain_module, reduce_dtype, transform
 from weft.contract.select_modules import Selection
-from weft.engines.options import ReduceOptions
-from weft.errors import ContractError, listed, type_error, value_error
+from weft.engines import guest
+from weft.engines.options import Offload, ReduceOptions, ShardOptions
+from weft.engines.torch.ddp.buckets import sparse_gradients
+from weft.engines.torch.ddp.reducer import check_hooks
+from weft.engines.torch.optim.flat_step import is_elementwise
+from weft.errors import ContractError, listed, value_error
 from weft.peers.ledger import Ledger
-from weft.sharding import Request, check_module, layouts, shard_module, sharding_axes
-from weft.transforms.zero_partition.deepspeed import Offload, Wish, check_for_deepspeed_alone, with_deepspeed
+from weft.sharding import layouts, shard_module, sharding_axes
 
 __all__ = ["zero_partition"]
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+_CALL = "model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)"
 
 
 @transform(
@@ -122,23 +125,39 @@ def zero_partition(
         >>> [record.name for record in ctx.applied]
         ['zero_partition']
     """
-    _check(module, optimizer, stage, engine)
+    check_optimizer("zero_partition", optimizer, fix=_CALL)
+    check_module("zero_partition", module, fix=_CALL)
+    check_choice("zero_partition", "stage", stage, (1, 2, 3), fix="weft.replicate(model, ctx)" if not stage else _CALL)
+    check_choice("zero_partition", "engine", engine, ("torch", "deepspeed"))
+    _check_trainable(module, optimizer, stage, engine)
+    methods = tuple(methods)
     if engine == "deepspeed":
-        wish = Wish(stage, axis, units, unused, buffers, bucket_bytes, tuple(methods), offload, config)
-        return with_deepspeed(module, optimizer, ctx, wish)
-    check_for_deepspeed_alone(offload, config)
-    axes = sharding_axes("zero_partition", ctx, axis)
-    line = ctx.on(axes)
-    if stage > 1:
-        request = Request(
+        partitioned = guest("deepspeed").zero_partition(
+            module,
+            optimizer,
+            ctx,
+            stage=stage,
+            axis=axis,
             units=units,
+            unused=unused,
+            buffers=buffers,
+            bucket_bytes=bucket_bytes,
+            methods=methods,
+            offload=offload,
+            config=config,
+        )
+        return module, optimizer, ctx if partitioned is None else ctx.offering(partitioned)
+    _check_for_deepspeed_alone(offload, config)
+    axes = sharding_axes("zero_partition", ctx, axis)
+    if stage > 1:
+        shard_options = ShardOptions(
             reshard_after_forward=stage == 3,
-            rebind=(optimizer,),
             unused=unused,
             buffers=buffers,
             methods=methods,
+            strategy="zero_partition",
         )
-        sharded = shard_module("zero_partition", module, ctx, axes, request)
+        sharded = shard_module("zero_partition", module, ctx, axes, shard_options, rebind=(optimizer,), units=units)
         if sharded is None:
             return module, optimizer, ctx
         return module, optimizer, ctx.offering(sharded, _step(module, optimizer, ctx, None))
@@ -147,71 +166,54 @@ def zero_partition(
             "zero_partition: units have no effect in stage 1",
             found="stage=1 with units",
             expected="units with stage=2 or 3, which gather parameters unit by unit",
-            fix="weft.zero_partition(model, optimizer, ctx, stage=1)",
+            fix=_CALL,
         )
-    check_module("zero_partition", module, ctx)
+    check_plain_module("zero_partition", module)
     check_methods("zero_partition", module, methods)
-    if line.world_size == 1:
-        place_module("zero_partition", module, ctx)
-        laid = ctx.engine.lay_out(module, axes, "state")
-        return module, optimizer, ctx if laid is None else ctx.offering(laid)
-    dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
     options = ReduceOptions(
         bucket_bytes=bucket_bytes,
         unused=unused,
         buffers=buffers,
-        dtype=dtypes[-1] if dtypes else None,
-        methods=tuple(methods),
+        methods=methods,
+        dtype=reduce_dtype(module),
         strategy="zero_partition",
     )
+    sub = ctx.on(axes)
+    if sub.world_size == 1:
+        place_module("zero_partition", module, ctx)
+        layout = apply_layout(module, ctx, axes, "state")
+        return module, optimizer, ctx if layout is None else ctx.offering(layout)
     ctx.require_collective("zero_partition")
-    ctx.engine.check_hooks("zero_partition", module)
-    facts: dict[str, object] = {
-        "stage": stage,
-        "axes": list(axes),
-        "bucket_bytes": bucket_bytes,
-        "unused": unused,
-        "buffers": buffers,
-    }
-    facts |= {"methods": list(methods), "optimizer": layouts(module, [optimizer])}
+    check_hooks("zero_partition", type(module).__name__, module.named_parameters())
+    facts = {"stage": stage, "axes": list(axes), **options.facts(), "optimizer": layouts(module, [optimizer])}
     agree_on_parameters("zero_partition", module, ctx, facts)
     place_module("zero_partition", module, ctx)
-    assert line.group is not None
+    assert sub.group is not None
     assert ctx.mesh is not None
-    ctx.engine.broadcast_state(module, line.group)
-    reducer = ctx.engine.reduce_gradients(module, line.group, options, Ledger(line.world, "zero_partition"))
+    ctx.engine.broadcast_state(module, sub.group)
+    reducer = ctx.engine.reduce_gradients(module, sub.group, options, Ledger(sub.world, "zero_partition"))
     return module, optimizer, ctx.offering(reducer, _step(module, optimizer, ctx, ctx.mesh[axes[-1]]))
 
 
-def _step(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext, mesh: DeviceMesh | None) -> Undoable:
+def _step(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext, mesh: DeviceMesh | None) -> object:
     """Let it step on this rank's part of each parameter if it can, else on all of one parameter after the other."""
-    if ctx.engine.is_elementwise(optimizer) and not ctx.engine.sparse_gradients(module):
+    if is_elementwise(optimizer) and not sparse_gradients(module):
         return ctx.engine.partition_step(optimizer, mesh)
     return ctx.engine.whole_step(optimizer, mesh)
 
 
-def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engine: str) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise type_error(
-            "zero_partition: the second argument is not an optimizer",
-            found=type(optimizer).__name__,
-            expected="a torch.optim.Optimizer",
-            fix="model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)",
-        )
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
+def _check_for_deepspeed_alone(offload: Offload, config: object) -> None:
+    given = [f"{name} = {value!r}" for name, value in (("offload", offload), ("config", config)) if value is not None]
+    if given:
         raise value_error(
-            f"zero_partition: stage = {stage!r} is unknown",
-            found=repr(stage),
-            expected="1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
-            fix="weft.replicate(model, ctx)" if stage == 0 else "stage=1",
+            "zero_partition: engine='torch' neither offloads nor takes a configuration",
+            found=listed(given),
+            expected="engine='deepspeed' with them",
+            fix="weft.zero_partition(model, optimizer, ctx, stage=2, engine='deepspeed', offload='cpu')",
         )
-    if engine not in ("torch", "deepspeed"):
-        raise value_error(
-            f"zero_partition: engine = {engine!r} is unknown",
-            found=repr(engine),
-            expected="'torch' or 'deepspeed'",
-            fix="weft.zero_partition(model, optimizer, ctx, stage=1, engine='torch')",
-        )
+
+
+def _check_trainable(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engine: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ContractError(
             "zero_partition: LBFGS looks at all parameters at once",
@@ -227,8 +229,6 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engi
             expected="parameters and state cut alike, as in stages 2 and 3",
             fix="weft.zero_partition(model, optimizer, ctx, stage=2)",
         )
-    if not isinstance(module, nn.Module):
-        return  # told by what comes next
     own = {id(p) for p in module.parameters()}
     strange = [
         f"group {index}: a parameter of shape {tuple(p.shape)}"

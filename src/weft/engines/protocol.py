@@ -1,0 +1,183 @@
+"""`Engine`: what transforms ask of an engine. `Spmd`: what is asked, besides, where one process drives several devices.
+
+What needs no device is not asked of an engine: it is a function in `weft.tensors`, or beside the work it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.peers import Peers
+from weft.engines.results import Axes, Held, ReducedModule, Undoable
+from weft.engines.torch.amp.autocast import PreciseModule
+from weft.engines.torch.amp.loss_scale import LossScale
+from weft.engines.torch.optim.ema import WeightAverages
+from weft.engines.torch.optim.grad_norm import Gradients
+from weft.engines.torch.optim.skip_step import SkippingStep
+
+__all__ = ["Engine", "Spmd"]
+
+
+class Engine(Protocol):
+    """Who does the work of the transforms; held by a context as a value.
+
+    Attributes:
+        name: Shown to users.
+    """
+
+    @property
+    def name(self) -> str:
+        """Shown to users."""
+        ...
+
+    # -- devices and batches
+
+    def device(self, request: str | None, local_rank: int, world_size: int) -> torch.device:
+        """The device of a rank."""
+        ...
+
+    def select(self, device: torch.device) -> None:
+        """Make `device` the current one."""
+
+    def backend(self, device: torch.device) -> str:
+        """The process-group backend for tensors on `device`."""
+        ...
+
+    def place(self, module: nn.Module, device: torch.device) -> None:
+        """Bring a module to `device`; its parameters stay the same objects."""
+
+    def move(self, value: Any, device: torch.device, *, skip: frozenset[str] = frozenset()) -> Any:
+        """Put a nested value on `device`."""
+
+    def prefetch(self, batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+        """Yield batches on `device`, copied ahead of use."""
+        ...
+
+    # -- strategies
+
+    def broadcast_state(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """Give parameters and buffers the values of the group's first rank, where they have any."""
+
+    def reduce_gradients(
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
+    ) -> ReducedModule:
+        """Average the gradients of `module` over `group` in every backward pass."""
+        ...
+
+    def shard(
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
+    ) -> ReducedModule:
+        """Shard a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
+        ...
+
+    def gathered(
+        self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
+    ) -> AbstractContextManager[None]:
+        """Let a module have whole parameters inside of the body; with `write`, the first rank's are kept."""
+        ...
+
+    def sync_batch_norms(self, module: nn.Module, group: dist.ProcessGroup | None) -> Undoable:
+        """Compute batch statistics over `group`."""
+        ...
+
+    # -- optimizers and gradients
+
+    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+        """Step on this rank's shards, and on its rows of whole parameters, of which the others' are gathered."""
+        ...
+
+    def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+        """Step on whole parameters, one after the other; keep state sharded, over `mesh` where they are not."""
+        ...
+
+    def flat_step(self, optimizer: torch.optim.Optimizer, reducers: Sequence[object]) -> Undoable:
+        """Step on the flat buffer that one of `reducers` keeps, instead of on single parameters."""
+        ...
+
+    def skip_steps(
+        self, optimizer: torch.optim.Optimizer, scales: Sequence[LossScale], group: dist.ProcessGroup | None
+    ) -> SkippingStep:
+        """Skip steps with non-finite gradients on all ranks of `group`."""
+        ...
+
+    def gradients(self, parameters: Iterable[torch.Tensor], device: torch.device) -> Gradients:
+        """The gradients of `parameters` as this rank holds them, to take their norm and clip them."""
+        ...
+
+    def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:
+        """Keep averages of what this rank holds of the weights of `module`."""
+        ...
+
+    # -- what is computed
+
+    def apply_precision(self, module: nn.Module, device: torch.device, options: CastOptions) -> PreciseModule:
+        """Cast and scale at the borders of `module`."""
+        ...
+
+    def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Undoable:
+        """Compute what `blocks` compute again in backward, instead of keeping it."""
+        ...
+
+    def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Undoable:
+        """Compile the forward of each part."""
+        ...
+
+    # -- random numbers
+
+    def seed(self, device: torch.device, number: int) -> None:
+        """Seed what `torch.manual_seed` does not reach."""
+
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """The random state of a device, uint8 on the CPU; None if that is the CPU's own."""
+
+    def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Raise if this is no random state of the device."""
+
+    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Resume from a random state."""
+
+
+@runtime_checkable
+class Spmd(Protocol):
+    """An engine of which one process drives several devices, as torch-xla does.
+
+    Its ranks are processes, its mesh consists of devices, and a strategy on one rank is a layout. The memory of its
+    devices cannot be written in place: values are made on the CPU and read there.
+    """
+
+    def num_devices(self) -> int:
+        """How many devices all processes drive together."""
+        ...
+
+    def on_mesh(self, axes: Axes, data_axes: tuple[str, ...], world_size: int) -> tuple[Engine, Axes]:
+        """The engine that computes on a mesh of devices, and the axes of the ranks."""
+        ...
+
+    def begin(self, device: torch.device, seed: int) -> Held:
+        """What has to be there as long as a context lives."""
+        ...
+
+    def check_dtype(self, what: str, dtype: torch.dtype | None) -> None:
+        """Raise if the devices cannot compute in a dtype.
+
+        Raises:
+            ValueError: They cannot.
+        """
+
+    def apply_layout(self, module: nn.Module, axes: Sequence[str], cut: str) -> Undoable | None:
+        """Divide a module among the devices of this rank: "no", "state" or "all" of it; None if there is one."""
+
+    def values_replaced(self, objects: Iterable[object]) -> None:
+        """Lay out modules and optimizers again, whose values were put in place by somebody else."""
+
+    def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The values of tensors in the memory of the CPU."""
+        ...

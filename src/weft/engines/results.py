@@ -1,0 +1,38 @@
+"""What an engine returns to a transform, which offers it to later ones."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["Axes", "Held", "ReducedModule", "Undoable"]
+
+Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
+
+
+class Undoable(Protocol):
+    """Something on an object that can be taken off again."""
+
+    def undo(self) -> None:
+        """Take it off."""
+
+
+class Held(Protocol):
+    """Something that a context keeps until it is closed."""
+
+    def release(self) -> None:
+        """Let it go."""
+
+
+class ReducedModule(Undoable, Protocol):
+    """A module whose gradients are reduced, for later transforms: `GradSync` and `Undoable` of the contract."""
+
+    mean_over: int
+
+    def begin_window(self) -> None:
+        """A window of micro-batches begins."""
+
+    def last_backward(self) -> None:
+        """The next backward pass is the last one of the window."""
+
+    def end_window(self, *, left: bool = False) -> None:
+        """The window is over, or was left early."""

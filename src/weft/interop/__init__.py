@@ -1,0 +1,8 @@
+"""What other libraries wrote, read by weft: one file per library.
+
+deepspeed_checkpoint.py  `import_deepspeed`, which trusts what it reads
+"""
+
+from weft.interop.deepspeed_checkpoint import import_deepspeed
+
+__all__ = ["import_deepspeed"]

@@ -1,0 +1,244 @@
+"""`import_deepspeed`: a checkpoint out of a folder that DeepSpeed's own `save_checkpoint` wrote.
+
+The folder holds pieces of every rank, which are put together by the names of parameters. In stages 1 and 2 all
+parameters of a group lie one after the other, and each rank has a stretch of that. In stage 3 each parameter is cut
+into equal stretches, one per rank, the last one filled up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.checkpoint.draft import Outline, complete, facts_of, start_draft
+from weft.checkpoint.format.safetensors_write import write_tensors
+from weft.checkpoint.format.tensor_blocks import Held, hold
+from weft.checkpoint.history import history_of
+from weft.checkpoint.state.json_values import encode
+from weft.context import local
+from weft.engines import guest
+from weft.errors import CheckpointError
+
+__all__ = ["import_deepspeed"]
+
+
+def import_deepspeed(
+    path: str | Path, directory: str | Path, *, tag: str | None = None, optimizer: bool = True
+) -> Path:
+    """Turn a checkpoint that DeepSpeed itself saved into one of weft, once.
+
+    **It trusts its input**: DeepSpeed's files are pickles, and who wrote them can run any code here.
+    Nothing else in weft reads a pickle. DeepSpeed has to be installed; the pieces of all ranks and
+    stages are merged in the memory of this one process, the weights to float32.
+
+    The result has the objects `model` and `optimizer`: `weft.restore(state, directory, ctx, strict=False)`
+    continues with both, moments included, under any strategy and at any number of ranks; `weft.load_weights`
+    takes the weights alone. Random states are drawn anew, from seed and step.
+
+    Changes: a new checkpoint in `directory`, at the step that DeepSpeed counted. Collectives: none.
+
+    Args:
+        path: The folder given to DeepSpeed's `save_checkpoint`.
+        directory: Of checkpoints, as given to `weft.save`.
+        tag: Which checkpoint in the folder; default: the one that its file `latest` names.
+        optimizer: Whether the state of the optimizer comes too.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        MissingExtra: DeepSpeed is not installed.
+        CheckpointError: There is no such checkpoint, it cannot be merged, or `directory` has this step, a newer
+            one, or checkpoints of another run.
+
+    Example:
+        >>> import weft
+        >>> weft.interop.import_deepspeed("nowhere", "checkpoints")
+        Traceback (most recent call last):
+          ...
+        weft.errors.CheckpointError: import_deepspeed: there is no checkpoint of DeepSpeed in nowhere
+          found:    no folder
+          expected: the folder that was given to engine.save_checkpoint
+          fix:      weft.interop.import_deepspeed("runs", "checkpoints", tag="global_step1000")
+    """
+    folder = Path(path)
+    if not folder.is_dir() or (tag is not None and not (folder / tag).is_dir()):
+        raise CheckpointError(
+            f"import_deepspeed: there is no checkpoint of DeepSpeed in {folder}",
+            found="no folder" if not folder.is_dir() else f"no folder {tag}",
+            expected="the folder that was given to engine.save_checkpoint",
+            fix='weft.interop.import_deepspeed("runs", "checkpoints", tag="global_step1000")',
+        )
+    guest("deepspeed").deepspeed()
+    found = read_folder(folder, tag, optimizer=optimizer)
+    brought, tensors = _outline(found)
+    ctx = local()
+    source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
+    history_of(ctx, Path(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
+    with start_draft("import_deepspeed", Path(directory), found.step, ctx) as draft:
+        write = partial(write_tensors, tensors=tensors)
+        complete("import_deepspeed", draft, found.step, brought, write, ctx, keep=None)
+    return draft.final
+
+
+def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
+    """What `weft.save` would have brought for a model and its optimizer."""
+    tensors: dict[str, Held] = {}
+    same_as: dict[str, str] = {}
+    first: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in found.weights.items():
+        origin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+        if origin == name:
+            tensors[f"model/{name}"] = hold(f"model/{name}", tensor.contiguous())
+        else:
+            same_as[f"model/{name}"] = f"model/{origin}"
+    values: dict[str, Any] = {"model": {"extra": {}, "transforms": {}}}
+    if found.groups:
+        values["optimizer"] = {
+            "state": {
+                f"model/{name}": encode(f"optimizer/state/model/{name}", state, tensors)
+                for group in found.groups
+                for name, state in group.state.items()
+                if state
+            },
+            "groups": [
+                {
+                    "params": [f"model/{name}" for name in group.state],
+                    "options": encode(f"optimizer/groups/{index}", group.options, tensors),
+                }
+                for index, group in enumerate(found.groups)
+            ],
+        }
+    written = [held for held in tensors.values() if held.block.size]
+    brought = Outline(
+        tensors={name: facts_of(held) for name, held in tensors.items()},
+        same_as=same_as,
+        values=values,
+        blocks={held.name: held.block for held in written},
+        of_rank={"rng": None},
+    )
+    return brought, {held.name: held.local for held in written}
+
+
+# -- what lies in the folder ---------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """A group of the optimizer.
+
+    Attributes:
+        options: Such as `lr`.
+        state: By parameter, in the order of the group.
+    """
+
+    options: dict[str, Any]
+    state: dict[str, dict[str, Any]]
+
+
+class Folder(NamedTuple):
+    """What a folder holds.
+
+    Attributes:
+        step: How often the optimizer had stepped.
+        weights: Parameters and buffers in float32, by name; tied ones are one tensor.
+        groups: Of the optimizer; empty if not asked for.
+    """
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    groups: list[Group]
+
+
+def read_folder(folder: Path, tag: str | None, *, optimizer: bool) -> Folder:
+    """Read all files, in the memory of this process; they are pickles, which DeepSpeed opens.
+
+    Raises:
+        CheckpointError: DeepSpeed cannot merge them, or the optimizer's state is of a kind that is not known.
+    """
+    merging = importlib.import_module("deepspeed.utils.zero_to_fp32")
+    loading: Any = importlib.import_module("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine")
+    load: Callable[..., Any] = loading.TorchCheckpointEngine().load
+    try:
+        weights = merging.get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
+        place = str(folder / (tag if tag is not None else (folder / "latest").read_text().strip()))
+        model = load(merging.get_model_state_files(place)[0], "cpu")
+        step, shapes = int(model["global_steps"]), model["param_shapes"]
+        del model
+    except (OSError, ValueError, LookupError, AssertionError, RuntimeError) as error:
+        what = "DeepSpeed cannot merge the checkpoint"
+        raise _unreadable(folder, what, error, 'tag="global_step1000"') from error
+    if not optimizer:
+        return Folder(step, weights, [])
+    try:
+        ranks = [load(file, "cpu")["optimizer_state_dict"] for file in merging.get_optim_files(place)]
+        return Folder(step, weights, _groups(shapes, ranks))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise _unreadable(folder, "the optimizer's state cannot be read", error, "optimizer=False") from error
+
+
+def _unreadable(folder: Path, what: str, error: BaseException, option: str) -> CheckpointError:
+    return CheckpointError(
+        f"import_deepspeed: {what} in {folder}",
+        found=f"{type(error).__name__}: {error}",
+        expected="the files of all ranks, as engine.save_checkpoint of DeepSpeed's ZeRO wrote them",
+        fix=f"weft.interop.import_deepspeed({str(folder)!r}, out, {option})",
+    )
+
+
+def _groups(shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """The groups of the optimizer: `shapes` by flat tensor, `ranks` what each of them saved."""
+    is_cut_by_parameter = ranks[0]["zero_stage"] == 3
+    key = "optimizer_state_dict" if is_cut_by_parameter else "base_optimizer_state"
+    pieces = _stretches_of_parameters if is_cut_by_parameter else _stretches_of_groups
+    groups = []
+    for entry in ranks[0][key]["param_groups"]:
+        state: dict[str, dict[str, Any]] = {}
+        for index in entry["params"]:
+            held = [rank[key]["state"].get(index, {}) for rank in ranks]
+            stretches = pieces(index, shapes[index], ranks)
+            state |= {name: _merged(held, shapes[index][name], found) for name, found in stretches}
+        groups.append(Group({option: value for option, value in entry.items() if option != "params"}, state))
+    return groups
+
+
+Stretches = list[tuple[int, int]]  # of each rank: first element in its flat tensor, and how many
+
+
+def _stretches_of_groups(
+    index: int, shapes: Mapping[str, torch.Size], ranks: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Stretches]]:
+    for name in shapes:
+        there = [rank["param_slice_mappings"][index].get(name) for rank in ranks]
+        yield name, [(0, 0) if piece is None else (piece.start, piece.numel) for piece in there]
+
+
+def _stretches_of_parameters(
+    index: int, shapes: Mapping[str, torch.Size], ranks: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Stretches]]:
+    start = 0
+    for name, shape in shapes.items():
+        number = torch.Size(shape).numel()
+        size = -(-number // len(ranks))
+        yield name, [(start, max(0, min(size, number - rank * size))) for rank in range(len(ranks))]
+        start += size
+
+
+def _merged(held: Sequence[Mapping[str, Any]], shape: torch.Size, stretches: Stretches) -> dict[str, Any]:
+    """The state of one parameter; numbers, such as the step, are alike on all ranks."""
+    found: dict[str, Any] = {}
+    for key, first in held[0].items():
+        if not isinstance(first, torch.Tensor) or first.dim() == 0:
+            found[key] = first
+            continue
+        parts = [
+            rank[key].reshape(-1)[start : start + size] for rank, (start, size) in zip(held, stretches, strict=True)
+        ]
+        found[key] = torch.cat(parts).reshape(shape)
+    return found
