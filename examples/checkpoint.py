@@ -1,6 +1,6 @@
-"""Checkpoints: the run saves itself, and started again it goes on where it was, on any number of ranks.
+"""Checkpoints: the run saves after each epoch, and resumes when it is started again, on any number of ranks.
 
-The directory is kept in an argument; without one the run starts anew.
+The directory is an argument; without one the run starts from the beginning.
 Differs from base_loop.py in the lines marked `new`.
 
     weft launch -n 2 examples/checkpoint.py runs/spirals

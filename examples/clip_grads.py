@@ -1,4 +1,4 @@
-"""One function clips gradients and tells their norm, whatever the strategy: plain, replicated or sharded.
+"""One function clips gradients and returns their norm under every strategy: plain, replicated or sharded.
 
 Differs from base_loop.py in the lines marked `new`.
 

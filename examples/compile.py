@@ -1,6 +1,6 @@
 """torch.compile after the other transforms: same class, same keys.
 
-The backend "aot_eager" needs no C++ compiler; leave it out for speed.
+The backend "aot_eager" needs no C++ compiler; omit it for speed.
 
 Differs from base_loop.py in the lines marked `new`.
 

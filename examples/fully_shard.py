@@ -1,6 +1,6 @@
-"""Fully sharded training: each rank holds a piece of every parameter, gradient and optimizer state.
+"""Fully sharded training: each rank holds a shard of every parameter, gradient and optimizer state.
 
-A unit is gathered for its forward and backward only. `plain` makes the model whole again at the end.
+A unit is gathered for its forward and backward only. `undo` gathers the full model at the end.
 
 Differs from base_loop.py in the lines marked `new`.
 

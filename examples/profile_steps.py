@@ -1,4 +1,4 @@
-"""How fast a training is, what its steps go to, and whether it is well: a meter, a trace, a watch.
+"""How fast a run is, where its time goes, and whether it is healthy: a meter, a trace, a health check.
 
 Differs from base_loop.py in the lines marked `new`.
 

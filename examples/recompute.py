@@ -1,4 +1,4 @@
-"""Activation recomputation: blocks keep only their inputs for backward, and compute their insides again.
+"""Activation checkpointing: blocks keep only their inputs for backward, and recompute the rest there.
 
 Differs from base_loop.py in the lines marked `new`.
 

@@ -2,14 +2,13 @@
 
     python examples/train_lm.py                     # one process
     weft launch -n 2 examples/train_lm.py           # two ranks: the same loss curve
-    weft launch -n 2 examples/train_lm.py --resume  # goes on where a run ended, on any number of ranks
+    weft launch -n 2 examples/train_lm.py --resume  # resumes a run, on any number of ranks
     weft report runs/train_lm                       # the run so far as one page of HTML
     weft report runs/a runs/b                       # two runs, side by side
 
-The model is plain torch and knows nothing of weft; so is the loop, from `for step, window` on.
-Results go to `--out`: `model.safetensors`, checkpoints, a TensorBoard log, `log.jsonl` and `report.html`. Told to
-end by SIGTERM, the run saves and exits with code 75; with `--max-restarts 3` a run of which a rank was killed goes on
-by itself.
+The model is plain torch and does not use weft, and neither does the loop from `for step, window` on. Results go to
+`--out`: `model.safetensors`, checkpoints, a TensorBoard log, `log.jsonl` and `report.html`. On SIGTERM the run saves a
+checkpoint and exits with code 75; with `--max-restarts 3` it restarts automatically if a rank is killed.
 """
 
 import argparse
@@ -145,7 +144,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
                 weft.save(state, checkpoints, step, ctx, keep=2)
         if preempted(step):
             weft.log({"preempted": preempted.reason}, step, ctx, trackers)
-            ctx.print(f"{preempted.reason}: saved after step {step}, --resume goes on there")
+            ctx.print(f"{preempted.reason}: saved after step {step}; --resume continues from there")
             raise SystemExit(preempted.exit_code)
 
     last = evaluate(model, held_out, ctx)
@@ -208,7 +207,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=50, help="steps between two lines")
     parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --out, if any")
     parser.add_argument("--export", type=Path, help="folder for the weights in the Hugging Face layout")
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="folder for the results")
     return parser.parse_args()

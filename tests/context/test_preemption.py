@@ -292,7 +292,7 @@ def test_the_main_job_goes_on_after_sigterm_and_after_a_killed_rank(tmp_path):
     # As a scheduler: to the launcher, what it forks from, and the ranks, which also get it from the launcher.
     os.killpg(first.pid, signal.SIGTERM)
     text = _ends_with(first, 75)
-    assert len(re.findall(r"SIGTERM on rank [01]: saved after step \d+, --resume goes on there", text)) == 1
+    assert len(re.findall(r"SIGTERM on rank [01]: saved after step \d+; --resume continues from there", text)) == 1
     assert "weft launch: the job was told to end" in text and "Traceback" not in text
     told = int(re.search(r"saved after step (\d+)", text)[1])
     assert weft.checkpoint.latest(out / "checkpoints").name == f"step-{told:08d}"
