@@ -374,7 +374,7 @@ def test_a_position_in_a_dataset_of_another_length(length):
     with pytest.warns(UserWarning, match=f"96 samples when it was saved, {length} samples now: resuming with the next"):
         other.load_state_dict(position)
     assert other.epoch == 1 and sum(len(batch) for batch in other) == length
-    with pytest.raises(ValueError, match="resized='no'"):
+    with pytest.raises(ValueError, match="resized = 'no' is unknown"):
         weft.shard_data(_loader(9), weft.local(), resized="no")
 
 
@@ -430,14 +430,14 @@ class _Stream(torch.utils.data.IterableDataset):
         (DataLoader(_Stream(), batch_size=None), {"mode": "split"}, "batch_size=None"),
         (_loader(4), {"already_sharded": True, "mode": "dispatch"}, "already_sharded=True with mode='dispatch'"),
         (_loader(4), {"already_sharded": True, "uneven": "pad"}, 'already_sharded=True with uneven="pad"'),
-        (_loader(4), {"mode": "rows"}, "mode='rows'"),
-        (_loader(4), {"uneven": "maybe"}, "uneven='maybe'"),
+        (_loader(4), {"mode": "rows"}, "mode = 'rows' is unknown"),
+        (_loader(4), {"uneven": "maybe"}, "uneven = 'maybe' is unknown"),
         (DataLoader([1, 2], sampler=DistributedSampler([1, 2], 2, 0)), {}, "the data would be split twice"),
         (DataLoader([1, 2], batch_sampler=BatchSampler(DistributedSampler([1, 2], 2, 0), 1, False)), {}, "split twice"),
     ],
 )
 def test_refused_loaders(loader, options, text):
-    with pytest.raises(ValueError, match=f"(?s)found:    .*{text}.*fix:"):
+    with pytest.raises(ValueError, match=f"(?s)shard_data: .*{text}.*fix:"):
         weft.shard_data(loader, fake(0, 2), **options)
 
 

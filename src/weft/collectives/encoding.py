@@ -16,16 +16,16 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from weft.collectives.primitives import num_bytes
+from weft.collectives.primitives import num_bytes, tensor_of
 from weft.errors import message, type_error
 from weft.tensors.nested import Path
 
-__all__ = ["bytes_tensor", "decode", "encode"]
+__all__ = ["Packed", "bytes_tensor", "decode", "encode", "pack"]
 
 _DEEPEST = 100
 _EXPECTED = (
@@ -77,6 +77,28 @@ def encode(what: str, value: object, *, grad: bool = False) -> tuple[bytes, list
         return json.dumps(encoder.encode(value, ())).encode(), encoder.parts
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise TypeError(_refusal(what, encoder.path, f"{type(error).__name__}: {error}", "send its parts")) from error
+
+
+class Packed(NamedTuple):
+    """A value as bytes.
+
+    Attributes:
+        body: Its text and then its tensors; uint8 [n] on the CPU.
+        text_size: How many bytes are text.
+    """
+
+    body: torch.Tensor
+    text_size: int
+
+
+def pack(what: str, value: object) -> Packed:
+    """A value as bytes, see `encode`; `decode` is the way back.
+
+    Raises:
+        TypeError: Something in it cannot be sent.
+    """
+    text, parts = encode(what, value)
+    return Packed(torch.cat([bytes_tensor(text), *(part.cpu() for part in parts)]), len(text))
 
 
 class _Encoder:
@@ -193,8 +215,7 @@ class _Decoder:
 
     def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
         dtype = _dtype(name)
-        data = self._take(num_bytes(shape, dtype)).clone()
-        return (data.view(dtype) if len(data) else torch.empty(0, dtype=dtype)).view(shape).to(self.device)
+        return tensor_of(self._take(num_bytes(shape, dtype)), shape, dtype).to(self.device)
 
     def _array(self, name: str, shape: list[int]) -> Any:
         array = np.empty(shape, np.dtype(name))

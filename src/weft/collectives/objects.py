@@ -7,10 +7,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.checks import check_count
-from weft.collectives.encoding import bytes_tensor, decode, encode
-from weft.collectives.primitives import all_gather_flat, all_gather_words, enter, finish, peers_named
+from weft.collectives.encoding import Packed, bytes_tensor, decode, pack
+from weft.collectives.primitives import all_gather_bytes, all_gather_words, enter, finish, peers_named
 from weft.context import DistContext, World
 from weft.errors import PeerError, value_error
 from weft.peers.liveness import exception_text
@@ -18,6 +19,7 @@ from weft.peers.liveness import exception_text
 __all__ = ["broadcast", "gather_objects", "scatter", "scatter_made"]
 
 T = TypeVar("T")
+_NOTHING = Packed(torch.empty(0, dtype=torch.uint8), 0)
 
 
 def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
@@ -48,34 +50,38 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     _check_source("broadcast", source, ctx)
     world = enter("broadcast", ctx, None, {"source": source})
     if world.group is None:
-        encode("broadcast", value)
+        pack("broadcast", value)
         return value
     with peers_named("broadcast", world):
-        return cast("T", _broadcast_encoded(value, ctx, world, source))
+        return cast("T", _broadcast_packed(value, ctx, world, source))
 
 
-def _broadcast_encoded(value: Any, ctx: DistContext, world: World, source: int) -> Any:
-    text: bytes = b""
-    parts: list[torch.Tensor] = []
-    failure: TypeError | None = None
-    if ctx.rank == source:
-        try:
-            text, parts = encode("broadcast", value)
-        except TypeError as error:
-            failure = error
-    sizes = torch.tensor([len(text), sum(p.numel() for p in parts)], dtype=torch.int64, device=ctx.device)
-    sizes = sizes - 1 if failure is not None else sizes
-    finish(dist.broadcast(sizes, group=world.group, group_src=source, async_op=True), world)
+def _broadcast_packed(value: Any, ctx: DistContext, world: World, source: int) -> Any:
+    mine, failure = _packed("broadcast", value) if ctx.rank == source else (_NOTHING, None)
+    # A negative size says that the value cannot be sent.
+    sizes = torch.tensor([-1 if failure else mine.text_size, len(mine.body)], device=ctx.device)
+    _send(sizes, world, source)
     if failure is not None:
         raise failure
-    text_size, data_size = sizes.tolist()
+    text_size, size = sizes.tolist()
     if text_size < 0:
         raise TypeError(f"broadcast: rank {source} brought a value that cannot be sent; see its error")
-    body = torch.empty(text_size + data_size, dtype=torch.uint8, device=ctx.device)
-    if ctx.rank == source:
-        body.copy_(torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)]))
-    finish(dist.broadcast(body, group=world.group, group_src=source, async_op=True), world)
+    body = mine.body.to(ctx.device) if ctx.rank == source else torch.empty(size, dtype=torch.uint8, device=ctx.device)
+    _send(body, world, source)
     return value if ctx.rank == source else decode(body, text_size, ctx.device)
+
+
+def _packed(what: str, value: object) -> tuple[Packed, TypeError | None]:
+    """A value as bytes, or why it cannot be sent: the other ranks have to learn of it first."""
+    try:
+        return pack(what, value), None
+    except TypeError as error:
+        return _NOTHING, error
+
+
+def _send(values: torch.Tensor, world: World, source: int) -> None:
+    """Fill `values` with those of `source`."""
+    finish(dist.broadcast(values, group=world.group, group_src=source, async_op=True), world)
 
 
 def gather_objects(value: T, ctx: DistContext) -> list[T]:
@@ -100,32 +106,20 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
         ['a']
     """
     world = enter("gather_objects", ctx, None, {})
-    text: bytes = b""
-    parts: list[torch.Tensor] = []
-    failure: TypeError | None = None
-    try:
-        text, parts = encode("gather_objects", value)
-    except TypeError as error:
-        if world.group is None:
-            raise
-        failure = error
-    body = torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)]).to(ctx.device)
+    mine, failure = _packed("gather_objects", value)
     if world.group is None:
-        return [decode(body, len(text), ctx.device)]
+        if failure is not None:
+            raise failure
+        return [decode(mine.body, mine.text_size, ctx.device)]
     with peers_named("gather_objects", world):
-        heads = all_gather_words([0 if failure is None else 1, len(text), body.numel()], world, ctx, 3)
+        heads = all_gather_words([int(failure is not None), mine.text_size, len(mine.body)], world, ctx, 3)
         if failure is not None:
             raise failure
         bad = [rank for rank, head in enumerate(heads) if head[0]]
         if bad:
             raise TypeError(f"gather_objects: rank {bad[0]} brought a value that cannot be sent; see its error")
-        longest = max(head[2] for head in heads)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=ctx.device)
-        padded[: body.numel()] = body
-        everything = padded.new_empty(longest * ctx.world_size)
-        all_gather_flat(everything, padded, world)
-    rows = everything.view(ctx.world_size, longest)
-    return [decode(row[: head[2]], head[1], ctx.device) for row, head in zip(rows, heads, strict=True)]
+        bodies = all_gather_bytes(mine.body, [head[2] for head in heads], world, ctx)
+    return [decode(body, head[1], ctx.device) for body, head in zip(bodies, heads, strict=True)]
 
 
 def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) -> T:
@@ -169,15 +163,14 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
         return given
 
     if ctx.world_size == 1:
-        text, parts = encode("scatter", make()[0])
-        return cast("T", decode(torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)]), len(text), ctx.device))
+        return cast("T", decode(*pack("scatter", make()[0]), ctx.device))
     return cast("T", scatter_made(make, ctx, "scatter", source))
 
 
 def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: str, source: int = 0) -> Any:
     """Give every rank its own of the values that `source` makes; None on all ranks if it makes none.
 
-    What `make` raises is raised on that rank, and told to the others.
+    What `make` raises is raised on that rank, and reported to the others.
 
     Changes: nothing. Collectives: a broadcast of sizes, and a scatter of the bytes.
 
@@ -189,55 +182,38 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
         made = make()
         return None if made is None else made[0]
     world = ctx.require_collective(what)
-    if ctx.rank != source:
-        return _receive(ctx, world, what, source)
-    try:
-        values = make()
-        encoded = [encode(what, value) for value in values or ()]
-    except Exception as error:
-        text = exception_text(error).encode()
-        _send(torch.tensor([2, len(text), *[0] * (2 * ctx.world_size - 1)]), ctx, world, what)
-        _send(bytes_tensor(text), ctx, world, what)
-        raise
-    sizes = [number for text, parts in encoded for number in (len(text), sum(p.numel() for p in parts))]
-    _send(torch.tensor([int(values is None), *(sizes or [0] * (2 * ctx.world_size))]), ctx, world, what)
-    if values is None:
-        return None
-    longest = max(sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True))
-    bodies = [torch.zeros(longest, dtype=torch.uint8, device=ctx.device) for _ in encoded]
-    for body, (text, parts) in zip(bodies, encoded, strict=True):
-        packed = torch.cat([bytes_tensor(text), *(p.cpu() for p in parts)])
-        body[: packed.numel()] = packed
+    values: list[Any] | None = None
+    packed: list[Packed] = []
+    failure: Exception | None = None
+    text = torch.empty(0, dtype=torch.uint8)
+    if ctx.rank == source:
+        try:
+            values = make()
+            packed = [pack(what, value) for value in values or ()]
+        except Exception as error:  # noqa: BLE001  (raised once the others know)
+            failure, text = error, bytes_tensor(exception_text(error).encode())
+    head = torch.zeros(2 + 2 * ctx.world_size, dtype=torch.int64)
+    head[:2] = torch.tensor([len(text), int(values is not None and failure is None)])
+    head[2 : 2 + 2 * len(packed)] = torch.tensor([size for each in packed for size in (each.text_size, len(each.body))])
+    head = head.to(ctx.device)
     with peers_named(what, world):
-        mine = torch.empty_like(bodies[source])
-        finish(dist.scatter(mine, bodies, group=world.group, group_src=source, async_op=True), world)
-    text_size, data_size = sizes[2 * source : 2 * source + 2]
-    return decode(mine[: text_size + data_size], text_size, ctx.device)
-
-
-def _send(values: torch.Tensor, ctx: DistContext, world: World, what: str) -> None:
-    with peers_named(what, world):
-        work = dist.broadcast(values.to(ctx.device), group=world.group, group_src=ctx.rank, async_op=True)
-        finish(work, world)
-
-
-def _receive(ctx: DistContext, world: World, what: str, source: int) -> Any:
-    head = torch.zeros(1 + 2 * ctx.world_size, dtype=torch.int64, device=ctx.device)
-    with peers_named(what, world):
-        finish(dist.broadcast(head, group=world.group, group_src=source, async_op=True), world)
-        kind, *sizes = head.tolist()
-        if kind == 1:
-            return None
-        if kind == 2:
-            told = torch.empty(sizes[0], dtype=torch.uint8, device=ctx.device)
-            finish(dist.broadcast(told, group=world.group, group_src=source, async_op=True), world)
-            text = bytes(told.cpu().numpy()).decode()
-            raise PeerError(f"{what}: rank {source} failed: {text}", rank=source, text=text)
-        longest = max(sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True))
-        mine = torch.empty(longest, dtype=torch.uint8, device=ctx.device)
-        finish(dist.scatter(mine, None, group=world.group, group_src=source, async_op=True), world)
-    text_size, data_size = sizes[2 * ctx.rank : 2 * ctx.rank + 2]
-    return decode(mine[: text_size + data_size], text_size, ctx.device)
+        _send(head, world, source)
+        text_length, there, *sizes = head.tolist()
+        if text_length:
+            text = text.to(ctx.device) if failure else torch.empty(text_length, dtype=torch.uint8, device=ctx.device)
+            _send(text, world, source)
+        elif there:
+            mine = torch.empty(max(sizes[1::2]), dtype=torch.uint8, device=ctx.device)
+            rows = [nn.functional.pad(each.body, (0, len(mine) - len(each.body))).to(ctx.device) for each in packed]
+            work = dist.scatter(mine, rows or None, group=world.group, group_src=source, async_op=True)
+            finish(work, world)
+    if failure is not None:
+        raise failure
+    if text_length:
+        said = bytes(text.cpu().numpy()).decode()
+        raise PeerError(f"{what}: rank {source} failed: {said}", rank=source, text=said)
+    text_size, size = sizes[2 * ctx.rank : 2 * ctx.rank + 2]
+    return decode(mine[:size], text_size, ctx.device) if there else None
 
 
 def _check_source(what: str, source: int, ctx: DistContext) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from weft.collectives.encoding import bytes_tensor, decode, encode
-from weft.collectives.primitives import all_gather_rows, num_bytes, row_gather
+from weft.collectives.primitives import all_gather_rows, num_bytes, row_gather, tensor_of
 from weft.context import DistContext, World
 from weft.peers.agreement import compare, exchange
 
@@ -46,7 +46,7 @@ def exchange_columns(
         PeerError: A peer failed or died.
     """
     world = ctx.require_collective("gather_metrics")
-    room = world.room or _usual_room(ctx.world_size)
+    capacity = world.message_bytes or _usual_capacity(ctx.world_size)
     kinds: Kinds = tuple([(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in columns])
     failed: TypeError | None = None
     if None in kinds:
@@ -57,14 +57,14 @@ def exchange_columns(
         except TypeError as error:
             failed = error
         layout = _Layout(structure, kinds, len(ids), text, parts, flags=1 if failed is None else 3)
-        message = _Message(layout, room, ctx)
+        message = _Message(layout, capacity, ctx)
         tensors = [ids, *(one for one in columns if isinstance(one, torch.Tensor))]
     else:
-        message = _message_of_tensors(structure, kinds, len(ids), room, ctx)
+        message = _message_of_tensors(structure, kinds, len(ids), capacity, ctx)
         tensors = [ids, *columns]
     heads = message.exchange(tensors)
     if heads is None:
-        world.room = message.next_room
+        world.message_bytes = message.next_capacity
         return [message.joined(tensors)]
     return _of_different(message, tensors, heads, failed, ctx)
 
@@ -76,7 +76,7 @@ def _of_different(
     world, layout = message.world, message.layout
     words = [struct.unpack_from("9q", each) for each in heads]
     longest = max(each[5] for each in words)
-    world.room = _next_room(longest, ctx.world_size)
+    world.message_bytes = _next_capacity(longest, ctx.world_size)
     _check_heads(words, failed, f"{layout.structure}: {_described(layout.kinds)}", world)
     bodies = message.rows[:, _HEAD:]
     if longest > bodies.shape[1]:
@@ -87,13 +87,13 @@ def _of_different(
     return [_unpacked(body, each) for body, each in zip(bodies, words, strict=True)]
 
 
-def _usual_room(size: int) -> int:
+def _usual_capacity(size: int) -> int:
     return max(_FIRST_BYTES // size, 1024) - _HEAD
 
 
-def _next_room(longest: int, size: int) -> int | None:
-    """Room for what the ranks bring, for the next time; the same on all ranks. None: the usual."""
-    return longest if _usual_room(size) < longest <= _ONE_MESSAGE else None
+def _next_capacity(longest: int, size: int) -> int | None:
+    """Capacity for what the ranks bring, for the next time; the same on all ranks. None: the usual."""
+    return longest if _usual_capacity(size) < longest <= _ONE_MESSAGE else None
 
 
 def _padded(nbytes: int) -> int:
@@ -144,15 +144,15 @@ class _Message:
     """The first message of all ranks: memory for it, and what of it is a tensor of which rank.
 
     Attributes:
-        rows: Of bytes [ranks, _HEAD + room].
-        next_room: For the next message, if all ranks bring what this one brings.
+        rows: Of bytes [ranks, _HEAD + capacity].
+        next_capacity: For the next message, if all ranks bring what this one brings.
     """
 
-    def __init__(self, layout: _Layout, room: int, ctx: DistContext) -> None:
+    def __init__(self, layout: _Layout, capacity: int, ctx: DistContext) -> None:
         self.layout, self.world = layout, ctx.require_collective("gather_metrics")
         size, rank = ctx.world_size, ctx.rank
-        self.next_room = _next_room(layout.total, size)
-        self.rows = torch.empty(size, _padded(_HEAD + room), dtype=torch.uint8, device=ctx.device)
+        self.next_capacity = _next_capacity(layout.total, size)
+        self.rows = torch.empty(size, _padded(_HEAD + capacity), dtype=torch.uint8, device=ctx.device)
         self._gather = row_gather(self.rows, self.world)
         heads = self.rows[:, :_HEAD]
         self._heads = heads.numpy() if ctx.device.type == "cpu" else heads
@@ -166,9 +166,9 @@ class _Message:
         shapes = [(layout.words[2],), *(tuple(kind[1]) for kind in layout.kinds if kind is not None)]
         start = 0
         for piece, nbytes in enumerate(layout.sizes):
-            # All pieces where they lie if there is room for all; else those that fit, the first ones first.
-            at = _HEAD + (layout.starts[piece] if layout.total <= room else start)
-            if layout.total > room and start + _padded(nbytes) > room:
+            # All pieces where they lie if all fit; else those that fit, the first ones first.
+            at = _HEAD + (layout.starts[piece] if layout.total <= capacity else start)
+            if layout.total > capacity and start + _padded(nbytes) > capacity:
                 continue
             start += _padded(nbytes)
             number = piece - 1
@@ -202,15 +202,15 @@ class _Message:
         return found[1:], found[0]
 
 
-def _message_of_tensors(structure: str, kinds: Kinds, count: int, room: int, ctx: DistContext) -> _Message:
+def _message_of_tensors(structure: str, kinds: Kinds, count: int, capacity: int, ctx: DistContext) -> _Message:
     """The message where all columns are tensors: made once for batches of one shape."""
     messages = ctx.world.messages
-    key = structure, kinds, count, room
+    key = structure, kinds, count, capacity
     message: _Message | None = messages.get(key)
     if message is None:
         # The ranks may differ: a column of rows of one shape here, of several there. So each tells its kinds.
         layout = _Layout(structure, kinds, count, json.dumps(_described(kinds)).encode(), [], flags=0)
-        message = messages[key] = _Message(layout, room, ctx)
+        message = messages[key] = _Message(layout, capacity, ctx)
         if len(messages) > _KEPT:
             del messages[next(iter(messages))]
     return message
@@ -235,9 +235,9 @@ def _check_heads(heads: list[tuple[int, ...]], failed: TypeError | None, describ
 def _unpacked(body: torch.Tensor, words: tuple[int, ...]) -> tuple[list[Any], Any]:
     """Columns and ids of one rank, from its bytes."""
     _, _, count, num_dims, text_size, total, flags, sent, _ = words
-    dims: list[int] = body[: 8 * num_dims].clone().view(torch.int64).tolist()
+    dims: list[int] = tensor_of(body[: 8 * num_dims], [num_dims], torch.int64).tolist()
     place = _padded(8 * num_dims)
-    ids = body[place : place + 8 * count].clone().view(torch.int64)
+    ids = tensor_of(body[place : place + 8 * count], [count], torch.int64)
     place += _padded(8 * count)
     text = body[total - sent - text_size : total]
     objects: dict[str, Any] = {}
@@ -253,7 +253,6 @@ def _unpacked(body: torch.Tensor, words: tuple[int, ...]) -> tuple[list[Any], An
         dtype = getattr(torch, kind[0].removeprefix("torch."))
         shape, dims = dims[: kind[1]], dims[kind[1] :]
         stop = place + num_bytes(shape, dtype)
-        piece = body[place:stop].clone().view(dtype).view(shape) if stop > place else None
-        found.append(body.new_empty(shape, dtype=dtype) if piece is None else piece)
+        found.append(tensor_of(body[place:stop], shape, dtype))
         place = _padded(stop)
     return found, ids

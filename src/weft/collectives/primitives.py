@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from weft.tensors.nested import leaves, map_tensors
 
 __all__ = [
     "HEADER_WORDS",
+    "all_gather_bytes",
     "all_gather_flat",
     "all_gather_rows",
     "all_gather_words",
@@ -33,6 +35,7 @@ __all__ = [
     "peers_named",
     "rebuilt",
     "row_gather",
+    "tensor_of",
     "tensors_of",
 ]
 
@@ -53,12 +56,22 @@ def all_gather_words(words: list[int], world: World, ctx: DistContext, length: i
     return rows
 
 
-def num_bytes(shape: list[int], dtype: torch.dtype) -> int:
+def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Size of a tensor of this shape and dtype."""
-    total = dtype.itemsize
-    for size in shape:
-        total *= size
-    return total
+    return dtype.itemsize * math.prod(shape)
+
+
+def tensor_of(data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor whose bytes are in `data`; in memory of its own, as slices of a message are not aligned."""
+    return data.clone().view(dtype).view(shape) if len(data) else data.new_empty(shape, dtype=dtype)
+
+
+def all_gather_bytes(mine: torch.Tensor, sizes: Sequence[int], world: World, ctx: DistContext) -> list[torch.Tensor]:
+    """The bytes of every rank, whose sizes all ranks know; one message, padded to the longest."""
+    rows = torch.zeros(ctx.world_size, max(sizes), dtype=torch.uint8, device=ctx.device)
+    rows[ctx.rank, : len(mine)] = mine
+    all_gather_rows(rows, world)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def only_tensors(what: str, value: object) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from weft.checks import check_choice
 from weft.collectives.exchange import Gathering, Routes, Summing
 from weft.collectives.primitives import (
     HEADER_WORDS,
-    all_gather_flat,
+    all_gather_bytes,
     all_gather_words,
     enter,
     finish,
@@ -20,6 +20,7 @@ from weft.collectives.primitives import (
     only_tensors,
     peers_named,
     rebuilt,
+    tensor_of,
     tensors_of,
 )
 from weft.context import DistContext, World
@@ -182,33 +183,23 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
 def _gather_packed(
     found: list[torch.Tensor], shapes: list[list[list[int]]], world: World, ctx: DistContext
 ) -> list[torch.Tensor]:
-    sizes = [sum(num_bytes(shape, t.dtype) for shape, t in zip(row, found, strict=True)) for row in shapes]
+    sizes = [[num_bytes(shape, t.dtype) for shape, t in zip(row, found, strict=True)] for row in shapes]
     mine = [t.contiguous().reshape(-1).view(torch.uint8).to(ctx.device) for t in found if t.numel()]
-    longest = max(sizes)
-    packed = torch.zeros(longest, dtype=torch.uint8, device=ctx.device)
-    packed[: sizes[ctx.rank]] = torch.cat(mine) if mine else packed[:0]
-    all_bytes = packed.new_empty(longest * ctx.world_size)
-    if longest:
-        all_gather_flat(all_bytes, packed, world)
-    return [_join(index, found, shapes, all_bytes.view(ctx.world_size, longest)) for index in range(len(found))]
-
-
-def _join(
-    index: int, found: list[torch.Tensor], shapes: list[list[list[int]]], all_bytes: torch.Tensor
-) -> torch.Tensor:
-    """Cut tensor `index` out of every rank's bytes and join the pieces."""
-    tensor = found[index]
-    pieces: list[torch.Tensor] = []
-    for row, data in zip(shapes, all_bytes, strict=True):
-        start = sum(num_bytes(shape, t.dtype) for shape, t in zip(row[:index], found[:index], strict=True))
-        stop = start + num_bytes(row[index], tensor.dtype)
-        if stop > start:
-            # Slices start anywhere; a dtype's view wants its own alignment.
-            pieces.append(data[start:stop].clone().view(tensor.dtype).view(row[index]))
-    if not pieces:
+    packed = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
+    everything = all_gather_bytes(packed, [sum(each) for each in sizes], world, ctx)
+    parts = [row.split(each) for row, each in zip(everything, sizes, strict=True)]
+    joined = []
+    for index, tensor in enumerate(found):
+        pieces = [
+            tensor_of(data[index], row[index], tensor.dtype)
+            for data, row in zip(parts, shapes, strict=True)
+            if len(data[index])
+        ]
         rows = sum(row[index][0] for row in shapes)
-        return tensor.new_empty([rows, *shapes[0][index][1:]])
-    return torch.cat(pieces).to(tensor.device)
+        joined.append(
+            torch.cat(pieces).to(tensor.device) if pieces else tensor.new_empty([rows, *shapes[0][index][1:]])
+        )
+    return joined
 
 
 def _exchange_shapes(

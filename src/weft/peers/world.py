@@ -91,7 +91,7 @@ class World:
         background: On a root, what runs beside the program.
         checkpoints: On a root, what the job knows of directories of checkpoints; see checkpoint/history.py.
         abandoned: On a root, whether a collective was left that not all ranks came to.
-        room: Bytes for values in the first message of a collective, if not the usual; the same on all ranks.
+        message_bytes: Bytes for values in the first message of a collective, if not the usual; the same on all ranks.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
         reductions: How often gradients were reduced over these ranks.
         ledgers: On a root, what is compared once more before the ranks part.
@@ -123,7 +123,7 @@ class World:
         self.made: list[World] = []
         self.disposable: list[dist.ProcessGroup] = []
         self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-        self.room: int | None = None
+        self.message_bytes: int | None = None
         self.messages: dict[object, Any] = {}
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.ledgers: weakref.WeakSet[Comparison] = weakref.WeakSet()
