@@ -173,7 +173,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
     """Names of folders; of several runs with the same name, paths below the folder that has them all."""
     places = [run.folder.resolve() for run in runs]
     names = [place.name or str(place) for place in places]
-    if len(set(names)) < len(names):
+    if len(set(names)) < len(set(places)):
         names = [str(place.relative_to(os.path.commonpath(places))) for place in places]
     return [name if names.index(name) == index else f"{name} ({index + 1})" for index, name in enumerate(names)]
 

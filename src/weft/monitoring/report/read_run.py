@@ -101,7 +101,7 @@ def read(folder: str | Path) -> Run:
 def _programs(texts: list[tuple[int, str]]) -> Iterator[dict[str, Any]]:
     """What `log_start` wrote; a text of the same name that somebody else wrote is left out."""
     for _, text in texts:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             program = json.loads(text)
             began = dt.datetime.fromisoformat(program["started"]).timestamp()
             yield {**program, "began": began, "settings": dict(program["settings"])}
