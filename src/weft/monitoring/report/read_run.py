@@ -79,14 +79,15 @@ def read(folder: str | Path) -> Run:
         raise FileNotFoundError(f"{folder} is no folder")
     below = (path for path in run.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     files = sorted(below, key=lambda path: (len(path.parts), path))
-    for path in files:
-        if path.suffix == ".jsonl":
-            _take(run, path, _log_of_lines(run, path))
-    for path in files:
-        if path.suffix == ".csv":
-            _take(run, path, _log_of_table(run, path))
+    for suffix, entries in ((".jsonl", _lines), (".csv", _rows)):
+        for path in files:
+            if path.suffix == suffix:
+                log = _Log(path)
+                for step, values in entries(run, path):
+                    log.add(step, values)
+                _take(run, log)
     for place in dict.fromkeys(path.parent for path in files if path.name.startswith("events.out.tfevents.")):
-        _take(run, place, _log_of_events(run, place))
+        _take(run, _log_of_events(run, place))
     for path in files:
         if path.suffix == ".json" and path.name.startswith("rank"):
             _take_trace(run, path)
@@ -112,22 +113,16 @@ def _natural(path: Path) -> tuple[str, int]:
     return (str(path.parent / name), int(number)) if number.isdecimal() else (str(path), 0)
 
 
-class _Log:
-    """One file, line by line."""
+class _Log(Run):
+    """What one file says, line by line, or the event files of one folder."""
 
-    def __init__(self) -> None:
-        self.series: dict[str, dict[int, float]] = {}
-        self.texts: dict[str, list[tuple[int, str]]] = {}
-        self.settings: dict[str, Any] = {}
-        self.starts: list[int] = []
-        self.resumes: list[int] = []
-        self._last = -1
+    last = -1
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         begins = EXPLAIN in values
-        if begins or step < self._last:
+        if begins or step < self.last:
             self._go_back(step, begins=begins)
-        self._last = step
+        self.last = step
         for name, value in values.items():
             number = _NOT_FINITE.get(value) if isinstance(value, str) else value
             if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -149,13 +144,14 @@ class _Log:
                 del points[other]
         if begins:
             self.starts.append(step)
-        if step > 0 and self._last >= 0:
+        if step > 0 and self.last >= 0:
             self.resumes.append(step if begins else step - 1)
 
 
-def _take(run: Run, path: Path, log: _Log | None) -> None:
+def _take(run: Run, log: _Log) -> None:
     """Add what a file holds and no better one did."""
-    if log is None:
+    path = log.folder
+    if not (log.series or log.texts):
         return
     run.sources.append(str(path.relative_to(run.folder)))
     files = [path] if path.is_file() else path.glob("events.out.tfevents.*")
@@ -182,8 +178,8 @@ def _differs(points: Mapping[int, float], others: Mapping[int, float]) -> bool:
     )
 
 
-def _log_of_lines(run: Run, path: Path) -> _Log | None:
-    log, bad = _Log(), 0
+def _lines(run: Run, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    bad = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
@@ -192,29 +188,21 @@ def _log_of_lines(run: Run, path: Path) -> _Log | None:
             bad += 1
             continue
         if isinstance(step, int):
-            log.add(step, values)
+            yield step, values
     if bad:
         run.problems.append(f"{path.relative_to(run.folder)}: {bad} lines are not JSON with a step")
-    return log if log.series or log.texts else None
 
 
-def _log_of_table(run: Run, path: Path) -> _Log | None:
-    log = _Log()
+def _rows(run: Run, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        for step, values in _rows(path):
-            log.add(step, values)
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if not (row.get("step") or "").isdecimal():
+                    return  # a table of something else
+                filled = {name: text for name, text in row.items() if text and name and name != "step"}
+                yield int(row["step"]), {name: _number(text) for name, text in filled.items()}
     except (ValueError, csv.Error) as error:
         run.problems.append(f"{path.relative_to(run.folder)}: {error}")
-    return log if log.series else None
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if not (row.get("step") or "").isdecimal():
-                return  # a table of something else
-            filled = {name: text for name, text in row.items() if text and name and name != "step"}
-            yield int(row["step"]), {name: _number(text) for name, text in filled.items()}
 
 
 def _number(text: str) -> float | str:
@@ -224,15 +212,13 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _log_of_events(run: Run, place: Path) -> _Log | None:
-    log = _Log()
+def _log_of_events(run: Run, place: Path) -> _Log:
+    log = _Log(place)
     try:
-        scalars, texts = read_events(place)
+        log.series, log.texts = read_events(place)
     except ImportError:
         run.problems.append(f"event files were not read: pip install 'weft[tracking]' ({place})")
-        return None
-    log.series, log.texts = scalars, texts
-    return log if scalars or texts else None
+    return log
 
 
 def _take_trace(run: Run, path: Path) -> None:
