@@ -69,7 +69,7 @@ def find_by_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     if node.get("refdomain") != "py" or not target.startswith("weft."):
         return None
     domain = env.get_domain("py")
-    for public in (f"weft.{name}", f"weft.{'.'.join(package)}.{name}"):
+    for public in (f"weft.{name}", f"weft.{'.'.join(package)}.{name}", f"weft.testing.laws.{name}"):
         if public != target:
             found = domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
             if found is not None:

@@ -87,14 +87,14 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
         {'loss': tensor([0.0000, 0.2000])}
     """
     batches = [(values, ids)] if isinstance(ids, SampleIds) else list(zip(values, ids, strict=True))
-    line = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
-    world = enter("gather_metrics", line, None, {})
+    sub = ctx if len(ctx.axes) == 1 else ctx.on(ctx.data_axes)
+    world = enter("gather_metrics", sub, None, {})
     shape, structure, columns, everyone = _columns(batches)
     if world.group is None:
         parts = [([column.clone() if isinstance(column, torch.Tensor) else column for column in columns], everyone)]
     else:
         with peers_named("gather_metrics", world):
-            parts = exchange_columns(structure, columns, everyone, line)
+            parts = exchange_columns(structure, columns, everyone, sub)
     if not batches:
         return []
     return _ordered(shape, [part for part, _ in parts], [found for _, found in parts])

@@ -1,4 +1,4 @@
-"""A job that is told to end stops after the same step on all ranks, whichever of them was told."""
+"""A job that is asked to end stops after the same step on all ranks, whichever of them was asked."""
 
 import contextlib
 import os
@@ -293,7 +293,7 @@ def test_the_main_job_goes_on_after_sigterm_and_after_a_killed_rank(tmp_path):
     os.killpg(first.pid, signal.SIGTERM)
     text = _ends_with(first, 75)
     assert len(re.findall(r"SIGTERM on rank [01]: saved after step \d+; --resume continues from there", text)) == 1
-    assert "weft launch: the job was told to end" in text and "Traceback" not in text
+    assert "weft launch: the job was asked to end" in text and "Traceback" not in text
     told = int(re.search(r"saved after step (\d+)", text)[1])
     assert weft.checkpoint.latest(out / "checkpoints").name == f"step-{told:08d}"
     shutil.copytree(out, alone)
@@ -324,5 +324,5 @@ def test_the_main_job_goes_on_after_sigterm_and_after_a_killed_rank(tmp_path):
 def test_the_exit_code_of_a_rank_that_was_told_to_end_comes_through(tmp_path):
     error = ChildFailedError("ends.py", {0: ProcessFailure(local_rank=0, pid=1, exitcode=75, error_file="")})
     ending = first_failure(error, tmp_path)
-    text = "weft launch: the job was told to end and has ended; it may be started again to go on"
+    text = "weft launch: the job was asked to end and has ended; start it again to resume"
     assert (ending.text, ending.code) == (text, 75)

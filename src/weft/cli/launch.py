@@ -2,7 +2,7 @@
 
 The agent is torch's own: rendezvous, environment of the ranks, monitoring. Three things differ from
 torchrun: ranks are forked from a process that has imported torch already, the traceback of the rank
-that failed first is the last thing printed, and a job that was told to end and has saved itself ends
+that failed first is the last thing printed, and a job that was asked to end and has saved itself ends
 with the exit code that says so.
 """
 

@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     empty = [each for each in runs if not (each.series or each.traces)]
     for found in empty:
-        told = "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, and no profiles"
-        print(f"weft report: nothing to show in {found.folder}: {told}", file=sys.stderr)  # noqa: T201
+        reasons = "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, and no profiles"
+        print(f"weft report: nothing to show in {found.folder}: {reasons}", file=sys.stderr)  # noqa: T201
     if len(empty) == len(runs):
         return 1
     num_series, num_traces = (sum(len(getattr(each, name)) for each in runs) for name in ("series", "traces"))

@@ -185,7 +185,7 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
     values: list[Any] | None = None
     packed: list[Packed] = []
     failure: Exception | None = None
-    text = torch.empty(0, dtype=torch.uint8)
+    text = mine = torch.empty(0, dtype=torch.uint8)
     if ctx.rank == source:
         try:
             values = make()

@@ -208,7 +208,7 @@ def _message_of_tensors(structure: str, kinds: Kinds, count: int, capacity: int,
     key = structure, kinds, count, capacity
     message: _Message | None = messages.get(key)
     if message is None:
-        # The ranks may differ: a column of rows of one shape here, of several there. So each tells its kinds.
+        # The ranks may differ: a column of rows of one shape here, of several there. So each sends its kinds.
         layout = _Layout(structure, kinds, count, json.dumps(_described(kinds)).encode(), [], flags=0)
         message = messages[key] = _Message(layout, capacity, ctx)
         if len(messages) > _KEPT:

@@ -129,7 +129,7 @@ def _splits(what: str, found: Sequence[torch.Tensor], splits: Sequence[int] | No
     wrong = [t for t in found if not t.dim() or (given is not None and t.shape[0] != sum(given))]
     if wrong:
         raise value_error(
-            f"{what}: a tensor cannot be cut into rows for the ranks",
+            f"{what}: a tensor cannot be split into rows for the ranks",
             found=listed(str(tuple(tensor.shape)) for tensor in wrong),
             expected="tensors [rows, ...]" + ("" if given is None else f" of {sum(given)} rows, as splits says"),
             fix=f"weft.{what}(value{'[None]' if given is None else ''}, ctx)",

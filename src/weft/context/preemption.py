@@ -1,15 +1,15 @@
-"""The end of a job that is told to end: all ranks stop after the same step, and say so by their exit code.
+"""The end of a job that is asked to end: all ranks stop after the same step, and say so by their exit code.
 
 A signal comes to some ranks, at any moment of a step, and ranks may be a step apart. Nobody may stop at a
 step that another one is past already, so the ranks agree through the store, and only when there was a signal.
 
 [Note: the last step] Keys, below a prefix of its own:
     asked        what signal came to which rank
-    at/<rank>    the last step this rank was told to go on after; null if it asks no more
+    at/<rank>    the last step after which this rank may continue; null if it asks no more
     count        how many ranks have written that; the last of them writes
     last         the largest of the steps plus one, the step to stop after; null: nobody stops
 A thread of each rank looks for `asked` now and then, and answers while the main thread is in the middle of
-a step, perhaps waiting for a rank that waits for this answer. From then on the rank is not told to go on
+a step, perhaps waiting for a rank that waits for this answer. From then on the rank may not continue
 before `last` is known.
 """
 
@@ -38,7 +38,7 @@ _SAME_S = 1.0  # a scheduler and a launcher may send the same signal both, one r
 
 
 def on_preemption(ctx: DistContext, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> Preemption:
-    """Watch for the signal that tells a job to end, so that it can save first and go on another time.
+    """Watch for the signal that asks a job to end, so that it can save first and resume another time.
 
         preempted = weft.on_preemption(ctx)
         for step, batch in enumerate(loader, start=first):
@@ -116,7 +116,7 @@ def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 class Preemption:
-    """Tells after each step whether to stop there; what `on_preemption` returns.
+    """Says after each step whether to stop there; what `on_preemption` returns.
 
     Attributes:
         exit_code: For `SystemExit`: 75, by which a scheduler knows that the job is to be started again.
@@ -162,7 +162,7 @@ class Preemption:
                 raise value_error(
                     f"on_preemption: asked after step {step}, and before that after step {self._step}",
                     found=f"{step} < {self._step}",
-                    expected="numbers of steps that go on over epochs",
+                    expected="numbers of steps that keep counting over epochs",
                     fix="step += 1; if preempted(step): ...",
                 )
             if not self._asked:
@@ -203,7 +203,7 @@ class Preemption:
                     return
 
     def _answer(self, *, leaving: bool = False) -> None:
-        """Write down the last step this rank was told to go on after; once."""
+        """Write down the last step after which this rank may continue; once."""
         with self._lock:
             if self._asked:
                 return

@@ -63,7 +63,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state: Any, /) -> object:
-        """Go on from it."""
+        """Resume from it."""
 
 
 @runtime_checkable

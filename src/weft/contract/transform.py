@@ -45,7 +45,7 @@ def transform(
         before: Names of transforms that, on the same object, may only come later.
         after: Names of transforms that, on the same object, may only come earlier.
         excludes: Names of transforms that cannot be applied to the same object.
-        collective: The function calls `ctx.agree`; a failure before that is told to the peers.
+        collective: The function calls `ctx.agree`; a failure before that is reported to the peers.
 
     Returns:
         A decorator that keeps the signature.
@@ -83,7 +83,7 @@ def transform(
             bound = _bound(call, signature, args, kwargs)
             ctx, objects, options = _split(rules.name, given, bound.arguments)
             if rules.collective:
-                ctx.check_unrestricted(rules.name)  # the peers are not here: they need not be told
+                ctx.check_unrestricted(rules.name)  # the peers are not here: nothing is reported to them
             meetings = ctx.world.meetings
             try:
                 for obj in objects:
@@ -278,7 +278,7 @@ def _record(
             ctx.world.root.holders.add(offer)
     histories = {id(old): marks_of(old) for old in given}
     for index, obj in enumerate(objects):
-        # A loader comes back as a new object, which goes on with the history of the old one.
+        # A loader comes back as a new object, which keeps the history of the old one.
         before = histories.get(id(obj)) or (marks_of(given[index]) if len(given) == len(objects) else ())
         obj.__dict__[MARKS] = Marks((*before, mark))
     return replace(ctx, applied=(*ctx.applied, record), handed_over=())

@@ -50,7 +50,7 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
     Returns:
         How it ended; the text has the traceback of the rank that failed first.
     """
-    # The agent logs every failure at length; the one that came first is told instead.
+    # The agent logs every failure at length; the one that came first is reported instead.
     for talker in (
         "distributed.elastic.multiprocessing.api",
         "distributed.elastic.agent.server.api",
@@ -119,7 +119,7 @@ def _ranks_watched() -> Iterator[None]:
 
 
 def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
-    """The rendezvous of torch's agent, which also tells the ranks of this node how often the nodes have met."""
+    """The rendezvous of torch's agent, which also reports to the ranks of this node how often the nodes have met."""
     # torch compares names to find out which node serves the store; a machine may have more addresses than names.
     host = parameters.endpoint.rpartition(":")[0]
     parameters.config["is_host"] = is_here(host)

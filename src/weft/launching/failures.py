@@ -1,4 +1,4 @@
-"""Why a job failed: each rank that fails leaves a report, and the launcher tells the one that matters, once.
+"""Why a job failed: each rank that fails leaves a report, and the launcher prints the one that matters, once.
 
 A report is `<attempt>-<rank>.json` in a folder of the launcher. Most failures are echoes: a rank that notices that
 another one is gone. The rank to look at failed by itself, or ended without a word: killed, crashed, `os._exit`.
@@ -34,7 +34,7 @@ __all__ = [
     "write_report",
 ]
 
-PREEMPTED_TEXT = "weft launch: the job was told to end and has ended; it may be started again to go on"
+PREEMPTED_TEXT = "weft launch: the job was asked to end and has ended; start it again to resume"
 _MOST_EARLIER = 3  # tracebacks of attempts before the last one
 
 
@@ -127,7 +127,7 @@ def why_again(folder: Path, attempt: int) -> str:
 
 
 def before(folder: Path, but: str = "") -> str:
-    """Tracebacks of earlier attempts, each once, without the one that is told anyway; with an end of line."""
+    """Tracebacks of earlier attempts, each once, without the one that is printed anyway; with an end of line."""
     found: dict[str, str] = {}
     for attempt in sorted({int(path.stem.partition("-")[0]) for path in folder.glob("*-*.*")}):
         for report in _reports(folder, attempt):

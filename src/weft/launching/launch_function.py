@@ -111,7 +111,7 @@ def _run_launcher(arguments: Sequence[str]) -> int:
     program = f"import sys; sys.path[:] = {sys.path!r}; import weft_command; sys.exit(weft_command.call())"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
-        stdin=subprocess.PIPE,  # its end tells the launcher that this process is gone
+        stdin=subprocess.PIPE,  # its end shows the launcher that this process is gone
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C comes here, and is passed on once

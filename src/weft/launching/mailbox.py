@@ -54,7 +54,7 @@ def _plainly(value: Any, what: str) -> bytes:
     try:
         data = pickle.dumps(value)
         found = "something that is defined in __main__" if b"__main__" in data else ""
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is told)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is reported)
         found = f"{type(error).__name__}: {error}"
     if found:
         raise MissingExtra(

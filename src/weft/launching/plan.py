@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     Attributes:
         nproc: Processes on this node.
         least_nodes: Nodes without which the job does not begin.
-        most_nodes: Nodes that it takes at most; fewer than that leave room for late ones.
+        most_nodes: Nodes that it takes at most; with fewer than that, late ones may join.
         node_rank: Rank of this node; None lets the rendezvous give ranks as nodes come.
         rdzv: Where the nodes meet, `host:port`; None for one node: a free port of this machine.
         max_restarts: How often all ranks are started again after one of them failed.

@@ -17,9 +17,9 @@ import weft
 
 __all__ = ["torch", "weft"]
 
-for room in weft.LATER:
-    if room.startswith("transforms."):  # what nearly every program uses
-        importlib.import_module(f"weft.{room}")
+for module in weft.LATER:
+    if module.startswith("transforms."):  # what nearly every program uses
+        importlib.import_module(f"weft.{module}")
 
 # Only there: multiprocessing starts that process as `python -c`. Who imports this elsewhere keeps what it has.
 if sys.argv[0] == "-c" and "multiprocessing.forkserver" in sys.modules:

@@ -2,7 +2,7 @@
 
 [Note: what it costs] In a step in which all is well: one all-reduce of three numbers, the norms of the gradients in
 one call, and with `origin=True` one sum over the output of each innermost module, and over its gradient, without
-waiting for the device. Only when a rank has found something are these sums looked at, and told to the others.
+waiting for the device. Only when a rank has found something are these sums looked at, and reported to the others.
 
 [Note: where it arose] The sums are kept in the order in which they were made. The first that is not finite is where
 it arose: forward passes come before backward ones, and a gradient is looked at before it is averaged over ranks,
@@ -30,7 +30,7 @@ from weft.tensors.nested import leaves
 
 __all__ = ["Finding", "Health", "watch_health"]
 
-_FEWEST = 8  # losses before a jump can be told from noise
+_FEWEST = 8  # losses before a jump can be distinguished from noise
 _MOST = 2**16  # sums that are kept if nobody asks
 _ORDER = ("weight", "output", "gradient of the output", "gradient", "loss")  # which comes before which
 
@@ -264,9 +264,9 @@ def _name_of(total: torch.Tensor) -> str:
     return "nan" if total.isnan() else "inf"
 
 
-def _together(told: list[Any], step: int) -> Finding:
+def _together(reports: list[Any], step: int) -> Finding:
     """The finding of the rank on which it arose: the earliest kind of place, then the first rank."""
-    ranks = tuple(rank for rank, each in enumerate(told) if each is not None)
-    rank = min(ranks, key=lambda each: (told[each][0], each))
-    _, what, where, kind, loss = told[rank]
+    ranks = tuple(rank for rank, each in enumerate(reports) if each is not None)
+    rank = min(ranks, key=lambda each: (reports[each][0], each))
+    _, what, where, kind, loss = reports[rank]
     return Finding(kind, step, rank, ranks, what, where, float(loss))

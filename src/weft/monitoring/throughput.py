@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _COUNTS = ("seal", "samples", "tokens", "flops", "peak", "memory", "steps", "elapsed")
 _PARTS = 24  # how many parts of a step may have names: each rank sends a row of one length
-_SHOWN = 32  # ranks whose memory is told one by one
+_SHOWN = 32  # ranks whose memory is listed one by one
 
 
 def throughput(

@@ -106,12 +106,12 @@ def exchange(world: World, what: str, mine: Any, *, to: int | None = None, kind:
 
 
 def disagree(world: World, error: BaseException) -> None:
-    """Tell a meeting that this rank will not come because of `error`; the others raise `PeerError`."""
+    """Report to a meeting that this rank will not come because of `error`; the others raise `PeerError`."""
     if world.store is None or world.size == 1 or world.closed:
         return
     key = f"meet/{world.next_meeting()}"
     rank, text = blame(world, error)
-    with contextlib.suppress(StoreLost):  # then there are no peers to tell
+    with contextlib.suppress(StoreLost):  # then there are no peers
         world.store.write(f"{key}/{world.rank}", {"error": text, "rank": rank})
         world.store.set(f"{key}/done", "failed")
 

@@ -1,6 +1,6 @@
 """TCP connections of this process: where it listens, and ending those on which somebody waits in vain.
 
-Neither the client of torch's store nor gloo can be told to stop waiting. Their waits end when their connection does.
+Neither the client of torch's store nor gloo can be asked to stop waiting. Their waits end when their connection does.
 """
 
 from __future__ import annotations

@@ -37,14 +37,14 @@ _LEFT = "left the job while others still work"
 
 
 def announce(world: World) -> None:
-    """Write down who this rank is, so that the others can tell whether it lives."""
+    """Write down who this rank is, so that the others can see whether it lives."""
     if world.store is not None:
         me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
         world.store.write(f"peer/{world.rank}", me)
 
 
 def absent(world: World) -> tuple[int, str] | None:
-    """Find a rank that already told the next meeting that it will not come, and why."""
+    """Find a rank that has already reported to the next meeting that it will not come, and why."""
     key = f"meet/{world.meetings + 1}"
     if world.store is None or not world.store.has(f"{key}/done") or world.store.get(f"{key}/done") == b"ok":
         return None
@@ -52,7 +52,7 @@ def absent(world: World) -> tuple[int, str] | None:
 
 
 def failure_at(world: World, key: str) -> tuple[int, str] | None:
-    """The rank that told a meeting that it will not come, and why."""
+    """The rank that reported to a meeting that it will not come, and why."""
     store = world.store
     for rank in range(world.size) if store is not None else ():
         assert store is not None
@@ -111,11 +111,11 @@ def part(world: World, error: BaseException | None = None) -> None:
 
 
 def report_failure(world: World, error: BaseException) -> None:
-    """Tell the others of an error of this rank, which they would otherwise wait for in a collective.
+    """Report an error of this rank to the others, which they would otherwise wait for in a collective.
 
     For errors that torch does not know of: whoever waits in a collective that this rank does not come to ends with a
     `PeerError` that has the text. Nothing happens to ranks that do not wait, to those that had an error of their own,
-    and if this rank goes on and begins another collective. Waits for nobody.
+    and if this rank continues and begins another collective. Waits for nobody.
     """
     root = world.root
     if root.store is not None and root.size > 1 and not root.closed:
@@ -128,7 +128,7 @@ def check_failed(world: World) -> None:
     """Raise if this rank would wait for another one in vain in a collective.
 
     Raises:
-        PeerError: The other one left, or has told of an error.
+        PeerError: The other one left, or has reported an error.
     """
     if world.root.failure is not None:
         raise peer_error("", *world.root.failure)
@@ -216,7 +216,7 @@ def _host() -> str:
 
 
 def _born(pid: int) -> str | None:
-    """Start time of a process, which tells a recycled process id apart; None if there is none."""
+    """Start time of a process, which distinguishes a recycled process id; None if there is none."""
     try:
         with pathlib.Path(f"/proc/{pid}/stat").open(encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()

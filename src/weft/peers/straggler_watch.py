@@ -1,11 +1,11 @@
 """Who waits for whom: finds a rank that waits in a collective for one that will not come.
 
-A rank that does not come may be late, and is waited for; or it went another way. From outside the two look
-alike, so each rank has a thread, the watch. It tells two things apart that need no limit of time:
+A rank that does not come may be late, and is waited for; or it took another path. From outside the two look
+alike, so each rank has a thread, the watch. It recognises two cases that need no limit of time:
 
 - A rank waits at a meeting for one that waits in a collective for it. A rank that has begun more collectives than one
   at the meeting ever will is not late. The rank at the meeting raises.
-- A rank waits in a collective for one that has left, or has told of an error (`report_failure`), with fewer
+- A rank waits in a collective for one that has left, or has reported an error (`report_failure`), with fewer
   collectives begun. Nothing ends torch's own waits but the end of what they wait on: the watch cuts the connections
   to that rank, or aborts the group, and whatever torch raises is turned into a `PeerError` that names it.
 
@@ -101,7 +101,7 @@ class Watch:
             theirs = root.store.read(key, "asked", "collectives", "waits", "at")
             if not theirs["waits"] or not _is_behind(mine, theirs["collectives"]):
                 continue
-            # Answers go on, and say the same.
+            # Answers keep coming, and say the same.
             seen = self._seen.get(member)
             if seen is None or not seen.is_same(theirs, mine):
                 self._seen[member] = _Seen(theirs, mine, asked)
@@ -163,7 +163,7 @@ class Watch:
             and (note["left"] or note["failures"] > world.failures)
         ]
         gone = [note["from"] for note in behind if note["left"]]
-        for note in behind:  # of a rank that failed and then left, the error is told
+        for note in behind:  # of a rank that failed and then left, the error is reported
             if note["from"] in gone or self._stands(store, note):
                 _give_up(world, note["rank"], note["error"], note["ports"])
                 return
@@ -187,7 +187,7 @@ class Watch:
                 _give_up(world, world.ranks[others[0]], text, [])
 
     def _stands(self, store: Board, note: dict[str, Any]) -> bool:
-        """Whether a rank that told of an error has begun no collective since."""
+        """Whether a rank that reported an error has begun no collective since."""
         asked, key = store.add("watch/asked", 1), f"watch/at/{note['from']}"
         if not store.has(key):
             return False
@@ -273,7 +273,7 @@ def _may_wait(world: World) -> bool:
 
 
 def _collective() -> str:
-    """The collective of gloo that the main thread is certainly in; empty if that cannot be told."""
+    """The collective of gloo that the main thread is certainly in; empty if that is not known."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = ""
     while frame is not None:

@@ -6,6 +6,7 @@ rank_server.py  the process they are forked from
 rank_worker.py  what a rank does
 equivalence.py  does training give the same at every world size?
 laws.py         what every transform promises, as functions
+law_job.py      the small training job they run
 """
 
 from weft.testing import laws as laws

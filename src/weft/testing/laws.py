@@ -11,12 +11,11 @@ and raises `AssertionError` if the transform breaks it. `check_laws(row)` runs t
     7. leaves_no_trace              environment, random state, default dtype, threads, groups
     8. failure_reaches_all          bad input on one rank: every rank raises, in seconds
 
-(5, saving and loading, joins with checkpoints.)
+(5, saving and loading, is tested with the checkpoints.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
@@ -25,25 +24,37 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from weft.collectives import reduce
 from weft.context import DistContext, local
 from weft.context.placement import to_device
-from weft.contract import GradSync, KeepsParameters, offered
+from weft.contract import KeepsParameters, offered
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
 from weft.tensors import dtensor
 from weft.testing.equivalence import largest_difference
+from weft.testing.law_job import (
+    Job,
+    Model,
+    Parts,
+    Row,
+    apply_to_optimizer,
+    build,
+    finish_step,
+    loss_of,
+    plain_loader,
+    reference,
+    train,
+)
 from weft.testing.ranks import run_ranks
-from weft.transforms.clip_grads import clip_grads
 
 __all__ = [
     "LAWS",
@@ -63,213 +74,9 @@ __all__ = [
 ]
 
 
-Apply: TypeAlias = Callable[["Parts", DistContext], DistContext]
-
-
-@dataclass
-class Parts:
-    """What transforms are applied to.
-
-    Attributes:
-        module: The model.
-        loader: Batches, later perhaps windows.
-        optimizer: None until it is made.
-        told: What of `Row.then` was applied to it.
-    """
-
-    module: nn.Module
-    loader: Any
-    optimizer: torch.optim.Optimizer | None = None
-    told: list[Apply] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One transform, as the laws see it.
-
-    Attributes:
-        name: For people.
-        apply: Applies the transform to the right part, in place in `Parts`; returns the context.
-        on_optimizer: It takes the optimizer, and so comes after all others.
-        on_both: It takes module and optimizer: the optimizer is made just before.
-        needs: Rows that have to be applied before this one has any meaning.
-        then: For a row on the module: what the optimizer needs as well, applied once it is there.
-        synchronizes: It makes gradients equal on all ranks.
-        tolerance: Allowed difference to the reference in float64 parameters.
-        one_rank_tolerance: The same on one rank; 0 means bit for bit.
-        dtype: Of the model and data.
-        break_input: Applies the transform with an argument it must refuse.
-        mesh: Of several ranks; as for `weft.start`.
-        device: Where the ranks and the reference compute, such as "cuda"; ranks may share it.
-    """
-
-    name: str
-    apply: Apply
-    on_optimizer: bool = False
-    on_both: bool = False
-    needs: tuple[Row, ...] = ()
-    then: Apply | None = None
-    synchronizes: bool = False
-    tolerance: float = 1e-12
-    one_rank_tolerance: float = 0.0
-    dtype: torch.dtype = torch.float64
-    break_input: Apply | None = None
-    mesh: Mapping[str, int] | None = None
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The small training job of the laws: a classifier on ragged data.
-
-    Attributes:
-        samples: Size of the dataset.
-        global_batch: Samples per micro-batch of all ranks together.
-        epochs: Passes over the data.
-        clip: Largest norm of the gradient.
-        dtype: Of the model and data.
-        seed: Of model and data.
-    """
-
-    samples: int = 38
-    global_batch: int = 8
-    epochs: int = 2
-    clip: float = 0.5
-    dtype: torch.dtype = torch.float64
-    seed: int = 0
-
-    def dataset(self) -> TensorDataset:
-        """Features [samples, 6] and classes [samples]."""
-        draw = torch.Generator().manual_seed(self.seed + 1)
-        x = torch.randn(self.samples, 6, generator=draw, dtype=torch.float64).to(self.dtype)
-        return TensorDataset(x, torch.randint(0, 3, (self.samples,), generator=draw))
-
-    def model(self) -> Model:
-        """The same model wherever it is called; the global random state is left alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return Model().to(self.dtype)
-
-    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """AdamW with large steps, so that a wrong gradient shows."""
-        return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-class Model(nn.Module):
-    """A small classifier with a tied weight, a buffer, an attribute and a method besides forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.second = nn.Linear(8, 8)
-        self.third = nn.Linear(8, 8)
-        self.third.weight = self.second.weight
-        self.head = nn.Linear(8, 3)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.shift: torch.Tensor
-        self.register_buffer("shift", torch.full((8,), 0.1))
-        self.note = "mine"
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, 6] to [batch, 8]."""
-        hidden = torch.tanh(self.first(x)) + self.shift
-        return torch.relu(self.third(torch.tanh(self.second(hidden))) * self.scale)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, 6] to logits [batch, 3]."""
-        logits: torch.Tensor = self.head(self.features(x))
-        return logits
-
-
-def reference(job: Job, steps: int = 1, device: str = "cpu") -> list[torch.Tensor]:
-    """Parameters after training with plain torch, one process, no transform: the one truth."""
-    module = job.model().to(device)
-    optimizer = job.optimizer(module)
-    x, y = (tensor.to(device) for tensor in job.dataset().tensors)
-    for _ in range(job.epochs):
-        batches = list(zip(x.split(job.global_batch), y.split(job.global_batch), strict=True))
-        for start in range(0, len(batches), steps):
-            window = batches[start : start + steps]
-            total = sum(len(classes) for _, classes in window)
-            for features, classes in window:
-                _loss(module, features, classes, total).backward()
-            _finish_step(module, optimizer, job)
-    return [p.detach().cpu() for p in module.parameters()]
-
-
-def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]:
-    """Parameters after the same training with `rows` applied in order, on the ranks of `ctx`."""
-    torch.manual_seed(ctx.rank)  # whatever the ranks draw, training must not depend on it
-    parts, ctx = _build(ctx, job, [row for row in rows if not row.on_optimizer])
-    parts.optimizer = parts.optimizer or job.optimizer(parts.module)
-    ctx = _apply_to_optimizer(parts, ctx, rows)
-    ranks = ([sync.mean_over for sync in offered(parts.module, GradSync)] or [1])[-1]
-    for _ in range(job.epochs):
-        for window in parts.loader:
-            if hasattr(window, "denominator"):
-                total = window.denominator(lambda batch: len(batch[1]))
-                batches: Iterable[Any] = window
-            else:
-                total = float(reduce(torch.tensor(float(len(window[1])), device=ctx.device), ctx)) / ranks
-                batches = [window]
-            for batch in batches:
-                features, classes = to_device(batch, ctx)
-                _loss(parts.module, features, classes, total).backward()
-            _finish_step(parts.module, parts.optimizer, job, ctx)
-    with contextlib.ExitStack() as stack:
-        for offer in offered(parts.module, KeepsParameters):
-            stack.enter_context(offer.gathered(write=False))
-        return [_whole(p).to("cpu", copy=True) for p in parts.module.parameters()]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, also if it is cut over the ranks; then all of them have to ask."""
-    whole: Any = tensor.detach()
-    found: torch.Tensor = whole.full_tensor() if dtensor.is_sharded(whole) else whole
-    return found
-
-
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of the state, by name."""
     return {name: dtensor.local(value).clone() for name, value in module.state_dict().items()}
-
-
-def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> torch.Tensor:
-    return nn.functional.cross_entropy(module(x), y, reduction="sum") / total
-
-
-def _finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
-    rounds = torch.__version__ < "2.10" and any(map(dtensor.is_sharded, module.parameters()))
-    # Of some modules torch sees no gradients; torch 2.9 takes the norm of shards in float32.
-    if ctx is not None and (offered(module, KeepsParameters) or rounds):
-        clip_grads(module, ctx, max_norm=job.clip)
-    else:
-        torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _build(ctx: DistContext, job: Job, rows: Sequence[Row]) -> tuple[Parts, DistContext]:
-    parts = Parts(job.model().to(ctx.device), _loader(ctx, job, rows))
-    for number, row in enumerate(rows):
-        if row.on_both and parts.optimizer is None:
-            parts.optimizer = job.optimizer(parts.module)
-            ctx = _apply_to_optimizer(parts, ctx, rows[:number])
-        ctx = row.apply(parts, ctx)
-    return parts, ctx
-
-
-def _loader(ctx: DistContext, job: Job, rows: Sequence[Row]) -> DataLoader[Any]:
-    """The plain loader: of the whole data if a row will share it out, else of this rank's part."""
-    dataset, per_rank = job.dataset(), job.global_batch // ctx.world_size
-    if any(row.name.startswith("shard_data") for row in rows):
-        return DataLoader(dataset, batch_size=per_rank)
-    order = torch.arange(job.samples).split(job.global_batch)
-    mine = [list(step.tensor_split(ctx.world_size)[ctx.rank]) for step in order]
-    return DataLoader(dataset, batch_sampler=mine)
-
-
-# -- the laws ----------------------------------------------------------------------------------------
 
 
 def _with_needs(row: Row) -> list[Row]:
@@ -298,8 +105,8 @@ def names_stay(row: Row, ranks: int = 2) -> None:
 
 def _check_names(ctx: DistContext, row: Row) -> None:
     job = Job(dtype=row.dtype)
-    before, plain_loader = job.model().to(ctx.device), _loader(ctx, job, _with_needs(row))
-    parts, ctx = _build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
+    before, untouched = job.model().to(ctx.device), plain_loader(ctx, job, _with_needs(row))
+    parts, ctx = build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
     _apply_on_optimizer(parts, ctx, row, job)
     module = parts.module
     assert isinstance(module, Model), f"{row.name}: the class became {type(module)}"
@@ -308,7 +115,7 @@ def _check_names(ctx: DistContext, row: Row) -> None:
     assert module.note == "mine" and module.third.weight is module.second.weight, row.name
     assert isinstance(parts.loader, DataLoader), f"{row.name}: the loader became {type(parts.loader)}"
     kept = ("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "prefetch_factor")
-    changed = [name for name in kept if getattr(parts.loader, name) != getattr(plain_loader, name)]
+    changed = [name for name in kept if getattr(parts.loader, name) != getattr(untouched, name)]
     assert not changed, f"{row.name}: the loader lost {changed}"
     elsewhere = any(offer.elsewhere for offer in offered(module, KeepsParameters))
     if elsewhere or any(dtensor.is_sharded(p) for p in module.parameters()):
@@ -322,17 +129,7 @@ def _check_names(ctx: DistContext, row: Row) -> None:
 
 def _apply_on_optimizer(parts: Parts, ctx: DistContext, row: Row, job: Job) -> DistContext:
     parts.optimizer = parts.optimizer or job.optimizer(parts.module)
-    return _apply_to_optimizer(parts, ctx, _with_needs(row))
-
-
-def _apply_to_optimizer(parts: Parts, ctx: DistContext, rows: Sequence[Row]) -> DistContext:
-    chosen = [row.apply for row in rows if row.on_optimizer]
-    needed = [row.then for row in rows if row.then is not None and row.then not in chosen]
-    for apply in dict.fromkeys((*needed, *chosen)):
-        if apply not in parts.told:
-            parts.told.append(apply)
-            ctx = apply(parts, ctx)
-    return ctx
+    return apply_to_optimizer(parts, ctx, _with_needs(row))
 
 
 def _world(row: Row, ranks: int) -> dict[str, Any]:
@@ -347,7 +144,7 @@ def twice_raises(row: Row, ranks: int = 2) -> None:
 
 def _check_twice(ctx: DistContext, row: Row) -> None:
     job = Job(dtype=row.dtype)
-    parts, before = _build(ctx, job, list(row.needs))
+    parts, before = build(ctx, job, list(row.needs))
     if row.on_optimizer or row.on_both:
         parts.optimizer = job.optimizer(parts.module)
     after = row.apply(parts, before)
@@ -421,7 +218,7 @@ def leaves_no_trace(row: Row, ranks: int = 2) -> None:
 def _check_trace(ctx: DistContext, row: Row) -> None:
     job = Job(dtype=row.dtype)
     before = _process_state()
-    parts, after = _build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
+    parts, after = build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
     after = _apply_on_optimizer(parts, after, row, job)
     if any(r.synchronizes for r in _with_needs(row)):
         _train_once(parts, job, after)
@@ -443,8 +240,8 @@ def _train_once(parts: Parts, job: Job, ctx: DistContext) -> None:
         window = next(iter(parts.loader))
         batch = next(iter(window)) if hasattr(window, "denominator") else window
     features, classes = to_device(batch, ctx)
-    _loss(parts.module, features, classes, 1.0).backward()
-    _finish_step(parts.module, parts.optimizer, job, ctx)
+    loss_of(parts.module, features, classes, 1.0).backward()
+    finish_step(parts.module, parts.optimizer, job, ctx)
 
 
 def _process_state() -> dict[str, object]:
@@ -484,7 +281,7 @@ def failure_reaches_all(row: Row, ranks: int = 2, limit_s: float = 10.0) -> None
 def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[str]]:
     assert row.break_input is not None
     job = Job(dtype=row.dtype)
-    parts, ctx = _build(ctx, job, list(row.needs))
+    parts, ctx = build(ctx, job, list(row.needs))
     if row.on_optimizer or row.on_both:
         parts.optimizer = job.optimizer(parts.module)
     state = _state(parts.module)
@@ -493,7 +290,7 @@ def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[st
     kind, culprit = "nothing", -1
     try:
         (row.break_input if ctx.rank == ctx.world_size - 1 else row.apply)(parts, ctx)
-        ctx.agree("after the transform")  # local transforms: the next meeting tells
+        ctx.agree("after the transform")  # local transforms: the next meeting shows it
     except PeerError as error:
         kind, culprit = "PeerError", error.rank
     except (WeftError, ValueError, TypeError) as error:

@@ -31,8 +31,8 @@ def main(fd: int) -> None:
     import torch._dynamo  # noqa: PLC0415, F401  (any optimizer imports it; here once for all ranks)
     import torch.distributed.fsdp  # noqa: PLC0415, F401
 
-    for room in importlib.import_module("weft").LATER:
-        importlib.import_module(f"weft.{room}")
+    for module in importlib.import_module("weft").LATER:
+        importlib.import_module(f"weft.{module}")
 
     torch.set_num_threads(1)
     gc.collect()

@@ -1,1 +1,1 @@
-"""The transforms, one room each; file name = function name."""
+"""The transforms, one file each; file name = function name."""

@@ -118,7 +118,7 @@ class Averages:
         return {"weights": self._held.tensors(), "num_averaged": self.num_averaged, "calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the module itself is not changed.
+        """Resume from a saved state; the module itself is not changed.
 
         Changes: the averages, all or none. Collectives: none.
 

@@ -40,14 +40,14 @@ def clip_grads(
     and `clip_grad_value_` give in one process, also where those raise or return a DTensor: with
     sharded, replicated and plain parameters together, several models, several meshes, sparse
     gradients. It works on each rank's shards and gathers none. With neither `max_norm` nor
-    `max_value` it only tells the norm.
+    `max_value` it only returns the norm.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013;
     `torch.nn.utils.clip_grad_norm_`.
 
     Changes: gradients, in place. With `nonfinite="skip"` they may become None.
     Collectives: if anything is sharded, one all-reduce of a few numbers per set of ranks over
-    which shards lie; else none. With `nonfinite`, that message tells all ranks when the shards lie
+    which shards lie; else none. With `nonfinite`, that message informs all ranks when the shards lie
     on all of them; else it takes one all-reduce of one number more. "raise" adds a meeting through
     the store before it raises.
 
@@ -192,8 +192,8 @@ def _raise_not_finite(parts: list[_Part], norm: torch.Tensor, ctx: DistContext) 
     """Tell on all ranks which gradients are not finite, and where."""
     names = {id(p): name for name, p in reversed(list(_named(parts)))}  # the first name of each
     bad = with_nonfinite_gradient(_parameters(parts))
-    told = exchange(ctx.require_collective("clip_grads"), "clip_grads", listed(names[id(p)] for p in bad))
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+    texts = exchange(ctx.require_collective("clip_grads"), "clip_grads", listed(names[id(p)] for p in bad))
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     raise FloatingPointError(
         message(
             "clip_grads: gradients are not finite" if found else f"clip_grads: the norm overflows {norm.dtype}",

@@ -89,9 +89,9 @@ def compile(
     _check_options(backend, mode, options)
     if isinstance(backend, str):
         check_backend(backend)
-    told = CompileOptions(backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options)
+    given = CompileOptions(backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options)
     ctx.agree("compile", {"parts": list(parts), "fullgraph": fullgraph, "dynamic": dynamic, "mode": mode})
-    return module, ctx.offering(ctx.engine.compile(parts, told))
+    return module, ctx.offering(ctx.engine.compile(parts, given))
 
 
 def _check_options(backend: object, mode: str | None, options: Mapping[str, Any] | None) -> None:

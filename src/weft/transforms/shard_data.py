@@ -125,7 +125,7 @@ def shard_data(
         seed: Of the order; default: that of the sampler's generator, else `ctx.seed`.
         already_sharded: The loader reads this rank's part already (a `DistributedSampler`, a stream
             split by node). If ranks have different numbers of batches: "error" (default) raises on all,
-            "drop" ends with the shortest, "join" goes on to the longest with batches without rows.
+            "drop" ends with the shortest, "join" continues to the longest with batches without rows.
         resized: What `load_state_dict` does with a position in the middle of an epoch of a dataset that had another
             length: "error", or "next_epoch": the epoch after it begins, in the order of the new length.
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
@@ -257,12 +257,12 @@ def _meeting(
     """How the ranks come together that may have different numbers of batches."""
     steps = None if total is None else plan.num_steps(total)
     chosen: Any = {None: "error", "balance": "error", "empty": "join"}.get(uneven, uneven)
-    line = ctx.on(ctx.data_axes)
-    if line.world.store is None or line.world_size == 1:  # alone, or only pretending not to be
+    sub = ctx.on(ctx.data_axes)
+    if sub.world.store is None or sub.world_size == 1:  # alone, or only pretending not to be
         return UnevenRanks(
-            chosen if line.world.group is not None else "error", None if steps is None else (steps,), plan.per_step
+            chosen if sub.world.group is not None else "error", None if steps is None else (steps,), plan.per_step
         )
-    everyone = exchange(line.world, "shard_data", {"facts": facts, "steps": steps})
+    everyone = exchange(sub.world, "shard_data", {"facts": facts, "steps": steps})
     counts = [entry["steps"] for entry in everyone]
     if any(count is None for count in counts):
         return UnevenRanks(chosen, None, plan.per_step)

@@ -25,9 +25,9 @@ def undo(
 ) -> tuple[M, DistContext]:
     """Take back every transform of a module: plain class, plain whole parameters, no hooks.
 
-    For the end of training, and for going on with another strategy in the same process: `undo`,
+    For the end of training, and for continuing with another strategy in the same process: `undo`,
     then the next transforms, with the optimizer's state kept. Values are not changed: a precision
-    that cast the parameters stays in them. A loader that yields windows goes on doing so, but not
+    that cast the parameters stays in them. A loader that yields windows continues to do so, but not
     for the next strategy: give that the loader from before `accumulate_grads`.
 
     Changes: `module` in place; the optimizers in `rebind`, and those partitioned with it, which are
@@ -37,7 +37,7 @@ def undo(
     Args:
         module: With or without transforms.
         ctx: The context the last transform returned.
-        rebind: Optimizers over its parameters that are to go on with the plain ones.
+        rebind: Optimizers over its parameters that are to continue with the plain ones.
 
     Returns:
         `module` itself, and `ctx` without the records of its transforms.

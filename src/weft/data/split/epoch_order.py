@@ -17,7 +17,7 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
     """Run a sampler with all random sources set to a function of (seed, epoch), and restored after.
 
     Args:
-        sampler: Any sampler or batch sampler. If it has `set_epoch`, it is told the epoch; if it
+        sampler: Any sampler or batch sampler. If it has `set_epoch`, it is called with the epoch; if it
             has a `generator`, that is seeded too.
         seed: Any integer.
         epoch: Number of the epoch.

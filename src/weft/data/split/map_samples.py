@@ -2,7 +2,7 @@
 
 The `DataLoader` of torch does the work: workers, collating, pinning. It is handed a view of the user's
 loader in which dataset and sampler are those of this file or of streams.py. What was asked for is noted
-in a queue (`BatchInfo`), so that each batch that comes out can be told which samples it holds.
+in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BatchInfo(NamedTuple):
         empty: One sample was read although this rank gets none: no row of it counts.
         last: Of a stream: nothing comes after it.
         state: Of a stream: its own state after the samples of this step.
-        everyone: Samples that all ranks are given in this step; None where the plan tells, or nobody knows.
+        everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
     """
 
     epoch: int
@@ -70,16 +70,16 @@ class Epoch:
 class Samples(Dataset[Any]):
     """A map-style dataset, with the name of the sample in each error and, if asked for, keyed randomness."""
 
-    def __init__(self, dataset: Any, rank: int, epoch: Epoch, seed: int | None, *, told: bool) -> None:
+    def __init__(self, dataset: Any, rank: int, epoch: Epoch, seed: int | None, *, announces: bool) -> None:
         self.dataset = dataset
         self.rank = rank
         self.epoch = epoch
         self.seed = seed  # of keyed randomness
-        self.told = -1 if told else None  # the epoch the dataset was told of in this process
+        self.announced = -1 if announces else None  # the epoch that `set_epoch` was called with in this process
         self.fetch = getattr(dataset, "__getitems__", None)
 
     def __getitems__(self, indices: Sequence[Any]) -> Sequence[Any]:
-        if self.told is not None or self.seed is not None:
+        if self.announced is not None or self.seed is not None:
             self._follow()
         if self.seed is not None:
             return self._keyed(indices)
@@ -109,9 +109,9 @@ class Samples(Dataset[Any]):
 
     def _follow(self) -> None:
         number, _ = self.epoch.get()
-        if self.told is not None and self.told != number and get_worker_info() is not None:
+        if self.announced is not None and self.announced != number and get_worker_info() is not None:
             tell_epoch(self.dataset, number)
-            self.told = number
+            self.announced = number
 
     def _keyed(self, indices: Sequence[Any]) -> list[Any]:
         number, _ = self.epoch.get()
@@ -238,7 +238,7 @@ class StepIndices(Sampler[Any]):
         return sum(map(len, units)) if self.whole else len(units)
 
     def _plain(self, order: Sequence[Any], span: Span, given: deque[BatchInfo]) -> Iterator[Any]:
-        """The most frequent case, in as few words as it can be said."""
+        """Fast path for the common case."""
         note, epoch, instead = given.append, span.epoch, [order[span.start]] if span.start < len(order) else []
         for piece, valid in self.plans[0].pieces(order, span.start, span.stop):
             if len(piece):

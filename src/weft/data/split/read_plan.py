@@ -33,9 +33,9 @@ class DataPlan:
         uneven: What happens to an incomplete last step.
         steps: Of the first epoch; None if the source does not tell its length.
         reads: How often a sample is read by all ranks and workers together, to be used once.
-        resumes: What going on in the middle of an epoch costs: "jumps" (nothing), "state" (the stream
+        resumes: What resuming in the middle of an epoch costs: "jumps" (nothing), "state" (the stream
             goes back to a state of its own) or "reads again" (what was used is read and dropped).
-        any_ranks: Whether it can go on with another number of ranks.
+        any_ranks: Whether it can resume on another number of ranks.
     """
 
     source: Literal["samples", "batches", "stream", "seekable stream", "split already"]
@@ -133,7 +133,7 @@ class ReadPlan:
         return self.split_for is not None and self.split_for > 1
 
     def planned(self, todo: tuple[Span, ...]) -> Callable[[int], Size] | None:
-        """The size of each batch of an iteration before it is read; None where only reading tells, on all ranks."""
+        """The size of each batch of an iteration before it is read; None where only reading shows it, on all ranks."""
         if self.single or (self.scattered and (self.whole or self.total is None)) or self.endless:
             return None
         plan, orders, alone = self.plan, _Orders(self), self.alone

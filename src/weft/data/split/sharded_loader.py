@@ -140,7 +140,7 @@ class ShardedLoader(Extension[T]):
 
     def _own(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, BatchInfo]]:
         reading = self.weft_reading
-        # A dataset that knows of epochs has to be told before its workers start; a stream has one at a time.
+        # A dataset that knows of epochs has to learn the epoch before its workers start; a stream has one at a time.
         apart = len(spans) > 1 and (
             reading.stream is not None or reading.keyed or callable(getattr(self.dataset, "set_epoch", None))
         )
@@ -161,7 +161,7 @@ class ShardedLoader(Extension[T]):
         """Torch's own iterator, or that of the user's class."""
         self.__dict__["weft_now"] = (spans, given)
         indices = self.__dict__.get("weft_indices")
-        if indices is not None:  # workers that stay go on reading it
+        if indices is not None:  # workers that stay keep reading it
             indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, given
         if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
@@ -223,7 +223,7 @@ class ShardedLoader(Extension[T]):
         reading.states.clear()
         if state.get("source") is not None:
             reading.states.append((0, copy.deepcopy(state["source"])))
-            self.__dict__["_iterator"] = None  # workers that stay cannot be told
+            self.__dict__["_iterator"] = None  # workers that stay cannot be sent a state
         self.weft_cursor.go_to(state["epoch"], todo)
         self.weft_cursor.loaded = True
 

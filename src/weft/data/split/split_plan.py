@@ -2,9 +2,9 @@
 
 Words: a *unit* is what is shared out, a sample or (for a custom batch sampler) a whole batch. The
 *order* is the list of units of an epoch, the same on all ranks. Step t uses the span
-`order[start + t*G : start + (t+1)*G]`, G units for all ranks together, cut into equal pieces in
+`order[start + t*G : start + (t+1)*G]`, G units for all ranks together, split into equal pieces in
 rank order. So the ranks' pieces, joined, are the order itself, at every world size. A *span* is a part
-of the order of one epoch; a run that goes on somewhere has one or more of them to read.
+of the order of one epoch; a resumed run has one or more of them to read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
         return None
 
     def split(self, spans: Sequence[Span], steps: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Cut some spans into what is used in so many steps, and what is left."""
+        """Split some spans into what is used in so many steps, and what is left."""
         for index, span in enumerate(spans):
             have = self.num_steps(span.stop - span.start)
             if steps < have or steps == 0:

@@ -39,7 +39,7 @@ _END = object()
 
 @runtime_checkable
 class SeekableStream(Protocol):
-    """An iterable dataset that can begin anywhere, at no cost: going on in the middle takes no reading.
+    """An iterable dataset that can begin anywhere, at no cost: to resume in the middle takes no reading.
 
     With `__len__` as well, each rank reads its own samples only.
     """
@@ -75,7 +75,7 @@ class StreamSteps(IterableDataset[Step]):
     Attributes:
         dataset: The user's.
         total: Its length; None if it does not tell.
-        start_state: A state of the stream to go on from; it belongs to where `epoch` says it begins.
+        start_state: A state of the stream to resume from; it belongs to where `epoch` says it begins.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class StreamSteps(IterableDataset[Step]):
             yield Step(parts, given)
 
     def _plain(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
-        """The most frequent case, in as few words as it can be said."""
+        """Fast path for the common case."""
         plan, total, begin, at = self.plans[0], self.total or 0, self.dataset.iter_from, -1
         samples: Iterator[Any] = iter(())
         last, pieces = plan.num_steps(total - start) - 1, plan.pieces(range(total), start, total)
@@ -342,7 +342,7 @@ class _Reader:
         return Step(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:
-        """The first samples of the epoch; read again by a run that went on in the middle."""
+        """The first samples of the epoch; read again by a run that resumed in the middle."""
         if len(self.begin) < min(total, self.plan.per_step):
             dataset = self.owner.dataset
             if self.owner.stateful:

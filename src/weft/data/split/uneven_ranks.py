@@ -27,7 +27,7 @@ class UnevenRanks:
     """How ranks come together.
 
     Attributes:
-        uneven: "error" raises, "drop" ends with the shortest rank, "join" goes on to the longest.
+        uneven: "error" raises, "drop" ends with the shortest rank, "join" continues to the longest.
         counts: Batches per epoch of each rank; None where nobody knows.
         per_step: EpochOrder of a full batch.
     """
@@ -44,66 +44,66 @@ class UnevenRanks:
 
     def batches(self, read: Read, span: Span, ctx: DistContext) -> Read:
         """This rank's batches, as many as all ranks make steps."""
-        line = ctx.on(ctx.data_axes)
+        sub = ctx.on(ctx.data_axes)
         if self.uneven == "error":
-            return read if self.counts is not None else self._checked(read, span, line)
+            return read if self.counts is not None else self._checked(read, span, sub)
         done = span.start // self.per_step
         if self.counts is not None and self.uneven == "drop":
             return itertools.islice(read, self.steps(0, done))
         if self.counts is not None:
-            return self._joined(read, span, line, [max(count - done, 0) for count in self.counts])
-        return self._counted(read, span, line)
+            return self._joined(read, span, sub, [max(count - done, 0) for count in self.counts])
+        return self._counted(read, span, sub)
 
-    def _checked(self, read: Read, span: Span, line: DistContext) -> Read:
+    def _checked(self, read: Read, span: Span, sub: DistContext) -> Read:
         """Raise on all ranks if one ends before the others; nothing is sent before the end of the epoch."""
         number = span.start // self.per_step
         for pair in read:
             number += 1
             yield pair
-        if line.world.store is None or line.world_size == 1:
+        if sub.world.store is None or sub.world_size == 1:
             return
         try:
-            counts = exchange(line.world, "the end of an epoch", number)
+            counts = exchange(sub.world, "the end of an epoch", number)
         except PeerError as error:
             if "waits in a collective" not in error.text:
                 raise
-            raise _uneven(f"rank {line.rank} ended after {number} batches, while rank {error.rank} goes on") from error
+            raise _uneven(f"rank {sub.rank} ended after {number} batches, while rank {error.rank} has more") from error
         if len(set(counts)) > 1:
             raise uneven_counts(counts)
 
-    def _joined(self, read: Read, span: Span, line: DistContext, left: Sequence[int]) -> Read:
+    def _joined(self, read: Read, span: Span, sub: DistContext, left: Sequence[int]) -> Read:
         """With numbers known beforehand nothing has to be sent, but to a rank that never had a batch."""
         source = next((rank for rank, count in enumerate(left) if count), 0)
         last: Any = None
         for step in range(max(left)):
-            if step < left[line.rank]:
+            if step < left[sub.rank]:
                 pair = next(read)
                 last = pair
             if step == 0 and not all(left):
-                last = _shown(last, source, line)
-            yield last if step < left[line.rank] else (last[0], _nothing(span, last[1]))
+                last = _shown(last, source, sub)
+            yield last if step < left[sub.rank] else (last[0], _nothing(span, last[1]))
 
-    def _counted(self, read: Read, span: Span, line: DistContext) -> Read:
-        """One all-reduce of three numbers per step: who goes on, who ends, who needs to see a batch."""
+    def _counted(self, read: Read, span: Span, sub: DistContext) -> Read:
+        """One all-reduce of three numbers per step: who continues, who ends, who needs to see a batch."""
         last: Any = None
         while True:
             pair = next(read, None)
             last = pair or last
             has = pair is not None
-            lowest = line.world_size - line.rank if has else 0
-            flags = torch.tensor([has, not has, last is None, lowest], dtype=torch.int64, device=line.device)
-            going, ended, needs, lowest = reduce(flags, line, "max").tolist()
+            lowest = sub.world_size - sub.rank if has else 0
+            flags = torch.tensor([has, not has, last is None, lowest], dtype=torch.int64, device=sub.device)
+            going, ended, needs, lowest = reduce(flags, sub, "max").tolist()
             if not going or (ended and self.uneven == "drop"):
                 return
             if needs:
-                last = _shown(last, line.world_size - lowest, line)
+                last = _shown(last, sub.world_size - lowest, sub)
             yield pair if pair is not None else (last[0], _nothing(span, last[1]))
 
 
-def _shown(last: Any, source: int, line: DistContext) -> Any:
+def _shown(last: Any, source: int, sub: DistContext) -> Any:
     """Give a rank that never had a batch one without rows."""
-    shape: Any = None if line.rank != source else (without_rows(last[0], len(last[1].ids)), [])
-    sent: Any = broadcast(shape, line, source=source)
+    shape: Any = None if sub.rank != source else (without_rows(last[0], len(last[1].ids)), [])
+    sent: Any = broadcast(shape, sub, source=source)
     return last if last is not None else (sent[0], BatchInfo(0, [], 0))
 
 

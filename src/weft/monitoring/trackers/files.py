@@ -18,7 +18,7 @@ __all__ = ["csv", "jsonl"]
 def jsonl(path: str | Path) -> Tracker:
     r"""A tracker that writes a line of JSON per step: `step`, numbers, and texts.
 
-    Lines are added to a file that is there, so a run that goes on has one file. Each is handed to the system
+    Lines are added to a file that is there, so a resumed run has one file. Each is handed to the system
     at once: a killed process loses none. A number that is not finite is written as a text, as JSON has no
     such numbers. Nothing is opened before the first step.
 

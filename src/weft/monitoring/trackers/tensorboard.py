@@ -35,7 +35,7 @@ def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: i
 
     Args:
         folder: Of the run.
-        purge_step: A run that goes on after a checkpoint: events from this step on, of the run before, are
+        purge_step: A run resumed from a checkpoint: events from this step on, of the run before, are
             hidden.
         flush_s: Seconds between two times that events are written; 0: at each call.
 
