@@ -17,7 +17,7 @@ from torch.utils import data
 from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, applied_to, offered, wrapper_of_torch
 from weft.data.loader_copy import split_already
-from weft.engines.torch.ddp.reducer import is_reduced
+from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import ContractError, listed
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import is_sharded

@@ -12,7 +12,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract.marks import marks_of, offered
 from weft.contract.protocols import KeepsParameters, ReducesIn
-from weft.engines.torch.ddp.reducer import is_reduced
+from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, exchange
 from weft.tensors.dtensor import axes_of, is_fsdp, is_sharded

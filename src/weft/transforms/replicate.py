@@ -21,7 +21,7 @@ from weft.contract import (
     transform,
 )
 from weft.engines.options import ReduceOptions
-from weft.engines.torch.ddp.reducer import check_hooks
+from weft.engines.torch.ddp.trained import check_hooks
 from weft.peers.ledger import Ledger
 
 __all__ = ["replicate"]

@@ -18,7 +18,7 @@ from weft.contract.select_modules import Selection
 from weft.engines import guest
 from weft.engines.options import Offload, ReduceOptions, ShardOptions
 from weft.engines.torch.ddp.buckets import sparse_gradients
-from weft.engines.torch.ddp.reducer import check_hooks
+from weft.engines.torch.ddp.trained import check_hooks
 from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContractError, listed, value_error
 from weft.peers.ledger import Ledger

@@ -27,7 +27,7 @@ from weft.checkpoint.state.collect import tell_keepers
 from weft.collectives.on_all_ranks import num_threads
 from weft.collectives.primitives import finish, peers_named
 from weft.context import DistContext, World
-from weft.engines.torch.ddp.reducer import is_reduced
+from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import CheckpointError, ContextError, listed, value_error
 from weft.sharding import check_optimizers
 from weft.tensors.dtensor import is_sharded, local

@@ -27,6 +27,7 @@ from weft.engines.torch.optim.ema import WeightAverages
 from weft.engines.torch.optim.flat_step import FlatStep, flat_buffer_of
 from weft.engines.torch.optim.grad_norm import Gradients
 from weft.engines.torch.optim.skip_step import SkippingStep
+from weft.engines.torch.strategy import broadcast
 
 __all__ = ["TorchEngine"]
 
@@ -69,9 +70,9 @@ class TorchEngine:
 
     def broadcast_state(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the group's first rank, where they have any."""
-        state = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+        state = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
         if state:
-            dist._broadcast_coalesced(group, state, 250 * 2**20, 0)
+            broadcast(state, group)
 
     def apply_precision(self, module: nn.Module, device: torch.device, options: CastOptions) -> PreciseModule:
         """Cast and scale at the borders of `module`."""

@@ -1,8 +1,11 @@
 """Gradients averaged during backward.
 
 reducer.py          when, for which parameters, and what can go wrong
-buckets.py          in buckets, with torch's DDP reducer
-flat_buffer.py      in one flat buffer
+trained.py          the parameters: which got a gradient, which gradients were not reduced
+transport.py        how the gradients travel
+buckets.py          gradients in buckets, with torch's DDP reducer
+flat_buffer.py      gradients in one flat buffer
+zero_gradients.py   gradients of zeros, for hooks that wait for gradients
 pairwise.py         sums of small buffers between pairs of ranks
 sync_batch_norm.py  batch statistics over all ranks
 """

@@ -69,9 +69,9 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
     """
     wanted = {id(p) for entry in optimizer.param_groups for p in entry["params"] if p.requires_grad}
     for reducer in reducers:
-        if not isinstance(reducer, GradientReducer) or not isinstance(reducer.channel, FlatBuffer):
+        if not isinstance(reducer, GradientReducer) or not isinstance(reducer.transport.channel, FlatBuffer):
             continue
-        if wanted <= {id(p) for piece in reducer.channel.pieces for p in piece.parameters}:
+        if wanted <= {id(p) for piece in reducer.transport.channel.pieces for p in piece.parameters}:
             if reducer.finds_unused:
                 raise ContractError(
                     'fuse_step: parameters may be without gradient with unused="zero"',
@@ -79,7 +79,7 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
                     expected="a gradient for every parameter in every step",
                     fix='weft.replicate(model, ctx, flat=True, unused="error")',
                 )
-            return reducer.channel
+            return reducer.transport.channel
     raise OrderError(
         "fuse_step: the optimizer's parameters do not lie in a flat buffer",
         found=f"{len(wanted)} parameters with storages of their own",

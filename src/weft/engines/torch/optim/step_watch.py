@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -70,6 +70,8 @@ class Steps:
         self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._searches_left = _MAX_SEARCHES
+        self._looked = False
+        self._version = self._number = 0  # of a parameter, and of steps, at the last look
 
     def search(self, parameters: Iterable[nn.Parameter], *, again: bool = False) -> None:
         """Find the optimizers that hold `parameters`.
@@ -88,6 +90,24 @@ class Steps:
                     owner.check_optimizer(optimizer)
                 _raise_too_late(self._what, optimizer)
             self.attach(optimizer)
+
+    def look(self, first: nn.Parameter | None, parameters: Callable[[], Iterable[nn.Parameter]]) -> bool:
+        """Search in the first call, and when a parameter has changed although no step was seen.
+
+        Args:
+            first: The parameter, whose version tells of changes.
+            parameters: All of them.
+
+        Returns:
+            Whether optimizers were searched for.
+        """
+        version = -1 if first is None else first._version
+        searches = not self._looked or (version != self._version and self.number == self._number)
+        if searches:
+            self.search(parameters(), again=self._looked)
+            self._looked = True
+        self._version, self._number = version, self.number
+        return searches
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """See the steps of this optimizer."""

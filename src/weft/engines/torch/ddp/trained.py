@@ -1,0 +1,174 @@
+"""The trained parameters of a module: which of them got a gradient, and which gradients were not reduced."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.optim.step_watch import check_same_gradients
+from weft.errors import ContractError, listed
+
+__all__ = ["Trained", "check_hooks", "is_reduced"]
+
+_VERSION = operator.attrgetter("_version")
+
+
+class Arrival(Protocol):
+    """Learns of the first gradient of a backward pass."""
+
+    def arrive(self, index: int) -> None:
+        """It has reached parameter `index`."""
+
+
+class Trained:
+    """The trained parameters of one module.
+
+    Attributes:
+        names: Their names.
+        parameters: In the same order.
+        got: Byte i is 1 when parameter i got a gradient.
+        pending: Whether `.grad` holds gradients of a window that were not reduced; see [Note: pending gradients].
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self.got = bytearray()
+        self.pending = False
+        self._nothing = b""
+        self._guards = Removable()
+        self._unreduced_versions: int | None = None
+        self._left_versions: int | None = None
+
+    def take(self, named: Mapping[str, nn.Parameter], flag: bytearray, reducer: weakref.ref[Arrival]) -> None:
+        """Guard these parameters from now on."""
+        self.release()
+        self.names, self.parameters = list(named), list(named.values())
+        self.got, self._nothing = bytearray(len(named)), bytes(len(named))
+        for index, parameter in enumerate(self.parameters):
+            guard = _guard(flag, self.got, reducer, index)
+            self._guards.add(parameter.register_post_accumulate_grad_hook(guard).remove)
+
+    def release(self) -> None:
+        """Take the guards off."""
+        self._guards.remove()
+
+    def forget(self) -> None:
+        """Begin to note anew which parameters get gradients."""
+        self.got[:] = self._nothing
+
+    def missing(self) -> list[str]:
+        """Names of those that got no gradient."""
+        return [] if all(self.got) else [name for name, got in zip(self.names, self.got, strict=True) if not got]
+
+    def without_gradient(self) -> list[int]:
+        """Those whose `.grad` is None."""
+        return [i for i, p in enumerate(self.parameters) if p.grad is None]
+
+    @contextlib.contextmanager
+    def unfrozen(self) -> Iterator[None]:
+        """Let all of them take gradients, also those that were frozen since."""
+        flags = [p.requires_grad for p in self.parameters]
+        for p in self.parameters:
+            p.requires_grad_(True)  # noqa: FBT003  (torch's signature)
+        yield
+        for p, flag in zip(self.parameters, flags, strict=True):
+            p.requires_grad_(flag)
+
+    # -- gradients that were not reduced ---------------------------------------------------------
+
+    def has_pending(self) -> bool:
+        """Whether there are gradients that were not reduced."""
+        return self.pending and any(p.grad is not None for p in self.parameters)
+
+    def note_pending(self) -> None:
+        """A backward pass has ended without a reduction."""
+        self.pending = True
+        self._unreduced_versions = self._versions()
+
+    def note_reduced(self) -> None:
+        """One has ended with it."""
+        self.pending = False
+        self._unreduced_versions = None
+
+    def note_left(self) -> None:
+        """A window is left early."""
+        self._left_versions = self._gradient_versions() if self.pending else None
+
+    def are_as_left(self) -> bool:
+        """Whether gradients are what they were when the window was left."""
+        return self._left_versions == self._gradient_versions()
+
+    def were_stepped(self) -> bool:
+        """Whether parameters were changed while their gradients had not been reduced."""
+        if self._unreduced_versions is None:
+            return False
+        stepped = self._versions() != self._unreduced_versions and self.has_pending()
+        if stepped:
+            self._unreduced_versions = None
+        return stepped
+
+    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+        """Raise if gradients that `optimizer` is about to use differ between the ranks. Collectives: one all-gather."""
+        held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+        ours = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) in held]
+        if any(p.grad is not None for _, p in ours):
+            check_same_gradients(what, ours, group)
+            self.pending = False
+
+    def _versions(self) -> int:
+        return sum(map(_VERSION, self.parameters))
+
+    def _gradient_versions(self) -> int:
+        return sum(p.grad._version + 1 for p in self.parameters if p.grad is not None)
+
+
+def _guard(
+    flag: bytearray, got: bytearray, reducer: weakref.ref[Arrival], index: int
+) -> Callable[[torch.Tensor], None]:
+    """The hook of one parameter; it must not hold the reducer, which holds the parameter in C++."""
+
+    def guard(parameter: torch.Tensor) -> None:
+        if not flag[0]:
+            alive = reducer()
+            if alive is not None:
+                alive.arrive(index)
+        got[index] = 1
+
+    return guard
+
+
+def is_reduced(parameter: nn.Parameter) -> bool:
+    """Whether a reducer watches this parameter already."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, "__qualname__", "") == "_guard.<locals>.guard" for hook in hooks.values())
+
+
+def check_hooks(what: str, class_name: str, named: Iterable[tuple[str, nn.Parameter]], *, own: int = 0) -> None:
+    """Raise if a hook waits for gradients that it would see before they are averaged over the ranks.
+
+    Args:
+        what: Name of the strategy, for errors.
+        class_name: Of the module.
+        named: Its parameters.
+        own: Hooks that are ours, per parameter.
+
+    Raises:
+        ContractError: There is one.
+    """
+    hooked = [name for name, p in named if len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) > own]
+    if hooked:
+        raise ContractError(
+            f"{what}: hooks on parameters of {class_name} would see the gradients of one rank",
+            found=f"register_post_accumulate_grad_hook on {listed(hooked)}",
+            expected="gradients are read, and parameters are stepped, after backward, when they are averaged",
+            fix="loss.backward(); optimizer.step()  # p.register_hook(...) to look at gradients of one rank",
+        )

@@ -1,0 +1,133 @@
+"""What `replicate` and `fully_shard` have in common: they reduce the gradients of one module over ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engines.options import ReduceOptions, ShardOptions
+from weft.engines.peers import Peers
+from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.optim.step_watch import Steps, settings_of
+from weft.errors import NotSynchronized, UnusedParameters, listed
+
+__all__ = ["Strategy", "broadcast"]
+
+
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give tensors the values of the group's first rank."""
+    dist._broadcast_coalesced(group, [tensor.detach() for tensor in tensors], 250 * 2**20, 0)
+
+
+class Strategy:
+    """A strategy on one module.
+
+    Attributes:
+        enabled: Whether the next backward pass communicates.
+        mean_over: Number of ranks the gradients are averaged over.
+        finds_unused: Whether parameters may be without gradient, which then counts as zero.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions | ShardOptions, peers: Peers
+    ) -> None:
+        self.enabled = True
+        self.mean_over = dist.get_world_size(group)
+        self._what = options.strategy
+        self._class_name = type(module).__name__
+        self._module = weakref.ref(module)
+        self._group: dist.ProcessGroup | None = group
+        self._peers = peers
+        self._due = False  # the running window owes a reduction
+        self._reductions = 0
+        self._place = 0  # of the last one among those of all modules
+        self._has_buffers = options.buffers == "broadcast" and any(True for _ in module.buffers())
+        self._buffers_due = False
+        self.finds_unused = options.unused == "zero"
+        self._removable = Removable()
+        self._steps = Steps(self._what, self, group, peers)
+
+    def begin_window(self) -> None:
+        """Backward passes keep their gradients on this rank from now on."""
+        self._due = True
+        self._synchronize(enabled=False)
+
+    def last_backward(self) -> None:
+        """The next backward pass reduces the gradients of the window."""
+        self._synchronize(enabled=True)
+
+    def _synchronize(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+
+    @property
+    def owes(self) -> bool:
+        """Whether no backward pass has reduced the gradients of the running window."""
+        return self._due and self._group is not None
+
+    def release(self) -> None:
+        """Let the process group go; backward raises from now on."""
+        self._steps.release()
+        self._group = None
+
+    def undo(self) -> None:
+        """Take everything off the module again."""
+        self._removable.remove()
+        self.release()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Full parameters: any optimizer will do."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        raise NotImplementedError
+
+    def settings(self) -> Mapping[str, object]:
+        """What of the module has to be equal on all ranks and may change."""
+        module = self._module()
+        # A rank that skipped a backward pass would otherwise meet the next one of the others with its own. So would
+        # two modules that are reduced in another order.
+        facts = {"gradients averaged so far": self._reductions, "of all modules": self._place}
+        return facts if module is None else {**facts, **settings_of(module)}
+
+    def _note_reduction(self) -> None:
+        self._due = False
+        self._reductions += 1
+        self._place = self._peers.next_reduction()
+
+    def _pass_on_buffers(self, retains_graph: Callable[[], bool]) -> None:
+        """Broadcast buffers after a backward pass; later if another one through the same graph reads them."""
+        if self._has_buffers:
+            self._buffers_due = True
+            if not retains_graph():
+                self._broadcast_due_buffers()
+
+    def _broadcast_due_buffers(self, *unused: Any) -> None:
+        if not self._buffers_due:
+            return
+        self._buffers_due = False
+        module = self._module()
+        if module is not None and self._group is not None:
+            broadcast(list(module.buffers()), self._group)
+
+    def _raise_unused(self, names: Sequence[str]) -> NoReturn:
+        error = UnusedParameters(
+            f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
+            found=listed(names),
+            expected="every parameter that requires a gradient takes part in the loss, on every rank",
+            fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them',
+        )
+        self._peers.report(error)
+        raise error
+
+    def _raise_in_window(self) -> NoReturn:
+        raise NotSynchronized(
+            f"{self._what}: a step on gradients of {self._class_name} before they were averaged over the ranks",
+            found="an optimizer step in the middle of a window",
+            expected="one optimizer step after the last micro-batch of a window",
+            fix="for batch in window: ...; then optimizer.step(), after the inner loop",
+        )
