@@ -104,9 +104,9 @@ class Strategy:
         if self._has_buffers:
             self._buffers_due = True
             if not retains_graph():
-                self._broadcast_due_buffers()
+                self._send_buffers()
 
-    def _broadcast_due_buffers(self, *unused: Any) -> None:
+    def _send_buffers(self, *unused: Any) -> None:
         if not self._buffers_due:
             return
         self._buffers_due = False

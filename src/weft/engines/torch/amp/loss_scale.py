@@ -8,7 +8,7 @@ ended the gradients of the leaves inside (its parameters, and whatever else it u
 S. Outside, everything is in true units: losses, clipping, logging, the gradients of another module
 in the chain with another S. Gradients that are there already are multiplied by S when backward
 begins, so that they add up; S is a power of two, so both ways are exact. A leaf used inside and
-outside in one backward pass would get both kinds of gradient: that is refused (`survey.py`).
+outside in one backward pass would get both kinds of gradient: that is refused (`graph_walk.py`).
 
 [Note: who overflowed] In a chain D(G(z)) the gradient of G comes through D. If D's scale is too
 large, D's inputs hand a non-finite gradient to G, whose step must be skipped although G's scale is
@@ -107,7 +107,7 @@ class LossScale:
     def _begin(self) -> None:
         self._check_optimizer()
         parameters = self.parameters()
-        self._check_wide(parameters)
+        _check_wide(self._class_name, parameters)
         self._leaves = self._find_leaves(parameters)
         existing = _dense([p.grad for p in self._leaves if p.grad is not None])
         if existing:
@@ -194,17 +194,6 @@ class LossScale:
                 fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
             )
 
-    def _check_wide(self, parameters: list[nn.Parameter]) -> None:
-        """Raise if a float16 parameter is trained after all: its true gradient would underflow."""
-        half = [p for p in parameters if p.requires_grad and p.dtype is torch.float16]
-        if half:
-            raise ContractError(
-                f"with_precision: float16 parameters of {self._class_name} are trained since it was applied",
-                found=listed(f"a parameter of shape {tuple(p.shape)}" for p in half),
-                expected="float32 parameters, computed in float16",
-                fix="parameter.data = parameter.data.float()  # when it is unfrozen",
-            )
-
     def _find_leaves(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """Find the leaves inside; raise if the backward pass mixes scaled and true gradients.
 
@@ -240,6 +229,18 @@ class LossScale:
         if getattr(node, "_forward_cls", None) is _Border and node.scale is self:
             return bool(node.entering)
         return None
+
+
+def _check_wide(class_name: str, parameters: list[nn.Parameter]) -> None:
+    """Raise if a float16 parameter is trained after all: its true gradient would underflow."""
+    half = [p for p in parameters if p.requires_grad and p.dtype is torch.float16]
+    if half:
+        raise ContractError(
+            f"with_precision: float16 parameters of {class_name} are trained since it was applied",
+            found=listed(f"a parameter of shape {tuple(p.shape)}" for p in half),
+            expected="float32 parameters, computed in float16",
+            fix="parameter.data = parameter.data.float()  # when it is unfrozen",
+        )
 
 
 class _Border(torch.autograd.Function):

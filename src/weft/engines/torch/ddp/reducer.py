@@ -65,15 +65,8 @@ class GradientReducer(Strategy):
         self._removable.add(self._undo)
         self._take_parameters(module)
         self._steps.search(self._trained.parameters)
-        methods = options.methods
-        attach(
-            module,
-            self._removable,
-            before=self._broadcast_due_buffers,
-            after=self._watch,
-            around=self._around,
-            methods=methods,
-        )
+        hooks: dict[str, Any] = {"before": self._send_buffers, "after": self._watch, "around": self._around}
+        attach(module, self._removable, **hooks, methods=options.methods)
 
     # -- what others may ask ---------------------------------------------------------------------
 
@@ -107,7 +100,7 @@ class GradientReducer(Strategy):
     # -- forward ---------------------------------------------------------------------------------
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._broadcast_due_buffers()
+        self._send_buffers()
         return self._watch(None, args, call(*args, **kwargs))
 
     def _watch(self, module: nn.Module | None, args: Any, output: Any) -> Any:
@@ -240,7 +233,7 @@ class GradientReducer(Strategy):
         trained = self._trained
         if torch._C._current_graph_task_id() != -1:
             raise_step_inside(self._what, self._class_name)
-        self._broadcast_due_buffers()
+        self._send_buffers()
         if trained.has_pending():
             if not self.enabled:
                 self._raise_in_window()

@@ -1,7 +1,13 @@
 """Parameters in shards, by torch's FSDP2.
 
-fsdp2.py         FSDP2 attached to a module
-remove.py        and removed from it
-full_params.py   whole parameters for a moment
-gather_order.py  do all ranks gather the same units in the same order?
+fsdp2.py           FSDP2 attached to a module
+units.py           what it gathers and frees together
+held_gradients.py  gradients of a window, which it keeps
+trained.py         its trained parameters
+unsharded.py       parameters that stay full on every rank
+unused.py          parameters that get no gradient
+gather_order.py    do all ranks gather the same units in the same order?
+refusals.py        what a sharded module cannot do
+remove.py          FSDP2 removed from a module
+full_params.py     full parameters for a moment
 """

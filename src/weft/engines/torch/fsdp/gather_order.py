@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.engines.peers import Peers
 from weft.errors import NotSynchronized, PeerError, listed
 
-__all__ = ["GatherOrder", "UnitGather", "UnitReduce"]
+__all__ = ["GatherOrder", "watch_order"]
 
 _KINDS = ("gathers {} in forward", "gathers {} in forward without gradients", "gathers {} in backward", "reduces {}")
 _NUM_KINDS = len(_KINDS)
@@ -147,6 +148,30 @@ class GatherOrder:
         )
         self._peers.report(error)
         raise error
+
+
+def watch_order(
+    what: str, module: nn.Module, groups: Sequence[Any], group: dist.ProcessGroup, peers: Peers, device: str
+) -> GatherOrder:
+    """Let each unit say what it gathers and reduces.
+
+    Args:
+        what: Name of the strategy.
+        module: Whose units.
+        groups: What FSDP2 keeps of each of them.
+        group: The ranks.
+        peers: The same strategy on them.
+        device: The type of their devices.
+    """
+    names = {id(part): name for name, part in module.named_modules()}
+    named = [", ".join(names[id(part)] for part in one.modules) for one in groups]
+    order = GatherOrder(what, named, group, peers, device)
+    parameters = {id(p): name for name, p in module.named_parameters()}
+    for number, one in enumerate(groups):
+        for held in one.fsdp_params:  # FSDP2 itself names them in the first forward pass
+            held._param_fqn = parameters[id(held.sharded_param)]
+        one._all_gather_comm, one._reduce_scatter_comm = UnitGather(order, number), UnitReduce(order, number)
+    return order
 
 
 class _Comm:

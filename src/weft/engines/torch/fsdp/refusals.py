@@ -1,0 +1,106 @@
+"""What a sharded module cannot do, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from weft.engines.torch.amp.graph_walk import Running
+from weft.errors import ContractError, listed
+
+__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies"]
+
+_COPYING = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance, before its class
+
+
+class _NoCopy:
+    """What copying and pickling of a sharded module come to."""
+
+    def __init__(self, what: str, class_name: str) -> None:
+        self._what = what
+        self._class_name = class_name
+
+    def __call__(self, *unused: Any) -> NoReturn:
+        raise ContractError(
+            f"{self._what}: a sharded {self._class_name} can be neither copied nor pickled",
+            found="copy.deepcopy, pickle or torch.save of the module itself",
+            expected="weft.save or weft.export for files, weft.average_weights for averages; or a plain module",
+            fix="model, ctx = weft.undo(model, ctx)  # before it is copied",
+        )
+
+
+def refuse_copies(what: str, module: nn.Module) -> None:
+    """Let copies and pickles of the sharded parts of a module raise."""
+    for part in _with_parameters(module):
+        vars(part).update(dict.fromkeys(_COPYING, _NoCopy(what, type(part).__name__.removeprefix("FSDP"))))
+
+
+def allow_copies(module: nn.Module) -> None:
+    """Take that back."""
+    for part in module.modules():
+        for name in _COPYING:
+            vars(part).pop(name, None)
+
+
+def _with_parameters(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if any(True for _ in part.parameters()))
+
+
+def check_without_gradients(what: str, class_name: str) -> None:
+    """Raise for a call with gradients by one rank alone.
+
+    Raises:
+        ContractError: Gradients are enabled.
+    """
+    if torch.is_grad_enabled():
+        raise ContractError(
+            f"{what}: {class_name} is called with gradients while its parameters are gathered for one rank alone",
+            found="a call inside of weft.full_params(..., forward=True)",
+            expected="calls without gradients: backward needs all ranks",
+            fix="with weft.full_params(model, ctx, forward=True), torch.no_grad(): ...",
+        )
+
+
+def check_loaded(what: str, class_name: str, module: nn.Module) -> None:
+    """Raise for a call of a module whose weights were not loaded.
+
+    Raises:
+        ContractError: A tensor of it is on meta.
+    """
+    kinds = (module.named_parameters(), module.named_buffers())
+    empty = [name for kind in kinds for name, tensor in kind if tensor.is_meta]
+    if empty:
+        raise ContractError(
+            f"{what}: {class_name} is called before its weights were loaded",
+            found=f"{listed(empty)} on meta",
+            expected='weights="later", then load_weights, then the first call',
+            fix="weft.load_weights(model, path, ctx)",
+        )
+
+
+def check_reduces(what: str, class_name: str, running: Running, parameters: Collection[int]) -> None:
+    """Raise for a backward pass that FSDP2 cannot do, before it does half of it.
+
+    Args:
+        what: Name of the strategy.
+        class_name: Of the module.
+        running: The backward pass.
+        parameters: Ids of the module's parameters.
+
+    Raises:
+        ContractError: It differentiates gradients, or returns those of parameters.
+    """
+    if running.creates_graph or any(id(tensor) in parameters for tensor in running.returned):
+        asked = "a backward pass with create_graph=True" if running.creates_graph else "torch.autograd.grad"
+        raise ContractError(
+            f"{what}: {asked} through {class_name}, whose parameters are sharded",
+            found="a gradient penalty, or gradients of gradients"
+            if running.creates_graph
+            else "gradients of parameters that are returned instead of added to `.grad`",
+            expected="loss.backward(): FSDP2, also without weft, frees parameters after their backward, and "
+            "reduces `.grad` only",
+            fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
+        )

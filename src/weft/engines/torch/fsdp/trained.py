@@ -1,0 +1,80 @@
+"""The trained parameters of a sharded module, in shards and full, and how they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engines.peers import Peers
+from weft.engines.torch.fsdp.refusals import check_loaded
+from weft.engines.torch.fsdp.units import Units
+from weft.engines.torch.fsdp.unsharded import Unsharded
+from weft.engines.torch.hooks.parameter_watch import ParameterWatch
+from weft.engines.torch.optim.step_watch import Steps
+
+__all__ = ["Trained"]
+
+
+class Trained:
+    """Such parameters.
+
+    Attributes:
+        unsharded: Those that stay full.
+        on_meta: Whether the module waits for `load_weights`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        module: nn.Module,
+        units: Units,
+        unsharded: Unsharded,
+        entrance: Callable[[], Callable[[torch.Tensor], Any]],
+    ) -> None:
+        self.unsharded = unsharded
+        self.on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        self._what = what
+        self._units = units
+        self._entrance = entrance
+        self._watch = ParameterWatch(what, module, stands_in=units.stands_in)
+        self._first: nn.Parameter | None = None  # whose version tells of steps
+        unsharded.take(module, entrance)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The parameters an optimizer sees, by name."""
+        sharded = {one._param_fqn: one.sharded_param for one in self._units.parameters()}
+        return {name: p for name, p in {**sharded, **self.unsharded.named}.items() if p.requires_grad}
+
+    def ids(self) -> set[int]:
+        """What gradients of parameters could be asked for: also those that FSDP2 has put into the module."""
+        ids = set(map(id, self.unsharded.named.values()))
+        for one in self._units.parameters():
+            ids |= {id(one.sharded_param), id(getattr(one, "_unsharded_param", None))}
+        return ids
+
+    def take_loaded(self, class_name: str, module: nn.Module) -> None:
+        """Use what `load_weights` has put in the place of tensors on meta."""
+        check_loaded(self._what, class_name, module)
+        self._watch.look(module)
+        self.unsharded.take(module, self._entrance)
+        self.on_meta = False
+
+    def look(self, module: nn.Module, peers: Peers) -> None:
+        """Notice parameters that were added, frozen or unfrozen since the last call.
+
+        Collectives: if others are trained now, a meeting: ranks that reduce other ones would send other sizes.
+        """
+        self._watch.check_same(module)
+        if self._watch.changed_flags():
+            self._watch.look(module)
+            peers.agree("trained parameters", {"trained": list(self._watch.trained)})
+            self.unsharded.take(module, self._entrance)
+
+    def look_for_optimizers(self, steps: Steps) -> None:
+        """Notice new ones."""
+        if self._first is None:
+            self._first = next(iter(self.named().values()), None)
+        steps.look(self._first, lambda: self.named().values())

@@ -1,0 +1,159 @@
+"""The units that FSDP2 gathers and frees together: how they are made, and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from weft.engines.options import ShardOptions
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.tensors.dtensor import groups_of, reset_units
+from weft.tensors.nested import map_tensors, tensors
+
+__all__ = ["Units", "without_views"]
+
+
+class Units:
+    """The units of one module.
+
+    Attributes:
+        alone: Whether this rank alone calls the module now.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, options: ShardOptions, removable: Removable) -> None:
+        for unit in (*options.units, (module,)):
+            _shard_unit(unit, module, mesh, options, removable)
+        self.alone = False
+        self._units = [weakref.ref(part) for part in module.modules() if isinstance(part, FSDPModule)]
+
+    def __iter__(self) -> Iterator[FSDPModule]:
+        """Those that are alive."""
+        for ref in self._units:
+            unit = ref()
+            if isinstance(unit, FSDPModule):
+                yield unit
+
+    def groups(self) -> Iterator[Any]:
+        """What FSDP2 keeps of each unit's parameters."""
+        seen = set()
+        for unit in self:
+            for group in groups_of(unit):
+                if id(group) not in seen:  # several modules may be one unit
+                    seen.add(id(group))
+                    yield group
+
+    def parameters(self) -> Iterator[Any]:
+        """What FSDP2 keeps of each parameter."""
+        for group in self.groups():
+            yield from group.fsdp_params
+
+    def synchronize(self, *, enabled: bool) -> None:
+        """Let the next backward passes reduce, or not."""
+        for unit in self:
+            unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    def reshard(self) -> None:
+        """Free what is gathered."""
+        for unit in self:
+            unit.reshard()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that are not reduced."""
+        for parameter in self.parameters():
+            parameter.unsharded_accumulated_grad = None
+            full = getattr(parameter, "_unsharded_param", None)
+            if full is not None:
+                full.grad = None
+
+    def stands_in(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one that FSDP2 has put into the module."""
+        return isinstance(parameter, DTensor) or any(
+            getattr(one, "_unsharded_param", None) is parameter for one in self.parameters()
+        )
+
+    @contextlib.contextmanager
+    def kept_full(self, module: Any) -> Iterator[None]:
+        """Keep the units full, which are full now, through calls of the module by this rank alone."""
+        module._get_fsdp_state()._lazy_init()  # decides about the outermost unit, once
+        groups = list(self.groups())
+        before = [(one.post_forward_mesh_info, list(one._post_forward_indices)) for one in groups]
+        order: list[Any] = groups[0].comm_ctx.post_forward_order
+        length = len(order)
+        self.alone = True
+        for one in groups:
+            one.post_forward_mesh_info = None  # not to be freed after forward
+        try:
+            yield
+        finally:
+            self.alone = False
+            del order[length:]  # by which backward gathers ahead
+            for one, (info, indices) in zip(groups, before, strict=True):
+                one.post_forward_mesh_info, one._post_forward_indices[:] = info, indices
+
+    @staticmethod
+    def start_anew(module: Any) -> None:
+        """Put FSDP2 back to the start of a pass."""
+        if hasattr(module, "reset_iter_state"):  # torch 2.13
+            module.reset_iter_state()
+        else:
+            reset_units(module)
+
+
+def _shard_unit(
+    unit: tuple[nn.Module, ...], root: nn.Module, mesh: DeviceMesh, options: ShardOptions, removable: Removable
+) -> None:
+    for part in unit:
+        if options.make_real is not None:
+            options.make_real(part)
+        for p in part.parameters():
+            if not isinstance(p, DTensor) and not p.is_contiguous():
+                p.data = p.data.contiguous()  # FSDP2 takes no others
+        # Before FSDP2's own hook, which an in-place operation on a view would lose.
+        attach(part, removable, after=lambda *call: without_views(call[-1]))
+    # By name: those of a module on meta are other objects by now.
+    ignored = set(options.ignored)
+    full = {p for name, p in root.named_parameters(remove_duplicate=False) if name in ignored}
+    reshard: bool | int | None = options.reshard_after_forward
+    parts: list[nn.Module] = list(unit)
+    target: Any = parts if len(parts) > 1 else parts[0]
+    fully_shard(
+        target,
+        mesh=mesh,
+        # None: torch leaves the outermost unit, which backward needs first, as it is.
+        reshard_after_forward=None if unit == (root,) and reshard is True else reshard,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=options.dtype, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        ignored_params=full,
+    )
+
+
+def without_views(output: Any) -> Any:
+    """The same values, in tensors that are no views for autograd."""
+    if not torch.is_grad_enabled() or not any(t._base is not None for t in tensors(output)):
+        return output
+    return map_tensors(
+        lambda t: _Same.apply(t) if t._base is not None and t.requires_grad else t,  # type: ignore[no-untyped-call]
+        output,
+    )
+
+
+class _Same(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        del ctx  # nothing is saved
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx
+        return gradient
