@@ -73,6 +73,7 @@ class Trained:
             peers.agree("trained parameters", {"trained": list(self._watch.trained)})
             self.unsharded.take(module, self._entrance)
 
+    @torch._disable_dynamo
     def look_for_optimizers(self, steps: Steps) -> None:
         """Notice new ones."""
         if self._first is None:
