@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.options import ReduceOptions, ShardOptions
+from weft.engines.options import StrategyOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.optim.step_watch import Steps, settings_of
@@ -33,9 +33,7 @@ class Strategy:
         finds_unused: Whether parameters may be without gradient, which then counts as zero.
     """
 
-    def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions | ShardOptions, peers: Peers
-    ) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: StrategyOptions, peers: Peers) -> None:
         self.enabled = True
         self.mean_over = dist.get_world_size(group)
         self._what = options.strategy
