@@ -31,7 +31,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(?!weft\.).*"),
-    ("py:class", r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|Engine|TorchEngine|World)"),  # type variables, and what is not public
+    # Type variables, and what is not public.
+    ("py:class", r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|Engine|TorchEngine|World)"),
 ]
 
 _OWN_FIELDS = re.compile(r"(Changes|Collectives|Source): (.*)")

@@ -1,4 +1,4 @@
-"""`save_async`: the state is copied at once, and written and committed while the program goes on.
+"""`save_async`: the state is copied at once, and written and committed while the program continues.
 
 [Note: in the background] The copy is the only thing the program waits for. Then a thread writes,
 hashes and syncs, all of which let other threads run: steps of a training loop beside it are as long as
@@ -39,7 +39,7 @@ _STOP_S = 2.0  # a thread that waits for peers looks up every half second
 def save_async(
     state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, *, keep: int | None = None
 ) -> RunningSave:
-    """Write a checkpoint as `save` does, while the program goes on.
+    """Write a checkpoint as `save` does, while the program continues.
 
     When it returns, the state has been copied to host memory and may change: the checkpoint holds the
     values of the moment of the call. Writing and committing go on in a thread, by the same protocol
@@ -88,7 +88,7 @@ def save_async(
 
 
 class RunningSave:
-    """A save that goes on while the program does; what `save_async` returns.
+    """A save in the background, as returned by `save_async`.
 
     An error that nobody has asked for is raised by the next save, or when the context is left.
 

@@ -140,7 +140,7 @@ class _Run:
                     f"fuse_step: the state {key!r} differs between parameters of one group",
                     found=listed(values),
                     expected="one value per group: its parameters were always stepped together",
-                    fix="load the state before weft.fuse_step, or go on without it",
+                    fix="load the state before weft.fuse_step, or continue without it",
                 )
             else:
                 self.state[key] = values[0].clone() if whole else values[0]
@@ -272,7 +272,7 @@ def _has_gradients(run: _Run) -> bool:
             f"fuse_step: {len(missing)} of {len(run.parameters)} parameters have no gradient",
             found=listed(f"a parameter of shape {tuple(p.shape)}" for p in missing),
             expected="all gradients of a group, or none",
-            fix="optimizer.zero_grad() for all, or go on without weft.fuse_step",
+            fix="optimizer.zero_grad() for all, or continue without weft.fuse_step",
         )
     run.piece.attach()
     return True
