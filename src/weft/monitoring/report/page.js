@@ -20,13 +20,18 @@
   // plotly reads text as a kind of HTML
   const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-  /** Exponential moving average; the first values count as if nothing came before them. */
-  function smoothed(values, weight) {
-    let sum = 0, mass = 0;
-    return values.map((value) => {
+  /**
+   * Exponential moving average. The weight is that of a step between two points of the densest line, so that sparse
+   * lines are smoothed over as many steps as others; the first values count as if nothing came before them.
+   */
+  function smoothed(line, weight, spacing) {
+    let sum = 0, mass = 0, last = line.x[0];
+    return line.y.map((value, index) => {
       if (value === null) return null;
-      sum = weight * sum + (1 - weight) * value;
-      mass = weight * mass + (1 - weight);
+      const kept = weight ** ((line.x[index] - last) / spacing);
+      last = line.x[index];
+      sum = kept * sum + (1 - weight) * value;
+      mass = kept * mass + (1 - weight);
       return sum / mass;
     });
   }
@@ -34,6 +39,7 @@
   function lineTraces(chart) {
     const weight = Number(smoothing.value);
     const unit = chart.unit ? ` ${chart.unit}` : "";
+    const spacing = chart.span / Math.max(...chart.lines.map((line) => line.x.length - 1), 1) || 1;
     const traces = [];
     chart.lines.forEach((line, index) => {
       const tint = color(`c${index % 8}`);
@@ -50,7 +56,7 @@
         });
       }
       traces.push({
-        ...common, y: smooth ? smoothed(line.y, weight) : line.y, customdata: line.y, line: shape,
+        ...common, y: smooth ? smoothed(line, weight, spacing) : line.y, customdata: line.y, line: shape,
         mode: known > 2 ? "lines" : "lines+markers", marker: { color: tint, size: 8 },
         hovertemplate: smooth ? `%{y:.5~g}${unit} (logged: %{customdata:.5~g})` : `%{y:.5~g}${unit}`,
         ...(chart.stacked ? { stackgroup: "all", fillcolor: faint(tint, 0.75) } : {}),
