@@ -63,10 +63,14 @@ class RankFacts:
     @property
     def data_rank(self) -> int:
         """Place of this rank among those that see different batches."""
-        place = 0
+        return self.data_rank_of(max(self.rank, 0))
+
+    def data_rank_of(self, rank: int) -> int:
+        """Place of any rank of this context among those that see different batches."""
+        at, place = self.coordinates_of(rank), 0
         for name, size in self.axes:
             if name in self.data_axes:
-                place = place * size + self.coordinates[name]
+                place = place * size + at[name]
         return place
 
     @property

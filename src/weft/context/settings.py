@@ -9,9 +9,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from weft.errors import ContextError, listed
 
-__all__ = ["CONFIG_VARIABLE", "SETTINGS", "Setting", "Settings", "mesh_axes", "resolve"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "SETTINGS",
+    "Setting",
+    "Settings",
+    "check_same_settings",
+    "mesh_axes",
+    "resolve",
+    "timeout_of",
+]
 
 NOT_DATA_AXES = frozenset(
     {"tensor", "context", "sequence", "pipeline", "tp", "cp", "sp", "pp"}
@@ -234,3 +245,36 @@ def mesh_axes(
 
 def _is_size(size: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1)
+
+
+def check_same_settings(group: dist.ProcessGroup, settings: Settings) -> None:
+    """Check that no setting differs from what an adopted group was made with.
+
+    Raises:
+        ContextError: One does; the text has both values.
+    """
+    backend, timeout_s = dist.get_backend(group), timeout_of(group)
+    sources = dict(settings.sources)
+    wrong: list[str] = []
+    if settings.backend is not None and settings.backend != backend:
+        wrong.append(f"backend {backend!r} of the group, {settings.backend!r} asked for")
+    if sources["timeout_s"] != "default" and timeout_s is not None and timeout_s != settings.timeout_s:
+        wrong.append(f"timeout {timeout_s:g} s of the group, {settings.timeout_s:g} s asked for")
+    if wrong:
+        raise ContextError(
+            "adopt: the process group exists already and was made with other settings",
+            found="; ".join(wrong),
+            expected="settings of the group, or none",
+            fix="pass them to torch.distributed.init_process_group, or let weft.start() make the group",
+        )
+
+
+def timeout_of(group: dist.ProcessGroup) -> float | None:
+    """Seconds after which a collective of `group` fails, if its backend has it."""
+    for device in group._device_types:
+        try:
+            options = group._get_backend(device).options
+        except (RuntimeError, AttributeError):
+            continue
+        return float(options._timeout.total_seconds())
+    return None

@@ -20,7 +20,7 @@ from weft.context import shutdown
 from weft.context.config import read_config
 from weft.context.distcontext import DistContext
 from weft.context.rank_facts import rank_groups
-from weft.context.settings import CONFIG_VARIABLE, Settings, mesh_axes, resolve
+from weft.context.settings import CONFIG_VARIABLE, Settings, check_same_settings, mesh_axes, resolve, timeout_of
 from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, Spmd, engine_for
 from weft.environments import Topology, topology
@@ -294,8 +294,8 @@ def _adopted(
             fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
         )
     chosen = engine or engine_for(settings.device)
-    _check_same_settings(group, settings)
-    timeout_s = _timeout_of(group) or settings.timeout_s
+    check_same_settings(group, settings)
+    timeout_s = timeout_of(group) or settings.timeout_s
     world = World(ranks=ranks, rank=ranks.index(me), group=group, timeout_s=timeout_s)
     rank_axes, data_axes = mesh_axes(axes or settings.mesh, settings.data_axes, _num_devices(chosen, world.size))
     place = Topology(rank=world.rank, world_size=world.size)
@@ -329,34 +329,6 @@ def _place_by_hosts(world: World) -> Topology:
         node_rank=nodes.index(mine),
         num_nodes=len(nodes),
     )
-
-
-def _check_same_settings(group: dist.ProcessGroup, settings: Settings) -> None:
-    backend, timeout_s = dist.get_backend(group), _timeout_of(group)
-    sources = dict(settings.sources)
-    wrong: list[str] = []
-    if settings.backend is not None and settings.backend != backend:
-        wrong.append(f"backend {backend!r} of the group, {settings.backend!r} asked for")
-    if sources["timeout_s"] != "default" and timeout_s is not None and timeout_s != settings.timeout_s:
-        wrong.append(f"timeout {timeout_s:g} s of the group, {settings.timeout_s:g} s asked for")
-    if wrong:
-        raise ContextError(
-            "adopt: the process group exists already and was made with other settings",
-            found="; ".join(wrong),
-            expected="settings of the group, or none",
-            fix="pass them to torch.distributed.init_process_group, or let weft.start() make the group",
-        )
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float | None:
-    """Seconds after which a collective of `group` fails, if its backend has it."""
-    for device in group._device_types:
-        try:
-            options = group._get_backend(device).options
-        except (RuntimeError, AttributeError):
-            continue
-        return float(options._timeout.total_seconds())
-    return None
 
 
 def _context(

@@ -2,6 +2,7 @@
 
 fake.py         any rank of any world in one process: plans and shapes
 ranks.py        real gloo ranks from a warm pool: numbers and failures
+ranks_failed.py which of them failed, and why
 rank_server.py  the process they are forked from
 rank_worker.py  what a rank does
 equivalence.py  does training give the same at every world size?

@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.checks import check_count
-from weft.errors import PeerError, WeftError, type_error
+from weft.errors import WeftError, type_error
 from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
+from weft.testing.ranks_failed import RanksFailed, failure_of
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
@@ -33,26 +34,6 @@ _GROUP_TIMEOUT_S = 60.0
 _CUT = "\n  ...\n"  # faulthandler writes the innermost 100 calls
 _STACK_LIMIT_S = 2.0  # for a rank to say where it is
 _GRACE_S = 10.0  # after the first failure, how long the other ranks may take to notice
-
-
-class RanksFailed(WeftError):
-    """A function failed on some ranks.
-
-    Attributes:
-        errors: Exception per failed rank; `TimeoutError` if it did not answer in time, `RuntimeError` if it ended
-            without an answer, or raised what could not be sent.
-        traces: Traceback text per failed rank; of one that did not answer, where it was.
-        first: The rank to look at first, which is one of `errors`: its error is not the echo of another's.
-    """
-
-    def __init__(self, text: str, errors: Mapping[int, BaseException], traces: Mapping[int, str], first: int) -> None:
-        super().__init__(text)
-        self.errors = dict(errors)
-        self.traces = dict(traces)
-        self.first = first
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (self.args[0], self.errors, self.traces, self.first)
 
 
 def run_ranks(
@@ -161,7 +142,7 @@ class RankPool:
             if n not in self._worlds:
                 ended = world.kill()
         if len(answers) < n or not all(answer["ok"] for answer in answers.values()):
-            raise _failure(n, answers, ended, stacks, timeout_s)
+            raise failure_of(n, answers, ended, stacks, timeout_s)
         _show(answers)
         return [answers[rank]["result"] for rank in range(n)]
 
@@ -360,49 +341,3 @@ def _show(answers: Mapping[int, Mapping[str, Any]]) -> None:
     for rank, answer in sorted(answers.items()):
         for line in answer["output"].splitlines():
             print(f"[rank {rank}] {line}")  # noqa: T201  (that is what the ranks printed)
-
-
-def _waits(stack: str) -> bool:
-    """Whether a rank is in this package or in torch.distributed, where it waits for other ranks."""
-    innermost = stack.partition("\n")[0]
-    return any(f'File "{place}' in innermost for place in (Path(__file__).parents[1], Path(dist.__file__).parent))
-
-
-def _failure(
-    n: int,
-    answers: Mapping[int, Mapping[str, Any]],
-    ended: Mapping[int, int],
-    stacks: Mapping[int, str],
-    timeout_s: float,
-) -> RanksFailed:
-    errors: dict[int, BaseException] = {}
-    traces: dict[int, str] = {}
-    for rank in range(n):
-        answer = answers.get(rank)
-        if answer is None:
-            traces[rank] = "still running when it was killed" + (
-                f", here (innermost call first):\n{stacks[rank]}" if rank in stacks else ", and did not say where"
-            )
-            errors[rank] = TimeoutError(traces[rank])
-        elif answer.get("died"):
-            code = ended.get(rank)
-            traces[rank] = "ended without an answer" + (f", exit code {code}" if code is not None else "")
-            errors[rank] = RuntimeError(traces[rank])
-        elif not answer["ok"]:
-            traces[rank] = answer["trace"]
-            errors[rank] = RuntimeError(answer["trace"]) if answer["error"] is None else answer["error"]
-        if answer is not None and answer.get("output"):
-            traces[rank] = traces.get(rank, "fine") + "\nIt printed:\n" + answer["output"]
-    guilty = [r for r in traces if r in answers and not answers[r]["ok"] and not isinstance(errors.get(r), PeerError)]
-    silent = [r for r in range(n) if r not in answers]
-    first = min(guilty or [r for r in silent if not _waits(stacks.get(r, ""))] or silent or errors)
-    hang = all(rank not in answers or answers[rank]["ok"] for rank in range(n))
-    headline = f"no answer within {timeout_s:g} s" if hang else f"rank {first} failed first"
-    parts = [f"run_ranks: {headline}"]
-    parts += [
-        f"---- rank {rank} of {n} ----\n{traces[rank].rstrip()}"
-        for rank in sorted(traces, key=lambda r: (r != first, r))
-    ]
-    failure = RanksFailed("\n".join(parts), errors, traces, first)
-    failure.__cause__ = errors.get(first)
-    return failure

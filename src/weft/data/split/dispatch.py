@@ -20,7 +20,7 @@ def scattered(
     Yields:
         This rank's batches, with what is known of them.
     """
-    places = [_data_rank(ctx, rank) for rank in range(ctx.world_size)]
+    places = [ctx.data_rank_of(rank) for rank in range(ctx.world_size)]
     done = 0
 
     def following() -> list[Any] | None:
@@ -41,12 +41,3 @@ def scattered(
             return
         done += 1
         yield part[0], BatchInfo(*part[1])
-
-
-def _data_rank(ctx: DistContext, rank: int) -> int:
-    """Which part of the data a rank sees."""
-    at, place = ctx.coordinates_of(rank), 0
-    for name, size in ctx.axes:
-        if name in ctx.data_axes:
-            place = place * size + at[name]
-    return place
