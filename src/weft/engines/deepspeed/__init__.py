@@ -9,6 +9,9 @@ ds_config.py        its configuration, with what the pipeline owns filled in
 build.py            an engine around a module and an optimizer
 buffers.py          where its optimizers keep gradients, weights and state
 optimizer_state.py  parameters and state in the form of all strategies
+backward.py         backward passes of a plain loop, as those buffers see them
+step.py             a step, made by DeepSpeed
+stand_ins.py        what stands in `p.grad` for gradients that lie there
 partition.py        the hooks by which it works under a plain loop
 """
 

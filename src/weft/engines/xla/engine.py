@@ -157,20 +157,13 @@ class XlaEngine(TorchEngine):
         self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
     ) -> ReducedModule:
         """A copy of `module` on every device of all hosts."""
-        return self._of_hosts(module, [name for name, _ in self.axes], "no", group)
+        return _of_hosts(self, module, [name for name, _ in self.axes], "no", group)
 
     def shard(
         self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
     ) -> ReducedModule:
         """Cut a module over the devices of all hosts."""
-        return self._of_hosts(module, list(mesh.mesh_dim_names or ()), "all", group)
-
-    def _of_hosts(self, module: nn.Module, axes: Sequence[str], cut: str, group: dist.ProcessGroup) -> Laid:
-        assert self._mesh is not None
-        laid = Laid(self._lib, self._mesh, module, axes, cut)
-        # Each host counts the samples of all of them, as it sees them all.
-        laid.mean_over = dist.get_world_size(group)
-        return laid
+        return _of_hosts(self, module, list(mesh.mesh_dim_names or ()), "all", group)
 
     def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
         """Every optimizer sees whole parameters."""
@@ -238,3 +231,11 @@ class XlaEngine(TorchEngine):
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The values of tensors in the memory of the CPU."""
         return fetch(tensors, self._lib)
+
+
+def _of_hosts(engine: XlaEngine, module: nn.Module, axes: Sequence[str], cut: str, group: dist.ProcessGroup) -> Laid:
+    assert engine._mesh is not None
+    laid = Laid(engine._lib, engine._mesh, module, axes, cut)
+    # Each host counts the samples of all of them, as it sees them all.
+    laid.mean_over = dist.get_world_size(group)
+    return laid

@@ -1,0 +1,227 @@
+"""Backward passes of a plain loop, as DeepSpeed's buffers see them.
+
+Its own bookkeeping of backward passes is not used: it takes two forward passes before one backward for an error, and
+keeps gradients that `zero_grad` should have dropped.
+
+Hooks on parameters live in C++, where no collector looks: they hold this object weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engines.deepspeed.buffers import Buffers
+from weft.engines.deepspeed.stand_ins import StandIns, is_local
+from weft.engines.peers import Peers
+from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
+from weft.engines.torch.hooks.method_hooks import Removable
+from weft.errors import ContractError, UnusedParameters, listed
+from weft.tensors.nested import tensors
+from weft.tensors.sharded_grad import CutGradient
+
+__all__ = ["BackwardPasses", "raise_unused"]
+
+
+class BackwardPasses:
+    """The backward passes through one module: which gradients are reduced, and when.
+
+    Attributes:
+        enabled: Whether the next one reduces.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        buffers: Buffers,
+        stand_ins: StandIns,
+        *,
+        stage: int,
+        peers: Peers,
+        broadcasts: dist.ProcessGroup | None,
+    ) -> None:
+        """Wait for backward passes.
+
+        Args:
+            module: Whose.
+            names: Of the parameters that are stepped on.
+            buffers: Where gradients go.
+            stand_ins: What is left in `p.grad`.
+            stage: 1, 2 or 3.
+            peers: The same on the other ranks.
+            broadcasts: Over which ranks the module's buffers are made equal after each of them; None: they are not.
+        """
+        self.enabled = True
+        self._due = False  # the window owes a reduction
+        self._pending = False  # gradients of this rank wait in `.grad`
+        self._module = weakref.ref(module)
+        self._names = names
+        self._buffers = buffers
+        self._stand_ins = stand_ins
+        self._stage = stage
+        self._peers = peers
+        self._broadcasts = broadcasts
+        self._reduced: set[nn.Parameter] = set()  # in this backward pass
+        self._received = False
+        self._passes: list[_Pass] = []
+        self._session = BackwardSession(self._begin, self._end, rounds=1)
+
+    def watch(self, removable: Removable) -> None:
+        """Hook the parameters."""
+        for parameter in self._names:
+            hook = _arrival(self._session.flag, weakref.ref(self))
+            removable.add(parameter.register_post_accumulate_grad_hook(hook).remove)
+
+    def release(self) -> None:
+        """Let the process group go."""
+        self._broadcasts = None
+
+    def watch_output(self, output: Any) -> None:
+        """The module was called: hook what it returned."""
+        entrance = _entrance(weakref.ref(self), _Pass())
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(entrance)
+
+    # -- windows ---------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        """Backward passes keep their gradients whole in `p.grad` from now on."""
+        self.enabled, self._due = False, True
+
+    def end_window(self) -> bool:
+        """Reduce again; whether the window still owes a reduction."""
+        self.enabled = True
+        due, self._due = self._due, False
+        return due
+
+    def reduce_pending(self, what: str) -> None:
+        """Reduce what any rank holds. Collectives: a meeting, and the messages of a backward pass."""
+        if any(self._peers.meet(what, self.is_pending())):
+            for parameter in self._names:
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            inside_backward(self._session.enter)
+
+    def is_pending(self) -> bool:
+        """Whether gradients of this rank wait to be reduced."""
+        return self._pending and any(p.grad is not None for p in self._names)
+
+    # -- one backward pass -----------------------------------------------------------------------
+
+    def restart_if_torn(self) -> None:
+        """If the last backward pass raised, what it left is of no use."""
+        if self._session.was_torn():
+            self._stand_ins.start_anew()
+            self._passes.clear()
+
+    def enter(self, one: _Pass) -> None:
+        """Backward comes back to the output of a forward pass."""
+        if one not in self._passes:
+            if one.used:
+                self._raise_second()
+            self._passes.append(one)
+        self.restart_if_torn()
+        self._session.enter()
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """A gradient was added to `p.grad`."""
+        self._session.enter()
+        self._received = True
+        if self.enabled and self._stage > 1 and parameter not in self._reduced:
+            self._reduce(parameter)
+
+    def _begin(self) -> None:
+        self._reduced.clear()
+        self._received = False
+        self._stand_ins.take_pending()
+        kept = self._stand_ins.settle()
+        if self.enabled:
+            self._buffers.begin()
+            self._stand_ins.make_way(kept)
+
+    def _reduce(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if isinstance(gradient, CutGradient):
+            parameter.grad, gradient.pending = gradient.pending, None
+        self._reduced.add(parameter)
+        self._buffers.reduce(parameter)
+
+    def _end(self) -> None:
+        passes, self._passes = self._passes, []
+        if self._received:
+            for one in passes:
+                one.used = True
+        self._pending = not self.enabled
+        if not self.enabled:
+            if self._stage == 3:
+                self._buffers.end()
+            return
+        self._due = False
+        for parameter in self._names:
+            if is_local(parameter.grad) and parameter not in self._reduced:
+                self._reduce(parameter)
+        self._buffers.finish()
+        self._buffers.end()
+        self._stand_ins.put(self._reduced)
+        module = self._module()
+        if module is not None and self._broadcasts is not None:
+            dist._broadcast_coalesced(self._broadcasts, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
+        missing = [name for p, name in self._names.items() if p.requires_grad and p not in self._stand_ins]
+        if missing and self._received:
+            raise_unused(self._stand_ins.class_name, missing)
+
+    def _raise_second(self) -> NoReturn:
+        raise ContractError(
+            f"a second backward pass through one forward pass of {self._stand_ins.class_name}",
+            found="retain_graph=True, or two losses of one output with a backward each",
+            expected="one backward per forward pass: DeepSpeed averages gradients as they come, and frees weights",
+            fix="(loss_a + loss_b).backward()",
+        )
+
+
+def raise_unused(class_name: str, names: Sequence[str]) -> NoReturn:
+    """Raise because parameters got no gradient.
+
+    Raises:
+        UnusedParameters: Always.
+    """
+    raise UnusedParameters(
+        f"zero_partition: {len(names)} parameter(s) of {class_name} got no gradient",
+        found=listed(names),
+        expected="a gradient for every trained parameter: DeepSpeed steps on all of them together",
+        fix='requires_grad_(False) on them before zero_partition, or engine="torch"',
+    )
+
+
+class _Pass:
+    """One forward pass of the module, and whether a backward pass came through it."""
+
+    __slots__ = ("__weakref__", "used")
+
+    def __init__(self) -> None:
+        self.used = False
+
+
+def _entrance(owner: weakref.ref[BackwardPasses], one: _Pass) -> Callable[[torch.Tensor], None]:
+    def enter(_: torch.Tensor) -> None:
+        alive = owner()
+        if alive is not None:
+            alive.enter(one)
+
+    return enter
+
+
+def _arrival(flag: bytearray, owner: weakref.ref[BackwardPasses]) -> Callable[[torch.Tensor], None]:
+    def arrived(parameter: Any) -> None:
+        alive = owner()
+        if alive is not None:
+            alive.arrived(parameter)
+
+    return arrived

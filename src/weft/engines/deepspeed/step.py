@@ -1,0 +1,114 @@
+"""A step of the user's optimizer, made by DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engines.deepspeed.backward import raise_unused
+from weft.engines.deepspeed.buffers import Buffers
+from weft.engines.deepspeed.stand_ins import StandIns, is_local
+from weft.engines.torch.optim.closures import check_no_closure
+from weft.errors import NotSynchronized, listed, message
+
+__all__ = ["Step"]
+
+
+class Step:
+    """Hooks before and after the step of an optimizer, which itself finds no gradients and does nothing."""
+
+    def __init__(
+        self,
+        engine: Any,
+        groups: Sequence[tuple[int, Mapping[str, Any]]],
+        names: Mapping[nn.Parameter, str],
+        buffers: Buffers,
+        stand_ins: StandIns,
+        *,
+        watches: bool,
+    ) -> None:
+        """Know what is stepped on.
+
+        Args:
+            engine: DeepSpeed's.
+            groups: Numbers of the optimizer's groups, and the engine's group for each.
+            names: Of the parameters.
+            buffers: Where gradients and weights lie.
+            stand_ins: What is in `p.grad`.
+            watches: Whether the user may change parameters between steps, which hold their values then.
+        """
+        self._engine = engine
+        self._groups = groups
+        self._names = names
+        self._buffers = buffers
+        self._stand_ins = stand_ins
+        self._watches = watches
+        self._versions: dict[nn.Parameter, int] = {}
+        self._done = False
+
+    def note_versions(self) -> None:
+        """The weights that are stepped on are those of the module."""
+        if self._watches:
+            self._versions = {p: p._version for p in self._names}
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let DeepSpeed step, if there are gradients.
+
+        Raises:
+            NotSynchronized: Some are not averaged over the ranks.
+            UnusedParameters: Some are missing.
+            FloatingPointError: Some are not finite.
+        """
+        check_no_closure("zero_partition", (*args[1:], *kwargs.values()))
+        self._done = False
+        local = [name for p, name in self._names.items() if is_local(p.grad)]
+        if local:
+            raise NotSynchronized(
+                f"optimizer.step() with gradients of {self._stand_ins.class_name} that are not averaged over the ranks",
+                found=listed(local),
+                expected="a step after the last micro-batch of a window, and gradients made by backward",
+                fix="for window in loader:\n    for batch in window: ...\n    optimizer.step()",
+            )
+        if not self._stand_ins.settle():
+            return  # no gradients: torch's step does nothing either
+        missing = [name for p, name in self._names.items() if p not in self._stand_ins]
+        if missing:
+            raise_unused(self._stand_ins.class_name, missing)
+        self._step(optimizer)
+
+    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave gradients that are spent, if there was a step."""
+        if self._done:
+            self._done = False
+            self._stand_ins.spend()
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        for number, group in self._groups:
+            given = optimizer.param_groups[number]
+            group.update({key: value for key, value in given.items() if key != "params"})  # type: ignore[attr-defined]
+        for parameter, version in self._versions.items():
+            if parameter._version != version:
+                self._buffers.take_weights(parameter)
+        for parameter in self._names:
+            parameter.grad = None
+        self._buffers.before_step()
+        self._engine.step()
+        skipped = bool(self._engine.optimizer.overflow)
+        names = list(self._names.values())
+        self._stand_ins.drop()
+        self.note_versions()
+        if skipped:
+            raise FloatingPointError(
+                message(
+                    "zero_partition: gradients are not finite, and DeepSpeed left the step out",
+                    found=f"a norm that is not finite, over {listed(names)}",
+                    expected="finite gradients on all ranks; torch would step, to weights that are not finite",
+                    fix='weft.clip_grads(model, ctx, nonfinite="skip")  # before optimizer.step()',
+                )
+            )
+        torch.autograd.graph.increment_version(list(self._names))
+        self.note_versions()
+        self._done = True
