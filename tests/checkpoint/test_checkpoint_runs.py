@@ -140,7 +140,7 @@ def test_steps_that_would_not_be_found_are_refused(tmp_path):
     state, ctx = _saved(tmp_path, [10**18 - 1])
     assert weft.restore(state, tmp_path, ctx).step == 10**18 - 1
     for step in (10**18, time.time_ns(), 10**30):
-        with pytest.raises(ValueError, match=r"step = \d+ cannot be used(.|\n)*from 0 to 999999999999999999"):
+        with pytest.raises(ValueError, match=r"step = \d+ cannot be used(.|\n)*0 to 999999999999999999"):
             weft.save(state, tmp_path, step, ctx)
 
 

@@ -77,9 +77,10 @@ def test_files_are_checked_once_and_each_rank_reads_what_it_holds(tmp_path, save
     assert (n + 1) * once <= sum(nbytes for _, nbytes, _ in found) < (n + 1) * once + n * 0.2 * MB
 
 
-def _peak(ctx, folder):
+def _peak(ctx, folder, strategy):
     """How much the memory of this process grew while it restored, over what the state itself takes."""
-    model, ctx = weft.replicate(nn.Sequential(*(nn.Linear(2 * WIDTH, 4 * WIDTH, bias=False) for _ in range(4))), ctx)
+    model = nn.Sequential(*(nn.Linear(2 * WIDTH, 4 * WIDTH, bias=False) for _ in range(4)))
+    model, ctx = getattr(weft, strategy)(model, ctx)
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -88,9 +89,15 @@ def _peak(ctx, folder):
     state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
     weft.save(state, folder, 1, ctx)
     Path("/proc/self/clear_refs").write_text("5")
-    before = _peak_bytes()
+    before, places = _peak_bytes(), _places(optimizer)
     weft.restore(state, folder, ctx)
+    assert _places(optimizer) == places  # moments are read in place
     return _peak_bytes() - before, 3 * sum(p.nbytes for p in model.parameters())
+
+
+def _places(optimizer):
+    moments = [entry[key] for entry in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return [getattr(one, "_local_tensor", one).data_ptr() for one in moments]
 
 
 def _peak_bytes():
@@ -98,8 +105,9 @@ def _peak_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def test_there_is_no_second_copy_of_the_state(tmp_path):
-    for more, state in run_ranks(_peak, 2, tmp_path):
+@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+def test_there_is_no_second_copy_of_the_state(tmp_path, strategy):
+    for more, state in run_ranks(_peak, 2, tmp_path, strategy):
         assert state == 96 * 2**20 and more < state / 4, more
 
 

@@ -1,6 +1,6 @@
 """A checkpoint on its way: what each rank brings, and how the main rank makes a whole of it.
 
-`save` does this at once, `save_async` beside the program; [Note: in the background] in saving_async.py.
+`save` does this at once, `save_async` beside the program; [Note: in the background] in save_async.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,23 +33,10 @@ from weft.context import DistContext
 from weft.context.placement import readable
 from weft.errors import CheckpointError, listed
 
-__all__ = ["Draft", "Outline", "complete", "facts_of", "lock", "outline", "start_draft"]
+__all__ = ["Draft", "Outline", "complete", "lock", "outline", "outline_of", "start_draft"]
 
 
 # -- what a rank brings ------------------------------------------------------------------------------
-
-
-class TensorFacts(NamedTuple):
-    """A tensor without its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    is_sharded: bool
-
-
-def facts_of(held: Held) -> TensorFacts:
-    """What is known of a tensor without its bytes."""
-    return TensorFacts(held.dtype, held.shape, held.is_sharded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +44,8 @@ class Outline:
     """What this rank brings to a checkpoint, without bytes of tensors; nothing in it changes any more.
 
     Attributes:
-        tensors: All tensors of the state, by name.
+        tensors: All tensors of the state, by name; their pieces come from all ranks.
+        sharded: Names of those that are sharded.
         same_as: Tensors that are the very same as another: its name.
         values: Plain values by object.
         blocks: Which block of which tensor this rank writes.
@@ -66,12 +53,13 @@ class Outline:
         replicas: Numbers that tell whether ranks that hold the same tensors hold the same values.
     """
 
-    tensors: Mapping[str, TensorFacts]
+    tensors: Mapping[str, TensorEntry]
+    sharded: frozenset[str]
     same_as: Mapping[str, str]
     values: Mapping[str, Any]
     blocks: Mapping[str, Block]
     of_rank: Mapping[str, Any]
-    replicas: Replicas = field(default_factory=dict)
+    replicas: Replicas
 
 
 def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor]]:
@@ -87,15 +75,23 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
     if content.generators:
         of_rank["generators"] = content.generators
     several = {name: found for name, found in ranks.items() if len(found) > 1 and name not in content.buffers}
-    brought = Outline(
-        tensors={name: facts_of(held) for name, held in content.tensors.items()},
+    replicas = fingerprints(_readable([content.tensors[name] for name in several], ctx), several)
+    return outline_of(content, written, of_rank, replicas), _readable(written, ctx)
+
+
+def outline_of(
+    content: Content, written: Iterable[Held], of_rank: Mapping[str, Any], replicas: Replicas | None = None
+) -> Outline:
+    """What a rank brings that has a content and writes some of its tensors."""
+    return Outline(
+        tensors={name: TensorEntry(dtype=held.dtype, shape=held.shape) for name, held in content.tensors.items()},
+        sharded=frozenset(name for name, held in content.tensors.items() if held.is_sharded),
         same_as=content.same_as,
         values=content.values,
         blocks={held.name: held.block for held in written},
         of_rank=of_rank,
-        replicas=fingerprints(_readable([content.tensors[name] for name in several], ctx), several),
+        replicas=replicas or {},
     )
-    return brought, _readable(written, ctx)
 
 
 def _readable(tensors: Iterable[Held], ctx: DistContext) -> dict[str, torch.Tensor]:
@@ -120,8 +116,8 @@ def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContex
 def _digests(brought: Outline) -> dict[str, str]:
     """The plain values of each object, and what tensors it has, as hashes to be compared."""
     texts = {key: [json.dumps(value)] for key, value in brought.values.items()}  # a NaN equals itself there
-    for name, facts in brought.tensors.items():
-        texts[name.partition("/")[0]].append(f"{name} {facts.dtype} {facts.shape} {facts.is_sharded};")
+    for name, entry in brought.tensors.items():
+        texts[name.partition("/")[0]].append(f"{name} {entry.dtype} {entry.shape} {name in brought.sharded};")
     for name, origin in brought.same_as.items():
         texts[name.partition("/")[0]].append(f"{name} = {origin};")
     return {key: hashlib.sha256("".join(text).encode()).hexdigest() for key, text in texts.items()}
@@ -130,35 +126,20 @@ def _digests(brought: Outline) -> dict[str, str]:
 # -- the hidden folder -------------------------------------------------------------------------------
 
 
-class Draft:
+class Draft(NamedTuple):
     """The hidden folder of one save and, on the main rank, the lock of the directory.
-
-    Whatever ends the body of `with`: the lock is given back, and after an error the folder is removed.
 
     Attributes:
         hidden: Where the files are written.
         final: Where they appear.
         history: What this job knows of the directory.
+        ending: A context: however it is left, the lock is given back, and after an error the folder is removed.
     """
 
-    def __init__(self, hidden: Path, final: Path, history: History, lock: int | None) -> None:
-        self.hidden = hidden
-        self.final = final
-        self.history = history
-        self._lock = lock
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._lock is None:
-            return
-        if error is not None:
-            shutil.rmtree(self.hidden, ignore_errors=True)
-        _held().discard(self._lock)
-        os.close(self._lock)
+    hidden: Path
+    final: Path
+    history: History
+    ending: contextlib.ExitStack
 
 
 def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draft:
@@ -168,24 +149,26 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
         CheckpointError: Another job saves there, the step is saved already, or a restart would take another one.
         PeerError: It failed on the main rank.
     """
-    held: list[int] = []
     history = history_of(ctx, directory)
+    with contextlib.ExitStack() as ending:
 
-    def start() -> list[str]:
-        held.append(lock(directory))
-        _held().add(held[0])
-        history.check(directory, step, commit.named_folders(directory))
-        return [str(commit.begin(directory, step)), history.name_run()]
+        def start() -> list[str]:
+            handle = lock(directory)
+            _held().add(handle)
+            ending.callback(_unlock, handle)
+            history.check(directory, step, commit.named_folders(directory))
+            folder = commit.begin(directory, step)
+            ending.push(lambda kind, *_: shutil.rmtree(folder, ignore_errors=True) if kind else None)
+            return [str(folder), history.name_run()]
 
-    try:
         hidden, run = from_main(what, ctx, start)
         history.belongs_to(run)
-    except BaseException:
-        for handle in held:
-            _held().discard(handle)
-            os.close(handle)
-        raise
-    return Draft(Path(hidden), commit.target(directory, step), history, held[0] if held else None)
+        return Draft(Path(hidden), commit.target(directory, step), history, ending.pop_all())
+
+
+def _unlock(handle: int) -> None:
+    _held().discard(handle)
+    os.close(handle)
 
 
 def lock(directory: Path) -> int:
@@ -311,12 +294,9 @@ def _manifest(step: int, run: str | None, brought: Outline, parts: Sequence[Mapp
     for part in parts:
         for name, (offsets, shape) in part["blocks"].items():
             pieces[name].append(Piece(file=part["file"], offsets=tuple(offsets), shape=tuple(shape)))
-    tensors = {
-        name: TensorEntry(dtype=facts.dtype, shape=facts.shape, pieces=tuple(pieces[name]))
-        for name, facts in brought.tensors.items()
-    }
+    tensors = {name: replace(entry, pieces=tuple(pieces[name])) for name, entry in brought.tensors.items()}
     for name, origin in brought.same_as.items():
-        tensors[name] = TensorEntry(dtype=tensors[origin].dtype, shape=tensors[origin].shape, same_as=origin)
+        tensors[name] = replace(brought.tensors[origin], same_as=origin)
     manifest = Manifest(
         step=step,
         world_size=len(parts),

@@ -67,16 +67,16 @@ class Reader:
         self._live.append(Transfer(*self._found(name, held), held.local))
 
     def _found(self, name: str, like: Held | None) -> tuple[Stored, Block]:
-        entry = self.manifest.tensors.get(name)
-        if entry is not None and entry.same_as is not None:
-            name, entry = entry.same_as, self.manifest.tensors[entry.same_as]
-        if entry is None:
+        tensors = self.manifest.tensors
+        if name not in tensors:
             raise CheckpointError(
                 f"restore: {name} is not in the checkpoint",
-                found=f"{len(self.manifest.tensors)} other tensors",
+                found=f"{len(tensors)} other tensors",
                 expected="every tensor that its values mention",
                 fix="restore an older checkpoint",
             )
+        name = tensors[name].same_as or name
+        entry = tensors[name]
         if like is not None and entry.shape != like.shape:
             raise CheckpointError(
                 f"restore: {name} has another shape in the checkpoint",

@@ -19,10 +19,10 @@ from weft.checkpoint.format.safetensors_write import check_file, sync_folder
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state.apply import Plan, check_values, load_objects, put_weights, request
-from weft.checkpoint.state.collect import Checkpoint
+from weft.checkpoint.state.collect import Checkpoint, check_state
 from weft.collectives.on_all_ranks import from_main, gathered, on_all
 from weft.context import DistContext
-from weft.errors import CheckpointError, listed, type_error
+from weft.errors import CheckpointError, listed
 
 __all__ = ["Restored", "restore"]
 
@@ -96,13 +96,7 @@ def restore(
         ...     first, weft.restore(state, folder, ctx).step
         (None, 7)
     """
-    if not isinstance(state, Checkpoint):
-        raise type_error(
-            "restore: this is not a state",
-            found=type(state).__name__,
-            expected="what weft.checkpointable returned",
-            fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
-        )
+    check_state("restore", state)
     ctx.require_collective("restore")
     facts = {"directory": str(directory), "objects": list(state.objects), "strict": strict}
     ctx.agree("restore", {**facts, "discard_newer": discard_newer})
@@ -125,8 +119,8 @@ def restore(
         step=manifest.step,
         path=folder,
         world_size=manifest.world_size,
-        missing=plan.fit.missing,
-        unexpected=plan.fit.unexpected,
+        missing=plan.missing,
+        unexpected=plan.unexpected,
         skipped=tuple(skipped),
     )
 

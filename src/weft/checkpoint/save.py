@@ -8,10 +8,11 @@ from pathlib import Path
 from weft.checkpoint.draft import complete, outline, start_draft
 from weft.checkpoint.format.manifest import MAX_STEP
 from weft.checkpoint.format.safetensors_write import write_tensors
-from weft.checkpoint.state.collect import Checkpoint
+from weft.checkpoint.state.collect import Checkpoint, check_state
+from weft.checks import check_count
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
-from weft.errors import CheckpointError, type_error, value_error
+from weft.errors import CheckpointError
 
 __all__ = ["come_together", "save"]
 
@@ -55,7 +56,8 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
     """
     where = come_together("save", state, directory, step, ctx, keep)
     brought, mine = on_all("save", ctx, lambda: outline(state, ctx))
-    with start_draft("save", where, step, ctx) as draft:
+    draft = start_draft("save", where, step, ctx)
+    with draft.ending:
         complete("save", draft, step, brought, lambda path: write_tensors(path, mine), ctx, keep=keep)
     return draft.final
 
@@ -75,7 +77,11 @@ def come_together(
         PeerError: A rank does not come, or failed.
         BaseException: Of the save before it, which ran in the background and failed unseen.
     """
-    _check(what, state, step, keep)
+    check_state(what, state)
+    fix = f"weft.{what}(state, directory, step, ctx, keep=3)"
+    check_count(what, "step", step, least=0, below=MAX_STEP + 1, fix=fix)
+    if keep is not None:
+        check_count(what, "keep", keep, fix=fix)
     ctx.require_collective(what)
     if state.torn:
         raise CheckpointError(
@@ -96,22 +102,3 @@ def _end_of_running(ctx: DistContext) -> None:
     failure = None if background is None else background.finish(math.inf)
     if failure is not None:
         raise failure
-
-
-def _check(what: str, state: Checkpoint, step: int, keep: int | None) -> None:
-    if not isinstance(state, Checkpoint):
-        raise type_error(
-            f"{what}: this is not a state",
-            found=type(state).__name__,
-            expected="what weft.checkpointable returned",
-            fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
-        )
-    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_number and least <= value <= MAX_STEP):
-            raise value_error(
-                f"{what}: {name} = {value!r} cannot be used",
-                found=repr(value),
-                expected=f"a whole number from {least} to {MAX_STEP}",
-                fix=f"weft.{what}(state, directory, step, ctx, keep=3)",
-            )

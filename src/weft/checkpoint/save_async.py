@@ -14,10 +14,11 @@ import math
 import sys
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.draft import Draft, Outline, complete, outline, start_draft
@@ -84,7 +85,8 @@ def save_async(
     beside = replace(ctx, world=saver.open_board(ctx.world))
     brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
     draft = start_draft(_WHAT, where, step, ctx)
-    return saver.start(_Task(draft, step, brought, staged, beside, keep))
+    second_half = partial(complete, _WHAT, draft, step, brought, staged.write, beside, keep=keep)
+    return saver.start(draft, second_half, beside.world)
 
 
 class RunningSave:
@@ -136,18 +138,6 @@ class RunningSave:
         return error
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What the thread needs, besides the program's own objects."""
-
-    draft: Draft
-    step: int
-    brought: Outline
-    staged: Staged
-    ctx: DistContext
-    keep: int | None
-
-
 class _Saver:
     """The saves of one process beside its program: one at a time, in the same memory."""
 
@@ -173,27 +163,17 @@ class _Saver:
             announce(self._board)
         return self._board
 
-    def start(self, task: _Task) -> RunningSave:
+    def start(self, draft: Draft, second_half: Callable[[], None], board: World) -> RunningSave:
         """Start the thread."""
         try:
             thread = ThreadPoolExecutor(1, thread_name_prefix="weft save")
-            running = RunningSave(task.draft.final, thread.submit(self._work, task), thread)
+            running = RunningSave(draft.final, thread.submit(_work, draft, second_half, board), thread)
         except BaseException as error:
-            task.draft.__exit__(type(error), error, None)
+            draft.ending.__exit__(type(error), error, None)
             raise
         thread.shutdown(wait=False)  # it ends after this
         self._running[:] = [running]
         return running
-
-    def _work(self, task: _Task) -> None:
-        """In the thread: the second half of a save."""
-        try:
-            with task.draft:
-                complete(_WHAT, task.draft, task.step, task.brought, task.staged.write, task.ctx, keep=task.keep)
-        except BaseException as error:
-            part(task.ctx.world, error)  # for ranks that still wait for this one
-            traceback.clear_frames(error.__traceback__)  # they hold the copy of the state
-            raise
 
     def finish(self, limit_s: float) -> BaseException | None:
         """See `Background`."""
@@ -230,6 +210,17 @@ class _Stop:
 
     def release(self) -> None:
         """See `Watcher`."""
+
+
+def _work(draft: Draft, second_half: Callable[[], None], board: World) -> None:
+    """In the thread."""
+    try:
+        with draft.ending:
+            second_half()
+    except BaseException as error:
+        part(board, error)  # for ranks that still wait for this one
+        traceback.clear_frames(error.__traceback__)  # they hold the copy of the state
+        raise
 
 
 def _saver_of(world: World) -> _Saver:

@@ -18,7 +18,7 @@ from weft.checkpoint.format.safetensors_write import file_head, write_parts
 
 __all__ = ["Staged", "Staging"]
 
-_PINNED_BYTES = 64 * 2**20  # torch rounds pinned memory up to a power of two; blocks of one waste nothing
+_BLOCK_BYTES = 64 * 2**20  # torch rounds pinned memory up to a power of two; blocks of one waste nothing
 _PART_BYTES = 4 * 2**20
 _PIECE_BYTES = 16 * 2**20
 
@@ -75,12 +75,11 @@ class Staging:
 
     def _take(self, total: int, device: torch.device) -> None:
         """Have memory of at least so many bytes, and not much more."""
-        pinned = device.type != "cpu"
-        held = sum(block.numel() for block in self._blocks)
-        if not self._blocks or not total <= held <= 2 * total + _PINNED_BYTES or self._pinned != pinned:
+        pinned, number = device.type != "cpu", max(-(-total // _BLOCK_BYTES), 1)
+        if not number <= len(self._blocks) <= 2 * number or self._pinned != pinned:
             self._blocks.clear()  # before there is new memory
             self._pinned = pinned
-            self._blocks += _pinned_blocks(total) if pinned else [torch.empty(max(total, 1), dtype=torch.uint8)]
+            self._blocks += [torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(number)]
 
     def _put(self, place: int, part: torch.Tensor) -> None:
         """Copy bytes to a place, counted over all blocks."""
@@ -112,9 +111,3 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor; without a copy if it lies in one piece."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _pinned_blocks(size: int) -> list[torch.Tensor]:
-    """Memory that a device copies into at full speed."""
-    number = max(-(-size // _PINNED_BYTES), 1)
-    return [torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(number)]

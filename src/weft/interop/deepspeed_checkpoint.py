@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.checkpoint.draft import Outline, complete, facts_of, start_draft
+from weft.checkpoint.draft import Outline, complete, outline_of, start_draft
 from weft.checkpoint.format.safetensors_write import write_tensors
-from weft.checkpoint.format.tensor_blocks import Held, hold
+from weft.checkpoint.format.tensor_blocks import hold
 from weft.checkpoint.history import history_of
+from weft.checkpoint.state.collect import Content
 from weft.checkpoint.state.json_values import encode
 from weft.context import local
 from weft.engines import guest
@@ -82,7 +83,8 @@ def import_deepspeed(
     ctx = local()
     source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
     history_of(ctx, Path(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
-    with start_draft("import_deepspeed", Path(directory), found.step, ctx) as draft:
+    draft = start_draft("import_deepspeed", Path(directory), found.step, ctx)
+    with draft.ending:
         write = partial(write_tensors, tensors=tensors)
         complete("import_deepspeed", draft, found.step, brought, write, ctx, keep=None)
     return draft.final
@@ -90,20 +92,19 @@ def import_deepspeed(
 
 def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
     """What `weft.save` would have brought for a model and its optimizer."""
-    tensors: dict[str, Held] = {}
-    same_as: dict[str, str] = {}
+    values: dict[str, Any] = {"model": {"extra": {}, "transforms": {}}}
+    content = Content(values=values)
     first: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in found.weights.items():
         origin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
         if origin == name:
-            tensors[f"model/{name}"] = hold(f"model/{name}", tensor.contiguous())
+            content.tensors[f"model/{name}"] = hold(f"model/{name}", tensor.contiguous())
         else:
-            same_as[f"model/{name}"] = f"model/{origin}"
-    values: dict[str, Any] = {"model": {"extra": {}, "transforms": {}}}
+            content.same_as[f"model/{name}"] = f"model/{origin}"
     if found.groups:
         values["optimizer"] = {
             "state": {
-                f"model/{name}": encode(f"optimizer/state/model/{name}", state, tensors)
+                f"model/{name}": encode(f"optimizer/state/model/{name}", state, content.tensors)
                 for group in found.groups
                 for name, state in group.state.items()
                 if state
@@ -111,20 +112,13 @@ def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:
             "groups": [
                 {
                     "params": [f"model/{name}" for name in group.state],
-                    "options": encode(f"optimizer/groups/{index}", group.options, tensors),
+                    "options": encode(f"optimizer/groups/{index}", group.options, content.tensors),
                 }
                 for index, group in enumerate(found.groups)
             ],
         }
-    written = [held for held in tensors.values() if held.block.size]
-    brought = Outline(
-        tensors={name: facts_of(held) for name, held in tensors.items()},
-        same_as=same_as,
-        values=values,
-        blocks={held.name: held.block for held in written},
-        of_rank={"rng": None},
-    )
-    return brought, {held.name: held.local for held in written}
+    written = [held for held in content.tensors.values() if held.block.size]
+    return outline_of(content, written, {"rng": None}), {held.name: held.local for held in written}
 
 
 # -- what lies in the folder ---------------------------------------------------------------------------

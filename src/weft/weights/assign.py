@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.checkpoint.format.dtypes import of_one_kind
-from weft.checkpoint.format.safetensors_write import check_file
 from weft.checkpoint.format.tensor_blocks import hold, writers
 from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, transfer
 from weft.checkpoint.state.collect import tell_keepers
@@ -86,10 +85,7 @@ class Placement:
         self._source = source
         self._module = module
         held = targets(what, module, elsewhere)
-        known = {name for target in held for name in target.names}
-        self.missing = tuple(one.names[0] for one in held if not any(name in source.tensors for name in one.names))
-        self.unexpected = tuple(name for name in source.tensors if name not in known)
-        _check_fit(what, module, source, held, self.missing, self.unexpected, strict=strict)
+        self.missing, self.unexpected = _compare(what, module, source, held, strict=strict)
         self._dtypes = {id(one.tensor): _wanted(one.tensor, dtype) for one in held}
         changed = [one for one in held if self._dtypes[id(one.tensor)] != one.tensor.dtype]
         _check_dtypes(what, module, changed, ctx)
@@ -117,11 +113,8 @@ class Placement:
         Raises:
             CheckpointError: One is damaged; the text names it.
         """
-        manifest = self._source.manifest
-        if manifest is not None:
-            used = sorted({piece.file for move in self._moves for piece in move.stored[0].entry.pieces})
-            for name in used[self._ctx.rank :: self._ctx.world_size]:
-                check_file(self._source.path, name, manifest)
+        used = (move.stored[0] for move in self._moves)
+        self._source.verify(used, number=self._ctx.rank, of=self._ctx.world_size)
 
     def read(self) -> None:
         """Read this rank's share: into the memory of tensors that were on meta, else aside.
@@ -178,16 +171,17 @@ class Placement:
 # -- does it fit -------------------------------------------------------------------------------------
 
 
-def _check_fit(
-    what: str,
-    module: nn.Module,
-    source: Source,
-    held: list[Target],
-    missing: tuple[str, ...],
-    unexpected: tuple[str, ...],
-    *,
-    strict: bool,
-) -> None:
+def _compare(
+    what: str, module: nn.Module, source: Source, held: list[Target], *, strict: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names that only the module has, and names that only the files have.
+
+    Raises:
+        CheckpointError: There are such names and `strict`; or a shape or a kind of numbers differs.
+    """
+    known = {name for target in held for name in target.names}
+    missing = tuple(one.names[0] for one in held if source.tensors.keys().isdisjoint(one.names))
+    unexpected = tuple(name for name in source.tensors if name not in known)
     wrong = [
         f"{name}: {stored.entry.dtype} {stored.entry.shape} for {str(one.tensor.dtype).removeprefix('torch.')} "
         f"{tuple(one.tensor.shape)}"
@@ -197,7 +191,7 @@ def _check_fit(
         if stored.entry.shape != tuple(one.tensor.shape) or not of_one_kind(stored.dtype, one.tensor.dtype)
     ]
     if not wrong and not (strict and (missing or unexpected)):
-        return
+        return missing, unexpected
     found = [f"in the file and in the module: {listed(wrong)}"] if wrong else []
     found += [f"not in the file: {listed(missing)}"] if missing and strict else []
     found += [f"only in the file: {listed(unexpected)}"] if unexpected and strict else []

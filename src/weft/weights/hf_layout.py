@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.checkpoint.format.safetensors_write import check_file, file_head, write_parts, write_text
+from weft.checkpoint.format.safetensors_write import file_head, write_parts, write_text
 from weft.checkpoint.format.tensor_blocks import memory_of, whole
 from weft.checkpoint.format.transfer import Stored, in_parts
 from weft.contract.select_modules import Names, fits_pattern
@@ -57,6 +57,10 @@ class Tensor(NamedTuple):
         """In bytes."""
         return math.prod(self.stored.entry.shape) * self.dtype.itemsize
 
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of its shape and dtype."""
+        return torch.empty(self.stored.entry.shape, dtype=self.dtype, device="meta")
+
 
 class Plan:
     """What is written into which file."""
@@ -86,17 +90,17 @@ class Plan:
                 fix='rename=lambda name: "model." + name',
             )
         self._source = source
-        self._name = name
         self._tensors = _named(_chosen(source, filter), dtype, rename)
-        self._shards = _shards(self._tensors, limit)
+        shards = _shards(self._tensors, limit)
+        many = len(shards)
+        self._names = {f"{name}-{number:05d}-of-{many:05d}.safetensors": one for number, one in enumerate(shards, 1)}
+        if many == 1:
+            self._names = {f"{name}.safetensors": shards[0]}
+        self._index = [f"{name}.safetensors.index.json"] if many > 1 else []
 
     def files(self) -> list[str]:
         """Names of the files, the index last."""
-        many = len(self._shards)
-        if many == 1:
-            return [f"{self._name}.safetensors"]
-        shards = [f"{self._name}-{number:05d}-of-{many:05d}.safetensors" for number in range(1, many + 1)]
-        return [*shards, f"{self._name}.safetensors.index.json"]
+        return [*self._names, *self._index]
 
     def verify(self) -> None:
         """Compare the files that are read with their hashes.
@@ -104,23 +108,18 @@ class Plan:
         Raises:
             CheckpointError: One is damaged.
         """
-        manifest = self._source.manifest
-        assert manifest is not None
-        for file in sorted({piece.file for one in self._tensors.values() for piece in one.stored.entry.pieces}):
-            check_file(self._source.path, file, manifest)
+        self._source.verify(one.stored for one in self._tensors.values())
 
     def write(self, folder: Path) -> None:
         """Write everything, and wait until it is on the disk."""
-        files = self.files()
-        for file, names in zip(files, self._shards, strict=False):
-            like = {name: _on_meta(self._tensors[name]) for name in names}
-            head, order = file_head(like, {"format": "pt"})
+        for file, names in self._names.items():
+            head, order = file_head({name: self._tensors[name].on_meta() for name in names}, {"format": "pt"})
             write_parts(folder / file, self._bytes(head, order))
-        if len(files) > 1:
-            places = {name: file for file, names in zip(files, self._shards, strict=False) for name in names}
+        for file in self._index:
+            places = {name: shard for shard, names in self._names.items() for name in names}
             size = sum(one.size for one in self._tensors.values())
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-            write_text(folder / files[-1], json.dumps(index, indent=2) + "\n")
+            write_text(folder / file, json.dumps(index, indent=2) + "\n")
 
     def _bytes(self, head: bytes, order: list[str]) -> Iterator[Any]:
         yield head
@@ -128,10 +127,6 @@ class Plan:
             stored, dtype = self._tensors[name]
             for _, values in in_parts(self._source.files, stored, whole(stored.entry.shape), dtype):
                 yield memory_of(values)
-
-
-def _on_meta(tensor: Tensor) -> torch.Tensor:
-    return torch.empty(tensor.stored.entry.shape, dtype=tensor.dtype, device="meta")
 
 
 def _chosen(source: Source, filter: Names | None) -> dict[str, Stored]:

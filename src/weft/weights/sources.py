@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,6 +12,7 @@ import torch
 from weft.checkpoint.format.commit import folders, latest
 from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, read_manifest
 from weft.checkpoint.format.safetensors_read import TensorFiles
+from weft.checkpoint.format.safetensors_write import check_file
 from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Stored
 from weft.errors import CheckpointError, listed, value_error
@@ -37,6 +39,17 @@ class Source(NamedTuple):
     tensors: dict[str, Stored]
     files: TensorFiles
     manifest: Manifest | None = None
+
+    def verify(self, used: Iterable[Stored], *, number: int = 0, of: int = 1) -> None:
+        """Compare the files that tensors of a checkpoint lie in with their hashes: one in `of` files, from a number.
+
+        Raises:
+            CheckpointError: One is damaged; the text names it.
+            OSError: One cannot be read.
+        """
+        if self.manifest is not None:
+            for file in sorted({piece.file for one in used for piece in one.entry.pieces})[number::of]:
+                check_file(self.path, file, self.manifest)
 
 
 def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -111,9 +111,6 @@ class TensorFiles:
         )
 
     def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
-        found = self._opened.get(file)
-        if found is not None:
-            return found
         with self._opening:
             if file not in self._opened:
                 self._opened[file] = open_tensors(self._places[file])

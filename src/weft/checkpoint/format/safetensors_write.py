@@ -16,14 +16,11 @@ import torch
 from weft.checkpoint.format.hashes import HASHES, best_hash, new_hash
 from weft.checkpoint.format.manifest import DTYPES, Damage, FileEntry, Manifest, raise_if_unreadable
 from weft.checkpoint.format.tensor_blocks import memory_of
-from weft.errors import message
 
 __all__ = [
     "check_file",
-    "damage_text",
     "digest_of",
     "file_head",
-    "other_bytes",
     "sync_folder",
     "write_parts",
     "write_tensors",
@@ -124,29 +121,18 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
         elif state.st_size != entry.bytes:
             found = f"{state.st_size} bytes"
         elif content and digest_of(path, entry.hash) != entry.digest:
-            found = other_bytes(entry)
+            found = f"other bytes than were written ({HASHES[entry.hash][0]} differs)"
     except OSError as error:
         raise_if_unreadable(error)
         found = "no such file"
     if found is not None:
-        raise Damage(damage_text(folder, name, manifest, found))
-
-
-def other_bytes(entry: FileEntry) -> str:
-    """What was found where the hash differs."""
-    return f"other bytes than were written ({HASHES[entry.hash][0]} differs)"
-
-
-def damage_text(folder: Path, name: str, manifest: Manifest, found: str) -> str:
-    """What to say of a file that is not the one that was saved; names a tensor it holds."""
-    entry = manifest.files[name]
-    held = [tensor for tensor, value in manifest.tensors.items() if any(p.file == name for p in value.pieces)]
-    return message(
-        f"{folder / name} is damaged",
-        found=f"{found}; it holds {', '.join(held[:3]) or 'no tensors'}{', ...' if len(held) > 3 else ''}",
-        expected=f"the file that was saved: {entry.bytes} bytes, {HASHES[entry.hash][0]} {entry.digest[:12]}...",
-        fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is whole",
-    )
+        held = [tensor for tensor, value in manifest.tensors.items() if any(p.file == name for p in value.pieces)]
+        raise Damage(
+            f"{path} is damaged",
+            found=f"{found}; it holds {', '.join(held[:3]) or 'no tensors'}{', ...' if len(held) > 3 else ''}",
+            expected=f"the file that was saved: {entry.bytes} bytes, {HASHES[entry.hash][0]} {entry.digest[:12]}...",
+            fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is whole",
+        )
 
 
 def digest_of(path: Path, kind: str) -> str:

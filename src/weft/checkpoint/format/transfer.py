@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -49,33 +48,27 @@ def transfer(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int
         ValueError: Values do not fit into another dtype.
         OSError: A file cannot be read.
     """
-    todo = deque(sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key)))  # as `file_head` has it
+    ordered = sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key))  # as `file_head` has it
+    rest = iter(ordered)  # of all threads
 
     def work() -> None:
         try:
             with torch.no_grad():
-                while (one := _next(todo)) is not None:
+                for one in rest:
                     _read(files, one)
         except BaseException:
-            todo.clear()  # the other threads stop too
+            ordered.clear()  # the other threads stop too
             raise
 
-    if any(one.out.device.type != "cpu" for one in todo):
+    if any(one.out.device.type != "cpu" for one in ordered):
         num_threads = 1
-    number = min(num_threads, 1 + sum(one.out.nbytes for one in todo) // _THREAD_BYTES)
+    number = min(num_threads, 1 + sum(one.out.nbytes for one in ordered) // _THREAD_BYTES)
     if number == 1:
         work()
         return
     with ThreadPoolExecutor(number, thread_name_prefix="weft-read") as threads:
         for result in [threads.submit(work) for _ in range(number)]:
             result.result()
-
-
-def _next(todo: deque[Transfer]) -> Transfer | None:
-    try:
-        return todo.popleft()
-    except IndexError:
-        return None
 
 
 def _read(files: TensorFiles, one: Transfer) -> None:

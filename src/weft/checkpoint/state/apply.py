@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,46 +50,43 @@ from weft.errors import CheckpointError, listed
 __all__ = ["Plan", "check_values", "load_objects", "put_weights", "request"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Plan:
     """What a checkpoint gives this rank: found to fit, and requested.
 
     Attributes:
         state: Whose objects.
         reader: Of the files.
-        fit: How the checkpoint and the state fit each other.
+        live: The state as it is.
+        weights: Tensors of modules: their names in the checkpoint; several for a tied one that was saved as several.
+        missing: Names that the state has and the checkpoint has not.
+        unexpected: Names that only the checkpoint has.
         loaded: What the objects load, by name; it has its values after `read_new`.
         set_random: Sets the random states, if they belong to the state.
     """
 
     state: Checkpoint
     reader: Reader
-    fit: _Fit
-    loaded: Mapping[str, Any]
-    set_random: Callable[[], None] | None
-
-
-class _Fit(NamedTuple):
-    """How a checkpoint and the state fit each other.
-
-    Attributes:
-        live: The state as it is.
-        weights: Tensors of modules: their names in the checkpoint; several for a tied one that was saved as several.
-        missing: Names that the state has and the checkpoint has not.
-        unexpected: Names that only the checkpoint has.
-    """
-
     live: Content
     weights: Mapping[str, list[str]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    loaded: Mapping[str, Any]
+    set_random: Callable[[], None] | None
 
 
 # -- does it fit -------------------------------------------------------------------------------------
 
 
-def _compare(state: Checkpoint, reader: Reader, *, strict: bool) -> _Fit:
-    live, entries = collect(state, to_save=False), reader.manifest.tensors
+def _compare(
+    state: Checkpoint, live: Content, reader: Reader, *, strict: bool
+) -> tuple[dict[str, list[str]], tuple[str, ...], tuple[str, ...]]:
+    """What weights are called in the checkpoint, names that only the state has, and names that only it has.
+
+    Raises:
+        CheckpointError: There are such names and `strict`; or a shape or a kind of numbers differs.
+    """
+    entries = reader.manifest.tensors
     tied = {name: [name] for name in live.tensors}  # all names of each tensor
     for name, origin in live.same_as.items():
         tied[origin].append(name)
@@ -99,18 +96,18 @@ def _compare(state: Checkpoint, reader: Reader, *, strict: bool) -> _Fit:
     names_here, names_there = set(here), set(there)
     missing = tuple(name for name in here if names_there.isdisjoint(all_names.get(name, [name])))
     unexpected = tuple(name for name in there if name not in names_here)
-    stored = {
-        held.name: [name for name in tied[held.name] if name in entries and _is_weight(state, name)]
-        for held in live.tensors.values()
-    }
     shapes: list[str] = []
     kinds: list[str] = []
+    weights: dict[str, list[str]] = {}
     for held in live.tensors.values():
-        for name in stored[held.name]:
-            if entries[name].shape != held.shape:
-                shapes.append(f"{name} of shape {entries[name].shape}, not {held.shape}")
-            if not of_one_kind(getattr(torch, entries[name].dtype), held.tensor.dtype):
-                kinds.append(f"{name} of {entries[name].dtype}, not {held.dtype}")
+        for name in tied[held.name]:
+            if name in entries and _is_weight(state, name):
+                entry = entries[name]
+                if entry.shape != held.shape:
+                    shapes.append(f"{name} of shape {entry.shape}, not {held.shape}")
+                if not of_one_kind(getattr(torch, entry.dtype), held.tensor.dtype):
+                    kinds.append(f"{name} of {entry.dtype}, not {held.dtype}")
+                weights.setdefault(held.name, []).append(entry.same_as or name)
     wrong: dict[str, Sequence[str]] = {"shapes": shapes, "kinds of numbers": kinds}
     wrong |= {"not in the checkpoint": missing, "only in the checkpoint": unexpected}
     if shapes or kinds or (strict and (missing or unexpected)):
@@ -120,10 +117,7 @@ def _compare(state: Checkpoint, reader: Reader, *, strict: bool) -> _Fit:
             expected="the objects, names and shapes that were saved",
             fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
         )
-    weights = {
-        name: list(dict.fromkeys(entries[one].same_as or one for one in names)) for name, names in stored.items()
-    }
-    return _Fit(live, {name: names for name, names in weights.items() if names}, missing, unexpected)
+    return {name: list(dict.fromkeys(names)) for name, names in weights.items()}, missing, unexpected
 
 
 def check_values(plan: Plan) -> None:
@@ -132,16 +126,16 @@ def check_values(plan: Plan) -> None:
     Raises:
         CheckpointError: Those of one of two tensors would be, or numbers too large for their dtype.
     """
-    reader, live = plan.reader, plan.fit.live.tensors
+    reader, live = plan.reader, plan.live.tensors
     wrong = [
         f"{name} and {other} are one tensor, and have two values in the checkpoint"
-        for name, (stored, *others) in plan.fit.weights.items()
+        for name, (stored, *others) in plan.weights.items()
         for other in others
         if not reader.are_equal(stored, other, live[name])
     ]
     wrong += [
         f"{name} has numbers that {live[name].dtype} does not have"
-        for name, (stored, *_) in plan.fit.weights.items()
+        for name, (stored, *_) in plan.weights.items()
         if not reader.fits(stored, live[name])
     ]
     if wrong:
@@ -169,13 +163,13 @@ def request(state: Checkpoint, reader: Reader, ctx: DistContext, *, strict: bool
         CheckpointError: It does not fit, or its values cannot be used.
         OSError: A file cannot be read.
     """
-    fit = _compare(state, reader, strict=strict)
-    for name, stored in fit.weights.items():
-        reader.request_into(stored[0], fit.live.tensors[name])
-    loaded = {
-        key: _requested(key, state, fit.live, reader, ctx) for key in state.objects if key in reader.manifest.values
-    }
-    return Plan(state=state, reader=reader, fit=fit, loaded=loaded, set_random=_random(state, reader, ctx))
+    live = collect(state, to_save=False)
+    weights, missing, unexpected = _compare(state, live, reader, strict=strict)
+    for name, stored in weights.items():
+        reader.request_into(stored[0], live.tensors[name])
+    saved = reader.manifest.values
+    loaded = {key: _requested(key, state, live, reader, ctx) for key in state.objects if key in saved}
+    return Plan(state, reader, live, weights, missing, unexpected, loaded, _random(state, reader, ctx))
 
 
 def _requested(key: str, state: Checkpoint, live: Content, reader: Reader, ctx: DistContext) -> Any:
@@ -338,8 +332,8 @@ def put_weights(plan: Plan, ctx: DistContext) -> None:
     for key, obj in plan.state.objects.items():
         if isinstance(obj, nn.Module):
             names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
-            live = plan.fit.live.tensors
-            tell_keepers(obj, {one: live[name].tensor for one, name in names.items() if name in plan.fit.weights})
+            live = plan.live.tensors
+            tell_keepers(obj, {one: live[name].tensor for one, name in names.items() if name in plan.weights})
     values_replaced(plan.state.objects.values(), ctx)
     if plan.set_random is not None:
         plan.set_random()
@@ -390,8 +384,7 @@ def _may_be_overwritten(held: Held, parameter: torch.Tensor, entry: TensorEntry)
         bool(entry.shape)  # counters are few bytes, and torch gives them another dtype
         and (entry.shape, entry.dtype) == (held.shape, held.dtype)
         and (held.tensor.dtype, held.tensor.device) == (parameter.dtype, parameter.device)
-        and held.tensor.is_contiguous()
-        and not held.is_sharded
+        and held.local.is_contiguous()
     )
 
 

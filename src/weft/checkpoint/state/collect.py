@@ -3,7 +3,7 @@
 [Note: names] A module's tensors are `<object>/<key of its state_dict>`, an optimizer's state is
 `<object>/state/<name of the parameter>/<key>`: names of parameters and not numbers, so that order and
 grouping may be looked at and cut in any way. Values are JSON; tuples, dicts with other keys than
-strings and places of tensors are marked in it (values.py).
+strings and places of tensors are marked in it (json_values.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "Content",
     "Stateful",
     "check_memory",
+    "check_state",
     "checkpointable",
     "collect",
     "is_extra",
@@ -126,6 +127,21 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
         targets=tuple(type(obj).__name__ for obj in objects.values()),
     )
     return state, replace(ctx, applied=(*ctx.applied, record))
+
+
+def check_state(what: str, state: object) -> None:
+    """Raise unless this is what `checkpointable` returned.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(state, Checkpoint):
+        raise type_error(
+            f"{what}: this is not a state",
+            found=type(state).__name__,
+            expected="what weft.checkpointable returned",
+            fix='state, ctx = weft.checkpointable({"model": model}, ctx)',
+        )
 
 
 def _unwrapped(obj: Any) -> Any:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from weft.checkpoint.state.rng_state import numpy_state, python_state, to_hex
+from weft.checkpoint.state.rng_state import numpy_json, numpy_state, python_json, python_state, to_hex, torch_state
 
 __all__ = ["Generator", "generator_kind", "generator_state", "is_generator", "prepare_generator", "restored_from"]
 
@@ -44,12 +45,10 @@ def generator_state(generator: Generator) -> Any:
     if isinstance(generator, torch.Generator):
         return to_hex(generator.get_state())
     if isinstance(generator, _Python):
-        version, numbers, gauss = generator.getstate()
-        return [version, to_hex(numbers, "<u4"), gauss]
+        return python_json(*generator.getstate())
     if isinstance(generator, np.random.Generator):
         return _plain(generator.bit_generator.state)
-    kind, keys, place, has_gauss, cached = generator.get_state(legacy=True)
-    return [str(kind), to_hex(keys, "<u4"), int(place), int(has_gauss), float(cached)]
+    return numpy_json(*generator.get_state(legacy=True))
 
 
 def restored_from(states: Sequence[Any], rank: int, world_size: int) -> Any:
@@ -73,43 +72,30 @@ def prepare_generator(generator: Generator, state: Any, *, new: tuple[int, int, 
     if state is None:
         return _seed(generator, zlib.crc32(" ".join(map(str, new)).encode()))
     if isinstance(generator, torch.Generator):
-        values = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+        values = torch_state(state)
         try:
             torch.Generator(generator.device).set_state(values)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        return lambda: generator.set_state(values)
+        return partial(generator.set_state, values)
     if isinstance(generator, _Python):
-        python = python_state(*state)
-        _Python().setstate(python)
-        return lambda: generator.setstate(python)
+        return partial(generator.setstate, python_state(*state))
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         like: Any = bits.state
         numpy = _like(like, state)
         type(bits)().state = numpy
-
-        def apply() -> None:
-            bits.state = numpy
-
-        return apply
-    legacy = numpy_state(*state)
-    np.random.RandomState().set_state(legacy)
-    return lambda: generator.set_state(legacy)
+        return partial(setattr, bits, "state", numpy)
+    return partial(generator.set_state, numpy_state(*state))
 
 
 def _seed(generator: Generator, seed: int) -> Callable[[], object]:
     if isinstance(generator, torch.Generator):
-        return lambda: generator.manual_seed(seed)
+        return partial(generator.manual_seed, seed)
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
-        fresh: Any = type(bits)(seed).state
-
-        def apply() -> None:
-            bits.state = fresh
-
-        return apply
-    return lambda: generator.seed(seed)
+        return partial(setattr, bits, "state", type(bits)(seed).state)
+    return partial(generator.seed, seed)
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,17 @@ from weft.context import DistContext
 from weft.errors import CheckpointError
 from weft.tensors.rng_state import RngState
 
-__all__ = ["drawn_state", "numpy_state", "prepare_random_state", "python_state", "random_state", "to_hex"]
+__all__ = [
+    "drawn_state",
+    "numpy_json",
+    "numpy_state",
+    "prepare_random_state",
+    "python_json",
+    "python_state",
+    "random_state",
+    "to_hex",
+    "torch_state",
+]
 
 
 _KEYS = 624  # words of a Mersenne twister
@@ -23,13 +33,7 @@ _KEYS = 624  # words of a Mersenne twister
 def random_state(ctx: DistContext) -> dict[str, Any]:
     """The random states of this rank, as JSON."""
     now = RngState.capture(ctx.device, ctx.engine)
-    version, numbers, gauss = now.python
-    kind, keys, place, has_gauss, cached = now.numpy
-    found: dict[str, Any] = {
-        "python": [version, to_hex(numbers, "<u4"), gauss],
-        "numpy": [str(kind), to_hex(keys, "<u4"), int(place), int(has_gauss), float(cached)],
-        "torch": to_hex(now.cpu),
-    }
+    found = {"python": python_json(*now.python), "numpy": numpy_json(*now.numpy), "torch": to_hex(now.cpu)}
     if now.device is not None:
         found[ctx.device.type] = to_hex(now.device)
     return found
@@ -44,22 +48,35 @@ def _numbers(text: str) -> Any:
     return np.frombuffer(bytes.fromhex(text), dtype="<u4").astype(np.uint32)
 
 
-def _state(text: str) -> torch.Tensor:
+def torch_state(text: str) -> torch.Tensor:
+    """The state that `set_state` of a generator of torch takes, of hexadecimal digits."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def python_json(version: int, numbers: Sequence[int], gauss: float | None) -> list[Any]:
+    """The state of `random.getstate` as JSON."""
+    return [version, to_hex(numbers, "<u4"), gauss]
+
+
+def numpy_json(kind: Any, keys: Any, place: Any, has_gauss: Any, cached: Any) -> list[Any]:
+    """The state of `numpy.random.get_state` as JSON."""
+    return [str(kind), to_hex(keys, "<u4"), int(place), int(has_gauss), float(cached)]
 
 
 # `random` and numpy take values on trust that harm later draws (numpy reads beyond its keys), so they are checked here.
 
 
 def python_state(version: int, numbers: str, gauss: float | None) -> tuple[int, tuple[int, ...], float | None]:
-    """The state that `random.setstate` takes, of what `random_state` gives."""
+    """The state that `random.setstate` takes, of what `python_json` gives."""
     if not (gauss is None or type(gauss) in (int, float)):
         raise ValueError(f"{gauss!r} as the next normal number of python")
-    return version, tuple(_numbers(numbers).tolist()), gauss
+    state = version, tuple(_numbers(numbers).tolist()), gauss
+    random.Random().setstate(state)  # noqa: S311  (states, no secrets)
+    return state
 
 
 def numpy_state(kind: str, keys: str, place: int, has_gauss: int, cached: float) -> tuple[str, Any, int, int, float]:
-    """The state that `numpy.random.set_state` takes, of what `random_state` gives."""
+    """The state that `numpy.random.set_state` takes, of what `numpy_json` gives."""
     words = _numbers(keys)
     if kind != "MT19937" or words.shape != (_KEYS,):
         raise ValueError(f"{kind!r} with {words.size} keys as the state of numpy, where MT19937 has {_KEYS}")
@@ -77,10 +94,8 @@ def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable
     device, engine = ctx.device, ctx.engine
     try:
         python, numpy = python_state(*found["python"]), numpy_state(*found["numpy"])
-        cpu = _state(found["torch"])
-        other = _state(found[device.type]) if device.type in found else None
-        random.Random().setstate(python)  # noqa: S311  (states, no secrets)
-        np.random.RandomState().set_state(numpy)
+        cpu = torch_state(found["torch"])
+        other = torch_state(found[device.type]) if device.type in found else None
         torch.Generator().set_state(cpu)
         if other is not None:
             engine.check_rng_state(device, other)
