@@ -269,7 +269,7 @@ def test_another_torch_is_refused_before_anything_is_imported(tmp_path):
 
 TPU = """
 import torch, torch.distributed as dist, weft
-from weft.engines import TorchEngine, engine_for
+from weft.engines import Spmd, TorchEngine, engine_for
 
 try:
     weft.start(device="tpu")
@@ -285,7 +285,7 @@ torch.accelerator.device_count = lambda: 4
 engine = engine_for("tpu")
 print(type(engine) is TorchEngine)
 print([str(engine.device(request, 5, 8)) for request in ("tpu", "tpu:3", None)], engine.backend(torch.device("tpu", 1)))
-print(engine.on_mesh((("data", 8),), ("data",), torch.device("tpu", 1), 8)[1], engine.refusal(torch.float16))
+print(isinstance(engine, Spmd))
 """
 
 
@@ -296,5 +296,5 @@ def test_a_tpu_of_torch_tpu_takes_the_engine_of_torch():
     assert done.stdout.splitlines()[-3:] == [
         "True",
         "['tpu:1', 'tpu:3', 'tpu:1'] cpu:gloo,tpu:tpu_dist",
-        "(('data', 8),) None",
+        "False",
     ], done.stdout + done.stderr

@@ -8,7 +8,8 @@ library.py          DeepSpeed itself, and what it leaves in the process taken ba
 ds_config.py        its configuration, with what the pipeline owns filled in
 build.py            an engine around a module and an optimizer
 buffers.py          where its optimizers keep gradients, weights and state
-optimizer_state.py  parameters and state in the form of all strategies
+parameters.py       parameters in the form of all strategies
+optimizer_state.py  the state of an optimizer in that form
 backward.py         backward passes of a plain loop, as those buffers see them
 step.py             a step, made by DeepSpeed
 stand_ins.py        what stands in `p.grad` for gradients that lie there

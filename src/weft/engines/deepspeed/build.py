@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.engines.deepspeed.buffers import Buffers, BuffersOfStage3, BuffersOfStages12
 from weft.engines.deepspeed.library import Attributes, GroupView, deepspeed, quietly, without_broadcasts
-from weft.engines.deepspeed.optimizer_state import State
+from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.deepspeed.partition import Partition, PartitionOptions
 from weft.errors import value_error
 
@@ -85,13 +85,13 @@ def partition(
     engine.enable_backward_allreduce = False
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    state = State(module, buffers, group, mesh, gathering, attributes)
+    parameters = Parameters(module, buffers, group, mesh, gathering, attributes)
     return Partition(
         module,
         optimizer,
         engine,
         buffers,
-        state,
+        parameters,
         options=options,
         group=group,
         view=view,

@@ -18,7 +18,8 @@ from torch import nn
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
 from weft.engines.deepspeed.library import GroupView, Lent
-from weft.engines.deepspeed.optimizer_state import State
+from weft.engines.deepspeed.optimizer_state import OptimizerState
+from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.deepspeed.stand_ins import StandIns
 from weft.engines.deepspeed.step import Step
 from weft.engines.peers import Peers
@@ -68,7 +69,7 @@ class Partition:
         optimizer: torch.optim.Optimizer,
         engine: Any,
         buffers: Buffers,
-        state: State,
+        parameters: Parameters,
         *,
         options: PartitionOptions,
         group: dist.ProcessGroup,
@@ -85,7 +86,8 @@ class Partition:
         self._module = weakref.ref(module)
         self._optimizer = weakref.ref(optimizer)
         self._buffers = buffers
-        self._state = state
+        self._parameters = parameters
+        self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = StandIns(type(module).__name__, self._names, buffers, group)
         has_buffers = any(True for _ in module.buffers())
@@ -143,7 +145,7 @@ class Partition:
         self._group = None
         self._passes.release()
         self._stand_ins.release()
-        self._state.release()
+        self._parameters.release()
         self._view.release()
 
     def parameter_shards(self) -> dict[str, torch.Tensor]:
@@ -151,29 +153,29 @@ class Partition:
 
         Collectives: one message per parameter.
         """
-        return self._state.parameter_shards() if self.stage == 3 else {}
+        return self._parameters.parameter_shards() if self.stage == 3 else {}
 
     def parameters_changed(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Take values: of `shards` for the parameters in it, of the module for all others."""
         module = self._module()
         if module is not None:
-            self._state.set_parameters(shards)
+            self._parameters.set_parameters(shards)
         for parameter in self._names:
             self._buffers.take_weights(parameter)
         self._step.note_versions()
 
     def state_layout(self, name: str) -> torch.Tensor | None:
         """A tensor without values, cut up as the optimizer's state of this parameter is shown."""
-        return self._state.layout(name)
+        return self._parameters.layout(name)
 
     def gathered(self, *, write: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which the module holds whole parameters; see `weft.full_params`."""
-        return self._state.gathered(write=write, then=lambda: self.parameters_changed({}))
+        return self._parameters.gathered(write=write, then=lambda: self.parameters_changed({}))
 
     def full_gradient(self, name: str) -> torch.Tensor | None:
         """A gradient from all ranks, whole. Collectives: one message."""
         found = self._stand_ins.named(name)
-        return None if found is None else self._state.whole(*found)
+        return None if found is None else self._parameters.whole(*found)
 
     def undo(self) -> None:
         """Make the parameters plain again, and give the optimizer its state. Collectives: of both."""
@@ -183,7 +185,7 @@ class Partition:
             self._state.show(optimizer, whole=True)
         self._removable.remove()
         if module is not None:
-            self._state.make_plain(self.engine.destroy)
+            self._parameters.make_plain(self.engine.destroy)
         self.release()
 
     # -- around the calls of the module ----------------------------------------------------------

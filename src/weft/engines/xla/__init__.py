@@ -3,7 +3,7 @@
 library.py      torch-xla itself, if it is there and fits torch
 layout.py       which device holds which part of a tensor
 transfer.py     modules, batches and values to the devices and back
-step.py         where a step ends, and with it the graph that XLA compiles
+step_end.py     where a step ends, and with it the graph that XLA compiles
 activation_checkpoint.py  activations computed again
 engine.py       what transforms ask
 

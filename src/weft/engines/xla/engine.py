@@ -21,7 +21,7 @@ from weft.engines.torch import TorchEngine
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
 from weft.engines.xla.layout import Laid, lay
 from weft.engines.xla.library import Library, check_processes, library, use_spmd
-from weft.engines.xla.step import StepEnd
+from weft.engines.xla.step_end import StepEnd
 from weft.engines.xla.transfer import fetch, place, prefetch, send
 from weft.errors import ContextError, value_error
 

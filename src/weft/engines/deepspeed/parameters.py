@@ -1,0 +1,160 @@
+"""The parameters of a module that DeepSpeed has divided, whole or in the form that all of weft understands.
+
+That form is one tensor per parameter, sharded over the ranks along its first dimension: what the other strategies hold,
+so that a checkpoint of one can be read by any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from weft.engines.deepspeed.buffers import Buffers
+from weft.engines.deepspeed.library import Attributes
+from weft.tensors.dtensor import full_tensor
+
+__all__ = ["Parameters"]
+
+
+class Parameters:
+    """The parameters of one module.
+
+    Attributes:
+        names: Their names.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: Buffers,
+        group: dist.ProcessGroup,
+        mesh: DeviceMesh | None,
+        gathering: Callable[..., Any] | None,
+        attributes: Attributes,
+    ) -> None:
+        """Remember where things are.
+
+        Args:
+            module: Whose.
+            buffers: Where they lie.
+            group: The ranks that divide.
+            mesh: Of one axis with these ranks, over which tensors are shown sharded; None for one rank.
+            gathering: DeepSpeed's context that makes parameters whole; None if they are.
+            attributes: What DeepSpeed has hung on the module and its parameters.
+        """
+        self.names = {p: name for name, p in module.named_parameters()}
+        self._buffers = buffers
+        self._group: dist.ProcessGroup | None = group
+        self._mesh = mesh
+        self._gathering = gathering
+        self._attributes = attributes
+        self._shapes: dict[nn.Parameter, torch.Size] = {
+            p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in self.names
+        }
+        self._device = next((p.device for p in self.names), torch.device("cpu"))
+
+    def release(self) -> None:
+        """Let the process group go."""
+        self._group = self._mesh = None
+
+    # -- single tensors --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def whole(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
+        """All of something of which this rank has `piece`, in the parameter's shape."""
+        place, shape = self._buffers.places[parameter], self._shapes[parameter]
+        flat = torch.zeros(shape.numel(), dtype=piece.dtype, device=self._device)
+        flat[place.start : place.start + place.number].copy_(piece.reshape(-1))
+        dist.all_reduce(flat, group=self._group)  # one rank has each element, the others zeros
+        return flat.view(shape)
+
+    def shown(self, whole: torch.Tensor) -> torch.Tensor:
+        """The form in which others see it: this rank's rows."""
+        if not whole.dim() or self._mesh is None:
+            return whole
+        cut: Any = distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None)
+        local = cut.to_local().clone()
+        shown: torch.Tensor = DTensor.from_local(
+            local, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        return shown
+
+    def layout(self, name: str) -> torch.Tensor | None:
+        """A tensor without values of its own, cut as this parameter is shown; None if it is shown whole."""
+        shape = next((self._shapes[p] for p, own in self.names.items() if own == name), torch.Size())
+        if not len(shape) or self._mesh is None:
+            return None
+        rows = torch.arange(shape[0]).chunk(self._mesh.size())
+        place = self._mesh.get_local_rank()
+        local = (len(rows[place]) if place < len(rows) else 0, *shape[1:])
+        memory = torch.empty(1, device=self._device).expand(local)
+        stride = torch.empty(shape, device="meta").stride()
+        found: torch.Tensor = DTensor.from_local(
+            memory, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+        return found
+
+    # -- all of them --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def parameter_shards(self) -> dict[str, torch.Tensor]:
+        """All parameters of stage 3, as others see them."""
+        shards = {}
+        for parameter, name in self.names.items():
+            with self._gather([parameter], write=False):
+                shards[name] = self.shown(parameter.data.clone())
+        return shards
+
+    @torch.no_grad()
+    def set_parameters(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Write what `parameter_shards` gave, changed or not."""
+        for parameter, name in self.names.items():
+            if name in shards:
+                value = full_tensor(shards[name])
+                with self._gather([parameter], write=True):
+                    parameter.data.copy_(value)
+
+    @contextlib.contextmanager
+    def _gather(self, parameters: list[nn.Parameter], *, write: bool) -> Iterator[None]:
+        """Whole parameters; with `write`, this rank's values are kept."""
+        if self._gathering is None:
+            yield
+            return
+        with self._gathering(parameters, modifier_rank=None):
+            yield
+            if write:
+                first: Any = parameters[0]
+                first.partition(param_list=parameters, has_been_updated=True)
+
+    @contextlib.contextmanager
+    def gathered(self, *, write: bool, then: Callable[[], None]) -> Iterator[None]:
+        """Whole parameters; with `write`, rank 0's are those of all ranks afterwards."""
+        with self._gather(list(self.names), write=write):
+            yield
+            for parameter in self.names if write else ():
+                dist.broadcast(parameter.data, group=self._group, group_src=0)
+        if write:
+            then()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def make_plain(self, destroy: Callable[[], None]) -> None:
+        """Give the parameters memory of their own, let the engine go, and take off what it hung on them."""
+        if self._gathering is not None:
+            for parameter in self.names:
+                with self._gather([parameter], write=False):
+                    value = parameter.data.clone()
+                parameter.data = value
+        else:
+            for parameter in self.names:
+                parameter.data = parameter.data.clone()
+        destroy()
+        self._attributes.take_off()
