@@ -38,7 +38,7 @@ def test_ranks_equal_reference(row, ranks):
 _NOT_AFTER = {
     "accumulate_grads": {"fully_shard", "replicate", "shard_data", "sum_gradients", "zero_partition"},
     "average_weights": {"fully_shard", "replicate", "with_precision", "zero_partition"},
-    "compiled": {"fully_shard", "recompute", "replicate", "sync_batch_norm", "with_precision", "zero_partition"},
+    "compile": {"fully_shard", "recompute", "replicate", "sync_batch_norm", "with_precision", "zero_partition"},
     "fully_shard": {"recompute", "replicate", "sum_gradients", "sync_batch_norm", "with_precision", "zero_partition"},
     "recompute": {"sync_batch_norm", "with_precision"},
     "replicate": {"fully_shard", "recompute", "sum_gradients", "sync_batch_norm", "with_precision", "zero_partition"},
@@ -49,7 +49,7 @@ _NOT_AFTER = {
 _NOT_WITH_DEEPSPEED = {
     *(("with_precision[fp16]", row.name) for row in DEEPSPEED),
     ("zero_partition[deepspeed]", "average_weights"),
-    ("zero_partition[deepspeed]", "compiled"),
+    ("zero_partition[deepspeed]", "compile"),
 }
 
 

@@ -324,7 +324,7 @@ def test_a_browser_draws_the_page_under_its_policy_and_every_control_works(tmp_p
     text = page.read_text(encoding="utf-8").replace("script-src ", f"script-src 'sha256-{hashed}' ", 1)
     page.write_text(text.replace("</body></html>", f"<script>{PROBE}</script></body></html>"), encoding="utf-8")
     picture = tmp_path / "page.png"
-    options = ["--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
     options += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", "--window-size=1280,3000"]
     done = [
         subprocess.run(
