@@ -402,10 +402,12 @@ def whole(program):
 
 def naive(t, logs):
     """Parameters of plain torch in one process over the samples that the ranks used, step by step."""
-    model, data = net(t), Samples(t.samples)
+    model = net(t)
+    before, after = Samples(t.samples), Samples(t.samples + 3 * t.grown)  # taken over only where an epoch begins
     optimizer = make_optimizer(t, model)
 
     def backward(step):
+        data = after if step >= t.resumed else before
         parts = [part for log in logs for part in log[step]]
         samples = sum(len(part.samples) for part in parts)
         total = torch.zeros((), dtype=torch.float64)
