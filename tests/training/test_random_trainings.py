@@ -459,6 +459,7 @@ def may_be_refused(t):
         "with too few samples": t.uneven in ("balance", "drop"),
         "parameter without gradient": t.unused == "error" and t.experts != "no",
         "one rank alone skips": several and bool(t.skipped_by_one) and (sharded or not t.steps),
+        "one rank skips what the others reduce twice": several and bool(t.skipped_by_one) and t.backward == "twice",
         "experts of its own": several and sharded and t.experts == "own",
         "create_graph": several and sharded and t.backward == "penalty",
         "second backward": several and t.unused == "zero" and t.backward == "twice",
