@@ -533,92 +533,81 @@ def test_a_random_training_equals_the_naive_loop_or_is_refused(t):
     event(check(t))
 
 
+# What the cases that were found once have in common.
+FOUND = Training(
+    ranks=2,
+    strategy="replicate",
+    unused="error",
+    optimizer="adagrad",
+    closure=False,
+    clip=None,
+    parameters="plain",
+    experts="no",
+    batch="tuple",
+    samples=24,
+    size=1,
+    steps=1,
+    uneven="drop",
+    reduce="every",
+    share=False,
+    skipped=(),
+    skipped_by_one=(),
+    frozen=(),
+    backward="once",
+    set_to_none=False,
+    resumed=0,
+    set_epoch=False,
+    grown=False,
+)
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fully_shard"])
 def test_a_rank_skips_a_window_while_another_freezes_a_layer(strategy):
     """They meet for different things, which had been taken for one."""
-    t = Training(
-        ranks=2,
-        strategy=strategy,
-        unused="error",
-        optimizer="adagrad",
-        closure=False,
-        clip=None,
-        parameters="plain",
-        experts="no",
-        batch="dataclass",
-        samples=24,
-        size=1,
-        steps=1,
-        uneven="drop",
-        reduce="every",
-        share=False,
-        skipped=(1, 3),
-        skipped_by_one=(2, 4),
-        frozen=(("head", 1, 2),),
-        backward="once",
-        set_to_none=False,
-        resumed=0,
-        set_epoch=False,
-        grown=False,
+    t = dataclasses.replace(
+        FOUND, strategy=strategy, batch="dataclass", skipped=(1, 3), skipped_by_one=(2, 4), frozen=(("head", 1, 2),)
     )
     assert check(t).startswith("refused:")
 
 
 def test_a_rank_skips_the_end_of_a_window_in_which_a_layer_is_unfrozen():
-    t = Training(
-        ranks=2,
+    t = dataclasses.replace(
+        FOUND,
         strategy="zero1",
         unused="zero",
-        optimizer="adagrad",
-        closure=False,
-        clip=None,
         parameters="empty",
         experts="alike",
         batch="encoding",
         samples=21,
-        size=1,
         steps=3,
         uneven="pad",
-        reduce="every",
         share=True,
         skipped=(4, 1, 6),
         skipped_by_one=(1, 5),
         frozen=(("experts.1", 4, 4),),
-        backward="once",
         set_to_none=True,
-        resumed=0,
-        set_epoch=False,
-        grown=False,
     )
     assert check(t).startswith("equal")
 
 
 def test_one_rank_skips_the_only_backward_pass_of_a_flat_step():
     """It compares gradients while the other reduces them, in messages that torch.distributed does not see."""
-    t = Training(
-        ranks=2,
+    t = dataclasses.replace(
+        FOUND,
         strategy="flat",
         unused="zero",
         optimizer="rprop",
-        closure=False,
         clip=0.1,
         parameters="empty",
-        experts="no",
-        batch="tuple",
         samples=17,
         size=3,
         steps=0,
-        uneven="drop",
         reduce="last",
         share=True,
         skipped=(6, 5, 1),
         skipped_by_one=(3, 2),
         frozen=(("experts.1", 3, 5),),
         backward="forwards",
-        set_to_none=False,
-        resumed=0,
-        set_epoch=False,
-        grown=False,
     )
     assert check(t).startswith("refused:")
 
