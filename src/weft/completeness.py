@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import data
 
 from weft.context import DistContext
-from weft.contract import GradSync, KeepsParameters, applied_to, offered, wrapper_of_torch
+from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, wrapper_of_torch
 from weft.data.loader_copy import split_already
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import ContractError, listed
@@ -120,7 +120,11 @@ def _reads_all(loader: object) -> bool:
 def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding]:
     """The modules whose gradients are not averaged over all ranks that see different batches."""
     found = []
-    for module in modules if ctx.data_size > 1 else ():
+    for module in modules:
+        axes = gradient_axes(module, ctx)
+        size = math.prod(map(ctx.axis_size, axes))
+        if size == 1:
+            continue
         kind = type(module).__name__
         covered: set[int] = set()
         for part in module.modules():
@@ -128,13 +132,13 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding
             if syncs or wrapper_of_torch(part):
                 covered.update(map(id, part.parameters()))
             over = math.prod(sync.mean_over for sync in syncs)
-            if 1 < over < ctx.data_size:
+            if 1 < over < size:
                 names = listed(dict.fromkeys(record.name for record in applied_to(part)))
                 found.append(
                     Finding(
-                        f"gradients of {kind} are averaged over {over} of {ctx.data_size} ranks ({names})",
-                        f"a strategy over all ranks whose batches differ: {', '.join(ctx.data_axes)}",
-                        f"model, ctx = weft.fully_shard(model, ctx, axis={ctx.data_axes!r})",
+                        f"gradients of {kind} are averaged over {over} of {size} ranks ({names})",
+                        f"a strategy over all ranks whose batches differ: {', '.join(axes)}",
+                        f"model, ctx = weft.fully_shard(model, ctx, axis={axes!r})",
                     )
                 )
         alone = [
@@ -145,7 +149,7 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding
         if alone:
             found.append(
                 Finding(
-                    f"no strategy for {kind}: each of {ctx.data_size} ranks trains {listed(alone)} for itself",
+                    f"no strategy for {kind}: each of {size} ranks trains {listed(alone)} for itself",
                     "a strategy that averages gradients over the ranks",
                     "model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
                 )

@@ -292,8 +292,8 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
     return per_rank(total, ctx.data_size if mean_over is None else mean_over)
 
 
-def total_count(counts: Sequence[Count], ctx: DistContext, *, fix: str) -> float:
-    """Add counts up over the ranks that see different batches; one all-reduce of one number.
+def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[str] = (), fix: str) -> float:
+    """Add counts up over the ranks that see different batches, or other parts of them; one all-reduce of one number.
 
     Raises:
         ValueError: On all ranks, if a count is negative or not finite.
@@ -303,7 +303,7 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, fix: str) -> float
     mine = torch.stack([torch.as_tensor(count).detach().to(device).double().sum() for count in counts])
     # A bad count on one rank has to be seen by all: not-a-number survives the sum.
     part = torch.where((mine >= 0).all(), mine.sum(), torch.nan)
-    total = float(reduce(part, ctx.on(ctx.data_axes), "sum"))
+    total = float(reduce(part, ctx.on((*ctx.data_axes, *parts)), "sum"))
     if not 0 <= total < float("inf"):
         raise value_error(
             "denominator: a count is negative or not finite",

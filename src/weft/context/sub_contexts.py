@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 from weft.context.guards import Restriction, line_outside
 from weft.context.rank_facts import rank_groups
-from weft.context.shutdown import new_subgroup
+from weft.context.shutdown import device_mesh, new_subgroup
 from weft.errors import ContextError
 from weft.peers.world import World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from weft.context.distcontext import DistContext
 
-__all__ = ["along_axes", "new_axis_group", "of_ranks", "one_rank"]
+__all__ = ["along_axes", "mesh_along", "new_axis_group", "of_ranks", "one_rank"]
 
 
 def along_axes(ctx: DistContext, axis: str | Sequence[str]) -> DistContext:
@@ -67,6 +69,39 @@ def one_rank(ctx: DistContext, rank: int | str) -> DistContext:
             fix="ctx.only(0)",
         )
     return replace(ctx, restricted=Restriction(chosen, ctx.ranks[chosen], line_outside()))
+
+
+def mesh_along(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
+    """Torch's mesh with a dimension for each set of axes, part of one over all ranks. Collectives: as `on` says.
+
+    Raises:
+        ContextError: Axes that are to be one dimension do not lie beside each other.
+    """
+    assert ctx.mesh is not None
+    if all(len(axes) == 1 for axes in dims):
+        return ctx.mesh[tuple(axes[0] for axes in dims)]
+    order = [name for name, size in ctx.axes if size > 1]
+    joined: dict[str, tuple[str, ...]] = {}
+    for axes in dims:
+        wide = tuple(name for name in order if name in axes) or tuple(axes[:1])
+        joined["+".join(wide)] = wide
+        at = [order.index(name) for name in wide if name in order]
+        if at and at[-1] - at[0] >= len(at):
+            raise ContextError(
+                f"the axes {wide} of the mesh do not lie beside each other",
+                found=f"mesh {dict(ctx.axes)}",
+                expected=f"one after the other those along which parameters are sharded together: {wide}",
+                fix="weft.start(mesh={" + ", ".join(f'"{name}": {ctx.axis_size(name)}' for name in wide) + ", ...})",
+            )
+        ctx.on(wide)  # makes the groups
+    whole: dict[str, int] = {}
+    for name, size in ctx.axes:
+        key = next((key for key, wide in joined.items() if name in wide), name)
+        if size > 1 or key in joined:
+            whole[key] = whole.get(key, 1) * size
+    mesh = device_mesh(ctx.world, tuple(whole.items()), ctx.device.type)
+    assert mesh is not None
+    return mesh[tuple(joined)]
 
 
 def new_axis_group(ctx: DistContext, names: Sequence[str]) -> World:

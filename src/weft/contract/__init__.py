@@ -12,6 +12,7 @@ objects and returns plain torch objects. `@transform` makes it keep the rules:
 
 transform.py       the decorator, and `compose`
 protocols.py       what transforms offer each other: GradSync, ReducesIn, Stateful, Undoable, ...
+layout.py          where each parameter lies: what cuts it, who owns it, what its gradient is summed over
 marks.py           what was applied to an object: the mark on it, and the record in the context
 module_checks.py   modules that a strategy cannot take
 select_modules.py  parts of a module by class, name, size or function
@@ -22,6 +23,7 @@ are small protocols: `accumulate_grads` asks for every `GradSync` on a module an
 who offered it. There is nothing to register.
 """
 
+from weft.contract.layout import Layout, gradient_axes, layouts
 from weft.contract.marks import applied_to, check_known, forget, offered
 from weft.contract.module_checks import (
     agree_on_parameters,
@@ -32,14 +34,26 @@ from weft.contract.module_checks import (
     reduce_dtype,
     wrapper_of_torch,
 )
-from weft.contract.protocols import ComputesAlone, GradSync, KeepsParameters, ReducesIn, Stateful, Undoable
+from weft.contract.protocols import (
+    ComputesAlone,
+    GradSync,
+    KeepsParameters,
+    Placed,
+    ReducesIn,
+    ReducesOver,
+    Stateful,
+    Undoable,
+)
 from weft.contract.transform import compose, transform
 
 __all__ = [
     "ComputesAlone",
     "GradSync",
     "KeepsParameters",
+    "Layout",
+    "Placed",
     "ReducesIn",
+    "ReducesOver",
     "Stateful",
     "Undoable",
     "agree_on_parameters",
@@ -51,6 +65,8 @@ __all__ = [
     "check_plain_module",
     "compose",
     "forget",
+    "gradient_axes",
+    "layouts",
     "offered",
     "reduce_dtype",
     "transform",

@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.checks import check_module
 from weft.context import DistContext
+from weft.contract.layout import gradient_axes
 from weft.contract.marks import marks_of, offered
 from weft.contract.protocols import KeepsParameters, ReducesIn
 from weft.engines.torch.ddp.trained import is_reduced
@@ -115,28 +116,36 @@ def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
                 )
 
 
-def check_data_axes(what: str, ctx: DistContext, names: Sequence[str]) -> None:
-    """Raise if a strategy over these axes would leave gradients of different batches unaveraged.
+def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Sequence[str]) -> None:
+    """Raise if a strategy over these axes would leave gradients of different batches, or of their parts, unaveraged.
 
     Args:
         what: Name of the transform, for the error text.
+        module: What it is applied to.
         ctx: Where we run.
         names: The axes over which it averages gradients.
 
     Raises:
-        ContextError: It leaves a data axis out.
+        ContextError: It leaves a data axis out, or one along which batches are in parts.
     """
     sizes = dict(ctx.axes)
-    left_out = [name for name in ctx.data_axes if name not in names and sizes.get(name, 1) > 1]
+    left_out = [name for name in gradient_axes(module, ctx) if name not in names and sizes[name] > 1]
     if left_out:
         given, missing = ", ".join(map(repr, names)), " and ".join(map(repr, left_out))
         needed = ", ".join(repr(name) for name, _ in ctx.axes if name in names or name in left_out)
+        are_data = all(name in ctx.data_axes for name in left_out)
         raise ContextError(
-            f"{what}: batches differ along {missing}, where gradients would not be averaged",
+            f"{what}: batches differ along {missing}, where gradients would not be averaged"
+            if are_data
+            else f"{what}: the ranks along {missing} see different parts, where gradients would not be averaged",
             found=f"axis={given}; data axes {', '.join(map(repr, ctx.data_axes))}",
-            expected="a strategy over all data axes: one copy of the model, and every batch counts",
+            expected="a strategy over all data axes: one copy of the model, and every batch counts"
+            if are_data
+            else "a strategy over the data axes and those along which batches are in parts",
             fix=f"weft.{what}(..., axis=({needed})), or weft.start(mesh=..., data_axes=({given},)) if the batches "
-            f"along {missing} are the same",
+            f"along {missing} are the same"
+            if are_data
+            else f"weft.{what}(model, ctx)  # by default over all of them",
         )
 
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["ComputesAlone", "GradSync", "KeepsParameters", "ReducesIn", "Stateful", "Undoable"]
+if TYPE_CHECKING:
+    from weft.contract.layout import Layout
+
+__all__ = [
+    "ComputesAlone",
+    "GradSync",
+    "KeepsParameters",
+    "Placed",
+    "ReducesIn",
+    "ReducesOver",
+    "Stateful",
+    "Undoable",
+]
 
 
 @runtime_checkable
@@ -52,6 +64,29 @@ class ReducesIn(Protocol):
     """
 
     reduce_dtype: torch.dtype | None
+
+
+@runtime_checkable
+class ReducesOver(Protocol):
+    """Offered by transforms that give the ranks along a mesh axis different parts of one batch.
+
+    Strategies average gradients over these axes as well as over the data axes. So the loss of a rank is the mean
+    over its part, and the mean over these ranks is the mean over the batch.
+
+    Attributes:
+        axes: Names of the mesh axes.
+    """
+
+    axes: tuple[str, ...]
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """Offered by transforms that place parameters where neither the tensor nor the context tells; see `layouts`."""
+
+    def layout(self, name: str) -> Layout | None:
+        """Where a parameter lies, by its name in the module this is offered on; None: nothing to add."""
+        ...
 
 
 @runtime_checkable

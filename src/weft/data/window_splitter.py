@@ -28,6 +28,7 @@ class WindowSplitter(Generic[B]):
 
     Attributes:
         steps: As given by the user; the same for the next four.
+        parts: Axes besides the data axes that `mean_over` counts: their ranks see parts of the same samples.
         windows: Number of windows so far, over all epochs and runs.
         handed_out: The same, of this process.
         current: The window that was handed out last, in the running or last pass.
@@ -43,6 +44,7 @@ class WindowSplitter(Generic[B]):
     syncs: list[GradSync]
     mean_over: int
     ctx: DistContext
+    parts: tuple[str, ...] = ()
     windows: int = 0
     handed_out: int = 0
     current: Window[B] | None = None

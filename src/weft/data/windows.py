@@ -9,6 +9,7 @@ as by one that was never interrupted. Other loaders cannot read it again, so it 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
@@ -161,7 +162,9 @@ class Window(Generic[B]):
             known = len(everyone) == len(sizes)
             self._samples = sum(everyone) if known else samples_of_all([own for own, _ in sizes], ctx)
         own, _ = self._batches.size(self._batches.given - 1)
-        return own * self._splitter.mean_over / self._samples if own else 0.0
+        # The ranks along the axes of `parts` have the same samples, which count once.
+        ranks = self._splitter.mean_over / math.prod(map(self._splitter.ctx.axis_size, self._splitter.parts))
+        return own * ranks / self._samples if own else 0.0
 
     def denominator(self, count: Count | Callable[[B], Count]) -> float:
         """Add a count up over the window and all ranks, for exact means over ragged data.
@@ -172,10 +175,11 @@ class Window(Generic[B]):
         `weft.reduce(loss_sum, ctx, "mean")` of these quotients.
 
         Changes: with a function, the micro-batches of the window are read now. Collectives: one
-        all-reduce of one number over the data axes.
+        all-reduce of one number over the data axes, and those along which a batch is in parts.
 
         Args:
-            count: This rank's count in the whole window, or a function of one micro-batch.
+            count: This rank's count in the whole window, or a function of one micro-batch; where the ranks
+                compute with parts of a batch, the count of this rank's part.
 
         Returns:
             The count over all ranks, divided by the number of ranks gradients are averaged over;
@@ -188,7 +192,9 @@ class Window(Generic[B]):
         self._normalised = True
         counts = [count] if not callable(count) else [count(batch) for batch in self._read_all()]
         fix = "window.denominator(lambda batch: batch[1].numel())"
-        return per_rank(total_count(counts, self._splitter.ctx, fix=fix), self._splitter.mean_over)
+        return per_rank(
+            total_count(counts, self._splitter.ctx, parts=self._splitter.parts, fix=fix), self._splitter.mean_over
+        )
 
     def _read_all(self) -> list[B]:
         batches = self._batches

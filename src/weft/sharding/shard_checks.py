@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -59,15 +60,16 @@ def check_options(what: str, module: nn.Module, ctx: DistContext, options: Shard
     check_methods(what, module, options.methods)
 
 
-def reshard_of(what: str, ctx: DistContext, axes: tuple[str, ...], reshard: bool | int) -> bool | int:
+def reshard_of(what: str, ctx: DistContext, axes: tuple[tuple[str, ...], ...], reshard: bool | int) -> bool | int:
     """`reshard_after_forward` as True, False, or a number of ranks that is neither one nor all."""
     if isinstance(reshard, bool):
         return reshard
-    size = ctx.axis_size(axes[-1])
+    last = axes[-1] if axes else ()
+    size = math.prod(map(ctx.axis_size, last))
     if not isinstance(reshard, int) or reshard < 1 or (size > 1 and size % reshard):
         raise value_error(
             f"{what}: reshard_after_forward = {reshard!r} cannot be used",
-            found=f"{reshard!r}, with {size} rank(s) along {axes[-1]!r}",
+            found=f"{reshard!r}, with {size} rank(s) along {listed(map(repr, last))}",
             expected="True, False, or a number of ranks that divides those of the axis",
             fix=f"weft.{what}(..., reshard_after_forward=True)",
         )

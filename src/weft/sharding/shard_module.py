@@ -11,7 +11,8 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
-from weft.contract import agree_on_parameters, check_data_axes, check_plain_module, reduce_dtype
+from weft.context.sub_contexts import mesh_along
+from weft.contract import agree_on_parameters, check_data_axes, check_plain_module, gradient_axes, reduce_dtype
 from weft.contract.select_modules import Selection
 from weft.engines.options import ShardOptions
 from weft.errors import ContextError, listed
@@ -34,7 +35,7 @@ def shard_module(
     what: str,
     module: nn.Module,
     ctx: DistContext,
-    axes: tuple[str, ...],
+    axes: tuple[tuple[str, ...], ...],
     options: ShardOptions,
     *,
     rebind: Sequence[torch.optim.Optimizer] = (),
@@ -67,7 +68,8 @@ def shard_module(
         ValueError: An option is out of range.
     """
     check_plain_module(what, module)
-    sub = ctx.on(axes)
+    flat = [name for together in axes for name in together]
+    sub = ctx.on(flat)
     check_options(what, module, ctx, options, weights)
     options = replace(
         options,
@@ -83,7 +85,7 @@ def shard_module(
     later = weights == "later"
     on_meta = is_meta(module)
     facts = options.facts() | {
-        "axes": list(axes),
+        "axes": list(map(list, axes)),
         "units": [[names[id(part)] for part in group] for group in options.units],
         "rebind": layouts(module, rebind),
         "later": [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta] if later else False,
@@ -105,15 +107,14 @@ def shard_module(
     sharded: Any = None
     if sub.world_size > 1:
         assert sub.group is not None
-        assert ctx.mesh is not None
         options = replace(options, make_real=None if source is None else source.make_real)
-        sharded = ctx.engine.shard(module, ctx.mesh[axes], sub.group, options, Ledger(sub.world, what))
+        sharded = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, Ledger(sub.world, what))
     else:
         if source is not None:
             source.make_real(module)
             source.forget()
             place_module(what, module, ctx)
-        sharded = apply_layout(module, ctx, axes, "all")
+        sharded = apply_layout(module, ctx, flat, "all")
     exchange_parameters(module, ctx, old, rebind)
     return sharded
 
@@ -139,26 +140,34 @@ def exchange_parameters(
     rebind(optimizers, {old[name]: parameter for name, parameter in new.items()})
 
 
-def sharding_axes(what: str, ctx: DistContext, axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The mesh axes to shard over: one, or (replica, shard).
+def sharding_axes(
+    what: str, module: nn.Module, ctx: DistContext, axis: str | Sequence[str] | None
+) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes to shard over: `(shard,)` or `(replica, shard)`, of which each may be several axes together.
+
+    By default the data axes; axes along which a batch is in parts belong to the last one, where their ranks hold
+    other parts. None where there is nothing to shard over.
 
     Raises:
-        ContextError: There is no such axis, there are more than two, or a data axis is left out.
+        ContextError: There is no such axis, there are more than two, or one of `gradient_axes` is left out.
     """
+    more: tuple[str, ...] = ()
     if axis is None:
         names = tuple(ctx.data_axes)
         if len(names) > 2:
             names = tuple(name for name in names if ctx.axis_size(name) > 1) or names[:1]
+        more = tuple(name for name in gradient_axes(module, ctx) if name not in names)
     else:
         names = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in names:
         ctx.axis_size(name)
-    if not 1 <= len(names) <= 2 or len(set(names)) != len(names):
+    if len(names) > 2 or len(set(names)) != len(names) or (axis is not None and not names):
         raise ContextError(
             f"{what}: axis = {names} cannot be sharded over",
             found=f"{len(names)} axes: {listed(names) or 'none'}",
             expected='one axis, or two: ("replica", "shard")',
             fix=f'weft.{what}(..., axis="{ctx.axes[-1][0]}")',
         )
-    check_data_axes(what, ctx, names)
-    return names
+    check_data_axes(what, module, ctx, (*names, *more))
+    last = tuple(name for name, _ in ctx.axes if name in (*names[-1:], *more))
+    return tuple(axes for axes in (*((name,) for name in names[:-1]), last) if axes)

@@ -9,6 +9,7 @@ loaders.py  loaders that yield windows and know their position
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 from weft.checks import check_choice
 from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
-from weft.contract import GradSync, offered, transform
+from weft.contract import GradSync, gradient_axes, offered, transform
 from weft.data.window_loader import Windows, known_length, windowed
 from weft.data.window_splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows import Window
@@ -132,7 +133,7 @@ def accumulate_grads(
     findings = find_loaders([loader], ctx, sure=True) if syncs else []
     if findings:  # the ranks may have datasets of their own
         warnings.warn(str(incomplete("accumulate_grads", [findings])), stacklevel=3)
-    means = {sync.mean_over for sync in syncs} or {1}
+    means = {mean for module in several for mean in _means(module)} or {1}
     if len(means) > 1:
         raise value_error(
             "accumulate_grads: the modules average their gradients over different numbers of ranks",
@@ -140,7 +141,9 @@ def accumulate_grads(
             expected="modules with one denominator in one window",
             fix="one accumulate_grads per module, each with a loader of its own",
         )
-    splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, reduce, syncs, means.pop(), ctx)
+    axes = {axis for module in several for axis in gradient_axes(module, ctx)} if syncs else set()
+    parts = tuple(name for name, _ in ctx.axes if name in axes.difference(ctx.data_axes))
+    splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, reduce, syncs, means.pop(), ctx, parts)
     windows = windowed(loader, splitter)
     ctx.agree("accumulate_grads", _facts(windows, splitter))
     return modules, windows, ctx
@@ -157,6 +160,13 @@ def _grad_syncs(modules: Sequence[nn.Module]) -> list[GradSync]:
     """What reduces the gradients of these modules or of parts of them, each once."""
     found = [sync for module in modules for part in module.modules() for sync in offered(part, GradSync)]
     return list({id(sync): sync for sync in found}.values())
+
+
+def _means(module: nn.Module) -> set[int]:
+    """Over how many ranks gradients of a module are averaged; 1 is said by those that only add up over other axes."""
+    found = [[sync.mean_over for sync in offered(part, GradSync)] for part in module.modules()]
+    means = {math.prod(each) for each in found if each}
+    return means - {1} or means
 
 
 def _facts(windows: Any, splitter: WindowSplitter[Any]) -> dict[str, object]:

@@ -125,7 +125,7 @@ def fully_shard(
         "fully_shard",
         module,
         ctx,
-        sharding_axes("fully_shard", ctx, axis),
+        sharding_axes("fully_shard", module, ctx, axis),
         options,
         rebind=optimizers,
         units=units,

@@ -17,6 +17,7 @@ from weft.contract import (
     check_data_axes,
     check_methods,
     check_plain_module,
+    gradient_axes,
     reduce_dtype,
     transform,
 )
@@ -64,7 +65,8 @@ def replicate(
     Args:
         module: Trained alike on all ranks; all parameters on the CPU or on `ctx.device`.
         ctx: Where we run.
-        axis: Mesh axis, or axes, whose ranks hold the copies; default: all data axes.
+        axis: Mesh axis, or axes, whose ranks hold the copies; default: all data axes, and those along which
+            a batch is in parts (`context_parallel`).
         bucket_bytes: Gradient bytes per all-reduce, > 0; larger means fewer, later messages. The
             first bucket is at most 1 MiB, so that communication starts early.
         flat: Parameters and gradients as views of one buffer, and one all-reduce after backward:
@@ -102,10 +104,10 @@ def replicate(
         methods=tuple(methods),
         dtype=reduce_dtype(module),
     )
-    names = ctx.data_axes if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    check_data_axes("replicate", ctx, names)
-    sub = ctx.on(names)
     check_plain_module("replicate", module)
+    names = gradient_axes(module, ctx) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    check_data_axes("replicate", module, ctx, names)
+    sub = ctx.on(names)
     check_methods("replicate", module, methods)
     if sub.world_size == 1:
         place_module("replicate", module, ctx)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.checks import check_choice, check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
+from weft.context.sub_contexts import mesh_along
 from weft.contract import agree_on_parameters, check_methods, check_plain_module, reduce_dtype, transform
 from weft.contract.select_modules import Selection
 from weft.engines import guest
@@ -148,7 +149,7 @@ def zero_partition(
         )
         return module, optimizer, ctx if partitioned is None else ctx.offering(partitioned)
     _check_for_deepspeed_alone(offload, config)
-    axes = sharding_axes("zero_partition", ctx, axis)
+    axes = sharding_axes("zero_partition", module, ctx, axis)
     if stage > 1:
         shard_options = ShardOptions(
             reshard_after_forward=stage == 3,
@@ -178,21 +179,26 @@ def zero_partition(
         dtype=reduce_dtype(module),
         strategy="zero_partition",
     )
-    sub = ctx.on(axes)
+    flat = [name for together in axes for name in together]
+    sub = ctx.on(flat)
     if sub.world_size == 1:
         place_module("zero_partition", module, ctx)
-        layout = apply_layout(module, ctx, axes, "state")
+        layout = apply_layout(module, ctx, flat, "state")
         return module, optimizer, ctx if layout is None else ctx.offering(layout)
     ctx.require_collective("zero_partition")
     check_hooks("zero_partition", type(module).__name__, module.named_parameters())
-    facts = {"stage": stage, "axes": list(axes), **options.facts(), "optimizer": layouts(module, [optimizer])}
+    facts = {
+        "stage": stage,
+        "axes": list(map(list, axes)),
+        **options.facts(),
+        "optimizer": layouts(module, [optimizer]),
+    }
     agree_on_parameters("zero_partition", module, ctx, facts)
     place_module("zero_partition", module, ctx)
     assert sub.group is not None
-    assert ctx.mesh is not None
     ctx.engine.broadcast_state(module, sub.group)
     reducer = ctx.engine.reduce_gradients(module, sub.group, options, Ledger(sub.world, "zero_partition"))
-    return module, optimizer, ctx.offering(reducer, _step(module, optimizer, ctx, ctx.mesh[axes[-1]]))
+    return module, optimizer, ctx.offering(reducer, _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:])))
 
 
 def _step(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext, mesh: DeviceMesh | None) -> object:

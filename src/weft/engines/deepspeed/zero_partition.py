@@ -13,6 +13,7 @@ from torch import nn
 from weft.checks import check_choice, check_count
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
+from weft.context.sub_contexts import mesh_along
 from weft.contract import agree_on_parameters, check_methods, check_plain_module, offered, reduce_dtype
 from weft.engines.deepspeed.build import check_config, partition
 from weft.engines.deepspeed.ds_config import Facts, complete, read
@@ -54,8 +55,8 @@ def zero_partition(
     _check_options(unused, buffers, units, bucket_bytes)
     _check_trained(module, optimizer)
     places = _places(offload, stage)
-    axes = sharding_axes("zero_partition", ctx, axis)
-    sub = ctx.on(axes)
+    axes = sharding_axes("zero_partition", module, ctx, axis)
+    sub = ctx.on([name for together in axes for name in together])
     deepspeed()
     check_accelerator(ctx.device)
     facts = Facts(
@@ -87,7 +88,7 @@ def zero_partition(
     agreed: dict[str, object] = {
         "stage": stage,
         "engine": "deepspeed",
-        "axes": list(axes),
+        "axes": list(map(list, axes)),
         "buffers": buffers,
         "methods": list(methods),
         "offload": sorted(places),
@@ -111,7 +112,7 @@ def zero_partition(
         moved=lambda: exchange_parameters(module, ctx, old, (optimizer,)),
         peers=Ledger(sub.world, "zero_partition"),
     )
-    mesh = None if ctx.mesh is None else ctx.mesh[axes[-1]]
+    mesh = None if ctx.mesh is None or not axes else mesh_along(ctx, axes[-1:])
     return partition(module, optimizer, sub.group, mesh, options)
 
 

@@ -1,0 +1,155 @@
+"""`Layout`: where a parameter lies on the mesh, and over which ranks its gradient is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract.marks import offered
+from weft.contract.protocols import Placed, ReducesOver
+from weft.errors import ContractError
+from weft.tensors.dtensor import is_sharded, resting_parameters
+
+__all__ = ["Layout", "axes_of_dims", "gradient_axes", "layouts"]
+
+
+class Layout(NamedTuple):
+    """Where a parameter lies. Along axes that are named nowhere here, every rank holds a copy.
+
+    Attributes:
+        cut: Axes whose ranks hold different parts of it.
+        owner: `(axis, coordinate)`, where only the ranks at this coordinate hold it; on the others it is on meta,
+            under its own name.
+        reduce_over: Axes over which its gradient is summed. It is then divided by `mean_over` of the strategy, which
+            is the same number for all parameters.
+    """
+
+    cut: tuple[str, ...] = ()
+    owner: tuple[tuple[str, int], ...] = ()
+    reduce_over: tuple[str, ...] = ()
+
+
+def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
+    """Tell where each parameter of a module lies.
+
+    Derived from the parameter (a DTensor is cut as its mesh and placements say) and from `ctx` (gradients are
+    summed over `gradient_axes`). What transforms offer as `Placed` is added: axes that cut, owners; and of the axes
+    over which gradients are summed those that it leaves out are left out, those that it adds are added.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: With or without transforms.
+        ctx: Where we run.
+
+    Returns:
+        A layout per parameter, by name.
+
+    Raises:
+        ContractError: A parameter is cut over ranks that are no axis of `ctx`.
+
+    Example:
+        >>> import weft
+        >>> layouts(nn.Linear(2, 2, bias=False), weft.local())
+        {'weight': Layout(cut=(), owner=(), reduce_over=('data',))}
+    """
+    default = gradient_axes(module, ctx)
+    names = [name for name, _ in module.named_parameters()]
+    given = _placed(module)
+    return {
+        name: _layout(name, parameter, ctx, default, given.get(name, ()))
+        for name, parameter in zip(names, resting_parameters(module), strict=True)
+    }
+
+
+def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
+    """The axes over which a strategy averages gradients: the data axes, and those of `ReducesOver`.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: With or without transforms.
+        ctx: Where we run.
+
+    Returns:
+        Names of axes, in the order of the mesh.
+
+    Example:
+        >>> import weft
+        >>> gradient_axes(nn.Linear(2, 2), weft.testing.fake(0, 4, mesh={"data": 2, "context": 2}))
+        ('data',)
+    """
+    more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
+    return tuple(name for name, _ in ctx.axes if name in ctx.data_axes or name in more)
+
+
+def axes_of_dims(mesh: Any, ctx: DistContext) -> list[tuple[str, ...]]:
+    """The axes of a context along which the ranks of each dimension of torch's mesh lie, told by the ranks.
+
+    Raises:
+        ContractError: They lie along no axis of the context, or in another order.
+    """
+    return [_axes_along(ranks, ctx) for ranks in _lines(mesh)]
+
+
+def _lines(mesh: Any) -> Iterator[list[int]]:
+    """The ranks along each dimension of a mesh, on the line through this one."""
+    place = mesh.get_coordinate()
+    for dim in range(mesh.ndim):
+        index = tuple(slice(None) if other == dim else at for other, at in enumerate(place))
+        yield mesh.mesh[index].tolist()
+
+
+def _axes_along(ranks: list[int], ctx: DistContext) -> tuple[str, ...]:
+    if all(rank in ctx.ranks for rank in ranks):
+        places = [ctx.coordinates_of(ctx.ranks.index(rank)) for rank in ranks]
+        names = tuple(name for name, _ in ctx.axes if len({place[name] for place in places}) > 1)
+        here = ctx.coordinates
+        line = [
+            rank
+            for index, rank in enumerate(ctx.ranks)
+            if all(at == here[name] or name in names for name, at in ctx.coordinates_of(index).items())
+        ]
+        if line == ranks:
+            return names
+    raise ContractError(
+        f"a parameter is cut over ranks {ranks}, which are no axis of the context",
+        found=f"a mesh of torch whose ranks are {ranks} here; axes {', '.join(f'{n}={s}' for n, s in ctx.axes)}",
+        expected="meshes whose ranks lie along an axis of the context, in its order",
+        fix='weft.start(mesh={"data": -1, "tensor": 2}); parallelize_module(model, ctx.mesh["tensor"], plan)',
+    )
+
+
+def _placed(module: nn.Module) -> dict[str, list[Layout]]:
+    """What transforms of the module and of its parts say of each parameter."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    found: dict[str, list[Layout]] = {}
+    for part in module.modules():
+        for offer in offered(part, Placed):
+            for own, parameter in part.named_parameters():
+                layout = offer.layout(own)
+                if layout is not None:
+                    found.setdefault(names[id(parameter)], []).append(layout)
+    return found
+
+
+def _layout(
+    name: str, parameter: torch.Tensor, ctx: DistContext, default: tuple[str, ...], given: Iterable[Layout]
+) -> Layout:
+    given = list(given)
+    cut = {axis for layout in given for axis in layout.cut}
+    if is_sharded(parameter):
+        sharded: Any = parameter
+        dims = zip(sharded.placements, axes_of_dims(sharded.device_mesh, ctx), strict=True)
+        cut |= {axis for placement, axes in dims if not placement.is_replicate() for axis in axes}
+    added = {axis for layout in given for axis in layout.reduce_over if axis not in default}
+    kept = {axis for axis in default if all(axis in layout.reduce_over for layout in given)}
+    return Layout(
+        cut=tuple(axis for axis, _ in ctx.axes if axis in cut),
+        owner=tuple(dict.fromkeys(owner for layout in given for owner in layout.owner)),
+        reduce_over=tuple(axis for axis, _ in ctx.axes if axis in added or axis in kept),
+    )
