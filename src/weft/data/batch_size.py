@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.errors import PeerError, WeftError, listed, message, type_error, value_error
+from weft.errors import PeerError, WeftError, listed, type_error, value_error
 from weft.peers.agreement import exchange
 from weft.peers.liveness import exception_text
-from weft.tensors.nested import cuts_itself, leaves, map_leaves
+from weft.tensors.nested import cuts_itself, leaves, map_leaves, map_tensors
 from weft.tensors.rng_state import RngState
 
 __all__ = ["BatchMath", "batch_math", "find_batch_size", "split_between"]
 
 T = TypeVar("T")
+_FIX = "weft.data.batch_math(ctx, per_rank=8, accumulate=4)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,35 +86,30 @@ def batch_math(
     wrong = [
         f"{name}={number!r}"
         for name, number in given.items()
-        if number is not None
-        and (isinstance(number, bool) or not isinstance(number, int) or number < 1)
-        and not (name == "samples" and number == 0)
+        if number is not None and (type(number) is not int or number < (0 if name == "samples" else 1))
     ]
     if wrong:
-        raise ValueError(_not_so("these are no sizes", listed(wrong), "whole numbers >= 1"))
+        raise _contradiction("these are no sizes", listed(wrong), "whole numbers >= 1")
     ranks = ctx.data_size
     if per_rank is None and global_batch is None:
-        raise ValueError(_not_so("too little is known", f"accumulate={accumulate}", "per_rank, global_batch, or both"))
+        raise _contradiction("too little is known", f"accumulate={accumulate}", "per_rank, global_batch, or both")
+    if global_batch is None or per_rank is None:
+        accumulate = accumulate or 1
     if global_batch is None:
         assert per_rank is not None
-        accumulate = accumulate or 1
+        assert accumulate is not None
         global_batch = per_rank * ranks * accumulate
     elif per_rank is None:
-        accumulate = accumulate or 1
-        if global_batch % (ranks * accumulate):
-            sizes = f"{global_batch} / ({ranks} ranks x {accumulate}) = {global_batch / (ranks * accumulate):g}"
-            raise ValueError(_not_so("the global batch does not divide", sizes, "a whole number per rank"))
-        per_rank = global_batch // (ranks * accumulate)
+        assert accumulate is not None
+        divisor = f"{ranks} ranks x {accumulate}"
+        per_rank = _quotient(global_batch, ranks * accumulate, divisor, "a whole number per rank")
     elif accumulate is None:
-        if global_batch % (per_rank * ranks):
-            sizes = f"{global_batch} / ({per_rank} x {ranks} ranks) = {global_batch / (per_rank * ranks):g}"
-            raise ValueError(_not_so("the global batch does not divide", sizes, "a whole number of micro-batches"))
-        accumulate = global_batch // (per_rank * ranks)
+        divisor = f"{per_rank} x {ranks} ranks"
+        accumulate = _quotient(global_batch, per_rank * ranks, divisor, "a whole number of micro-batches")
     elif per_rank * ranks * accumulate != global_batch:
-        sizes = f"{per_rank} x {ranks} ranks x {accumulate} = {per_rank * ranks * accumulate}, not {global_batch}"
-        raise ValueError(
-            _not_so("the sizes contradict each other", sizes, "global_batch = per_rank x ranks x accumulate")
-        )
+        product = f"{per_rank} x {ranks} ranks x {accumulate} = {per_rank * ranks * accumulate}, not {global_batch}"
+        rule = "global_batch = per_rank x ranks x accumulate"
+        raise _contradiction("the sizes contradict each other", product, rule)
     steps = None
     if samples is not None:
         steps = samples // global_batch if drop_last else -(-samples // global_batch)
@@ -127,9 +123,15 @@ def batch_math(
     )
 
 
-def _not_so(problem: str, found: str, expected: str) -> str:
-    fix = "weft.data.batch_math(ctx, per_rank=8, accumulate=4)"
-    return message(f"batch_math: {problem}", found=found, expected=expected, fix=fix)
+def _quotient(whole: int, divisor: int, text: str, expected: str) -> int:
+    if whole % divisor:
+        found = f"{whole} / ({text}) = {whole / divisor:g}"
+        raise _contradiction("the global batch does not divide", found, expected)
+    return whole // divisor
+
+
+def _contradiction(problem: str, found: str, expected: str) -> ValueError:
+    return value_error(f"batch_math: {problem}", found=found, expected=expected, fix=_FIX)
 
 
 # -- the largest batch that fits ---------------------------------------------------------------------
@@ -178,7 +180,7 @@ def find_batch_size(
         92
     """
     if not 1 <= smallest <= start:
-        raise ValueError(_no_size(f"start={start}, smallest={smallest}", "1 <= smallest <= start"))
+        raise _no_size(f"start={start}, smallest={smallest}", "1 <= smallest <= start")
     kept = [_kept(obj) for obj in objects]
     size, tried = start, list[int]()
     while size >= smallest:
@@ -187,7 +189,7 @@ def find_batch_size(
         for obj, state in zip(objects, kept, strict=True):
             _put_back(obj, state)
         if outcome == "memory":  # not before: gradients and state of optimizers go with the old values
-            _give_memory_back()
+            _free_cached_memory()
         world = ctx.require_collective("find_batch_size")
         outcomes = exchange(world, "find_batch_size", outcome)
         if failure is not None:
@@ -199,14 +201,14 @@ def find_batch_size(
             return size
         after = size * 9 // 10 if shrink is None else shrink(size)
         if not after < size:
-            raise ValueError(_no_size(f"shrink({size}) = {after}", "a smaller size than before"))
+            raise _no_size(f"shrink({size}) = {after}", "a smaller size than before")
         size = after
-    raise ValueError(_no_size(f"out of memory with {listed(tried)}", f"memory for a batch of {smallest}"))
+    raise _no_size(f"out of memory with {listed(tried)}", f"memory for a batch of {smallest}")
 
 
-def _no_size(found: str, expected: str) -> str:
+def _no_size(found: str, expected: str) -> ValueError:
     fix = "weft.data.find_batch_size(trial, ctx, start=128, smallest=1)"
-    return message("find_batch_size: there is no batch size", found=found, expected=expected, fix=fix)
+    return value_error("find_batch_size: there is no batch size", found=found, expected=expected, fix=fix)
 
 
 def _attempt(trial: Callable[[int], object], size: int, ctx: DistContext) -> tuple[str, Exception | None]:
@@ -224,12 +226,10 @@ def _attempt(trial: Callable[[int], object], size: int, ctx: DistContext) -> tup
     return "memory", None
 
 
-def _give_memory_back() -> None:
+def _free_cached_memory() -> None:
     gc.collect()
     if torch.accelerator.is_available():
-        empty: Any = getattr(torch.get_device_module(), "empty_cache", None)
-        if empty is not None:
-            empty()
+        torch.accelerator.empty_cache()
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -241,20 +241,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _kept(obj: Any) -> Any:
     """A copy of the state of an object, in CPU memory."""
-    state = copy.deepcopy(_to_cpu(obj.state_dict()))
+    state = copy.deepcopy(map_tensors(lambda tensor: tensor.detach().cpu(), obj.state_dict()))
     if isinstance(obj, nn.Module):
         return state, [p.grad is None for p in obj.parameters()], {m: m.training for m in obj.modules()}
     return state
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_to_cpu(item) for item in value)
-    return value
 
 
 def _put_back(obj: Any, state: Any) -> None:

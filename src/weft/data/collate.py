@@ -56,31 +56,20 @@ def pad_collate(
 def _collate(
     samples: Sequence[Any], *, multiple_of: int, fill: float | Mapping[str, float], dim: int, mask: str | None
 ) -> Any:
-    first = samples[0]
+    first, again = samples[0], functools.partial(_collate, multiple_of=multiple_of, dim=dim, mask=None)
     if isinstance(first, Mapping):
-        one = fill if isinstance(fill, Mapping) else dict.fromkeys(first, fill)
-        parts = {
-            key: _collate([s[key] for s in samples], multiple_of=multiple_of, fill=one.get(key, 0), dim=dim, mask=None)
-            for key in first
-        }
+        fills = fill if isinstance(fill, Mapping) else dict.fromkeys(first, fill)
+        parts = {key: again([sample[key] for sample in samples], fill=fills.get(key, 0)) for key in first}
         if mask is not None:
             parts[mask] = _mask(samples, parts, dim)
         return parts
     value = 0.0 if isinstance(fill, Mapping) else fill
     if isinstance(first, tuple):
-        columns = [
-            _collate(column, multiple_of=multiple_of, fill=value, dim=dim, mask=None)
-            for column in zip(*samples, strict=True)
-        ]
+        columns = [again(column, fill=value) for column in zip(*samples, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        fields = {
-            field.name: _collate(
-                [getattr(s, field.name) for s in samples], multiple_of=multiple_of, fill=value, dim=dim, mask=None
-            )
-            for field in dataclasses.fields(first)
-        }
-        return dataclasses.replace(first, **fields)
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{n: again([getattr(s, n) for s in samples], fill=value) for n in names})
     if isinstance(first, torch.Tensor) and first.dim() > dim:
         return _padded(list(samples), multiple_of, value, dim)
     return default_collate(list(samples))
@@ -139,15 +128,15 @@ def length_batches(
     return _LengthBatches(torch.as_tensor(lengths), batch_size, pool, shuffle=shuffle, drop_last=drop_last)
 
 
+@dataclasses.dataclass(eq=False)
 class _LengthBatches(Sampler[list[int]]):
     """See `length_batches`."""
 
-    def __init__(self, lengths: torch.Tensor, batch_size: int, pool: int, *, shuffle: bool, drop_last: bool) -> None:
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.pool = pool
-        self.shuffle = shuffle
-        self.drop_last = drop_last
+    lengths: torch.Tensor
+    batch_size: int
+    pool: int
+    shuffle: bool
+    drop_last: bool
 
     def __len__(self) -> int:
         count = len(self.lengths)

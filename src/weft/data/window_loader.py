@@ -22,15 +22,13 @@ B = TypeVar("B")
 
 def windowed(loader: Any, splitter: WindowSplitter[Any]) -> Any:
     """A loader that yields windows, and has a position if the one below has."""
+    stateful = isinstance(loader, Stateful)
     if not isinstance(loader, DataLoader):
-        kind = _StatefulWindows if _is(loader, Stateful) else Windows
-        return kind(loader, splitter)
-    addition = _StatefulWindowLoader if _is(loader, Stateful) else _WindowLoader
-    return extended_copy(loader, _SeekableWindowLoader if _is(loader, Seekable) else addition, weft_splitter=splitter)
-
-
-def _is(loader: object, protocol: Any) -> bool:
-    return isinstance(loader, protocol)
+        return (_StatefulWindows if stateful else Windows)(loader, splitter)
+    addition = _StatefulWindowLoader if stateful else _WindowLoader
+    if isinstance(loader, Seekable):
+        addition = _SeekableWindowLoader
+    return extended_copy(loader, addition, weft_splitter=splitter)
 
 
 class Windows(Generic[B]):

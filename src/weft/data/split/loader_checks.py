@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -11,8 +10,9 @@ from weft.checks import check_choice
 from weft.context import DistContext
 from weft.data.loader_copy import split_already
 from weft.data.split.read_plan import DataPlan, is_stock
+from weft.data.split.split_plan import warn_of_no_step
 from weft.data.split.stream_samples import shards_of
-from weft.errors import message, type_error, value_error
+from weft.errors import type_error, value_error
 
 __all__ = ["check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
 
@@ -115,16 +115,8 @@ def check_uneven(uneven: str | None, total: int | None, ctx: DistContext, *, alr
 
 
 def warn_of_no_steps(units: int | None, plan: DataPlan) -> None:
-    """Warn that an epoch of data has no step, so that a loop over it does nothing."""
-    if not units:
-        return  # there are no data
-    warnings.warn(
-        message(
-            "shard_data: an epoch has no step, a loop over the loader does nothing",
-            found=f"{units} {'batches' if plan.source in ('batches', 'split already') else 'samples'} for {plan.ranks} "
-            f"ranks x {plan.per_rank}, of which too small steps are left out",
-            expected="enough for one step on every rank",
-            fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
-        ),
-        stacklevel=4,
-    )
+    """Warn that an epoch of data has no step; of no data at all it is clear."""
+    if units:
+        what = "batches" if plan.source in ("batches", "split already") else "samples"
+        found = f"{units} {what} for {plan.ranks} ranks x {plan.per_rank}, of which too small steps are left out"
+        warn_of_no_step("an epoch has no step", found, stacklevel=4)

@@ -79,52 +79,40 @@ class Samples(Dataset[Any]):
         self.fetch = getattr(dataset, "__getitems__", None)
 
     def __getitems__(self, indices: Sequence[Any]) -> Sequence[Any]:
-        if self.announced is not None or self.seed is not None:
-            self._follow()
-        if self.seed is not None:
-            return self._keyed(indices)
-        if self.fetch is not None:
-            try:
-                found: Sequence[Any] = self.fetch(indices)
-            except Exception as error:
-                at_sample(error, listed(indices), self.rank)
-                raise
-            return found
-        dataset, rest = self.dataset, iter(indices)
+        if self.fetch is None or self.seed is not None:
+            return self._one_by_one(indices)
+        self._follow()
         try:
-            return [dataset[index] for index in rest]
+            found: Sequence[Any] = self.fetch(indices)
+        except Exception as error:
+            at_sample(error, listed(indices), self.rank)
+            raise
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._one_by_one([index])[0]
+
+    def _one_by_one(self, indices: Sequence[Any]) -> list[Any]:
+        self._follow()
+        dataset, keyed, rest = self.dataset, self.seed is not None, iter(indices)
+        try:
+            return [self._keyed(index) if keyed else dataset[index] for index in rest]
         except Exception as error:
             at_sample(error, indices[len(indices) - len(list(rest)) - 1], self.rank)
             raise
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.__getitems__([index])[0] if self.fetch is None else self._one(index)
-
-    def _one(self, index: Any) -> Any:
-        try:
+    def _keyed(self, index: Any) -> Any:
+        with seeded(mix(self.seed, self.epoch.get()[0], index, "sample")):
             return self.dataset[index]
-        except Exception as error:
-            at_sample(error, index, self.rank)
-            raise
 
     def _follow(self) -> None:
+        """Tell the dataset of an epoch that began since this worker did."""
+        if self.announced is None or get_worker_info() is None:
+            return
         number, _ = self.epoch.get()
-        if self.announced is not None and self.announced != number and get_worker_info() is not None:
+        if self.announced != number:
             tell_epoch(self.dataset, number)
             self.announced = number
-
-    def _keyed(self, indices: Sequence[Any]) -> list[Any]:
-        number, _ = self.epoch.get()
-        samples = []
-        index: Any = None
-        try:
-            for index in indices:
-                with seeded(mix(self.seed, number, index, "sample")):
-                    samples.append(self.dataset[index])
-        except Exception as error:
-            at_sample(error, index, self.rank)
-            raise
-        return samples
 
     def __len__(self) -> int:
         return len(self.dataset)

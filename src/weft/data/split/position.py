@@ -121,15 +121,11 @@ def _spans(state: Mapping[str, Any], reading: ReadPlan) -> tuple[Span, ...] | No
     numbers = (state["seed"], state["epoch"], state[start])
     if not all(type(number) is int for number in numbers) or state["epoch"] < 0:
         return None
-    seed, reading.seed = reading.seed, state["seed"]
     try:
-        full = reading.epoch(state["epoch"])
-        carried = [Span(*span) for span in state.get("carried", ())]
-        todo = (*carried, full._replace(start=state[start]))
+        full = reading.epoch(state["epoch"], state["seed"])
+        todo = (*(Span(*span) for span in state.get("carried", ())), full._replace(start=state[start]))
     except TypeError:
         return None
-    finally:
-        reading.seed = seed
     # Ranks of data that was split already may have less than others have used.
     beyond = UNKNOWN if reading.uneven_ranks is not None else 0
     inside = all(type(number) is int for number in itertools.chain(*todo)) and all(
@@ -146,7 +142,7 @@ def _other_length(state: Mapping[str, Any], reading: ReadPlan) -> bool:
     """
     begun = state.get("samples") or state.get("batches") or state.get("carried")
     known = reading.length_known and all(type(state.get(name)) is int for name in ("seed", "epoch", "length"))
-    if not begun or not known or state["length"] == reading.length(state["seed"], state["epoch"]):
+    if not begun or not known or state["length"] == reading.epoch(state["epoch"], state["seed"]).stop:
         return False
     if reading.resized == "next_epoch":
         return True
@@ -160,7 +156,8 @@ def _other_length(state: Mapping[str, Any], reading: ReadPlan) -> bool:
 
 def _lengths(state: Mapping[str, Any], reading: ReadPlan) -> str:
     what = "batches" if reading.whole else "samples"
-    return f"{state['length']} {what} when it was saved, {reading.length(state['seed'], state['epoch'])} {what} now"
+    now = reading.epoch(state["epoch"], state["seed"]).stop
+    return f"{state['length']} {what} when it was saved, {now} {what} now"
 
 
 def _check_ranks(state: Mapping[str, Any], reading: ReadPlan) -> None:

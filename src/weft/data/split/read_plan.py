@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ class DataPlan:
         source: "samples" or "batches" of a map-style dataset, "stream", "seekable stream", or "split already".
         mode: As given to `shard_data`.
         ranks: Number of ranks that see different batches.
-        per_rank: EpochOrder (samples, or batches of a batch sampler) per rank and full step.
+        per_rank: Units (samples, or batches of a batch sampler) per rank and full step.
         per_step: The same of all ranks together.
         uneven: What happens to an incomplete last step.
         steps: Of the first epoch; None if the source does not tell its length.
@@ -66,8 +67,8 @@ class ReadPlan:
         epochs: The number of the epoch, for workers.
         split_for: Ranks among which the data was split by somebody else; None: weft does.
         scattered: Rank 0 reads for all ranks, and sends.
-        total: EpochOrder of an epoch, where that is always the same; None: see `units`, or unknown.
-        whole: EpochOrder are batches of a batch sampler.
+        total: Units of an epoch, where that is always the same; None: see `units`, or unknown.
+        whole: Units are batches of a batch sampler.
         states: States of a stream by number of batches, in the running iteration.
         keyed: Whether every sample is read with random states of its own.
         resized: What a position in a dataset of another length does.
@@ -90,13 +91,11 @@ class ReadPlan:
     resized: Literal["error", "next_epoch"] = "error"
     states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
-    def epoch(self, number: int) -> Span:
-        """All of an epoch."""
-        if self.total is not None:
-            return Span(number, 0, self.total)
-        if self.units is not None:
-            return Span(number, 0, self.units.total(self.seed, number))
-        return Span(number, 0, UNKNOWN)
+    def epoch(self, number: int, seed: int | None = None) -> Span:
+        """All of an epoch; of the order of another seed, if one is given."""
+        if self.total is None and self.units is not None:
+            return Span(number, 0, self.units.total(self.seed if seed is None else seed, number))
+        return Span(number, 0, UNKNOWN if self.total is None else self.total)
 
     @property
     def endless(self) -> bool:
@@ -112,13 +111,6 @@ class ReadPlan:
     def length_known(self) -> bool:
         """Whether all ranks know how many units an epoch has."""
         return not self.endless and self.split_for is None and not (self.scattered and self.total is None)
-
-    def length(self, seed: int, epoch: int) -> int:
-        """EpochOrder of an epoch, if it is known."""
-        if self.total is not None:
-            return self.total
-        assert self.units is not None
-        return self.units.total(seed, epoch)
 
     def used(self, left: Span) -> dict[str, int]:
         """How much of an epoch is used, of which this is left."""
@@ -136,7 +128,8 @@ class ReadPlan:
         """The size of each batch of an iteration before it is read; None where only reading shows it, on all ranks."""
         if self.single or (self.scattered and (self.whole or self.total is None)) or self.endless:
             return None
-        plan, orders, alone = self.plan, _Orders(self), self.alone
+        plan, units_of, alone = self.plan, self.units, self.alone
+        order_of = functools.cache(lambda epoch: units_of.order(self.seed, epoch) if units_of else ())
 
         def size(step: int) -> Size:
             part = plan.step_at(todo, step)
@@ -145,25 +138,12 @@ class ReadPlan:
             units, everyone = part.stop - part.start, plan.used(part.stop - part.start)
             own = plan.per_rank if everyone == plan.per_step else plan.share(units)[1]
             if self.whole:
-                order = orders[part.epoch]
+                order = order_of(part.epoch)
                 own = sum(sum(map(len, piece)) for piece, _ in plan.pieces(order, part.start, part.stop))
                 everyone = sum(len(order[unit % len(order)]) for unit in range(part.start, part.start + everyone))
             return own, None if alone else everyone
 
         return size
-
-
-class _Orders(dict[int, Sequence[Any]]):
-    """The order of each epoch that an iteration reads a part of, made when it is asked for."""
-
-    def __init__(self, reading: ReadPlan) -> None:
-        super().__init__()
-        self._reading = reading
-
-    def __missing__(self, epoch: int) -> Sequence[Any]:
-        assert self._reading.units is not None
-        self[epoch] = order = self._reading.units.order(self._reading.seed, epoch)
-        return order
 
 
 def is_stock(loader: DataLoader[Any]) -> bool:

@@ -9,12 +9,13 @@ of the order of one epoch; a resumed run has one or more of them to read.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from weft.errors import value_error
+from weft.errors import message, value_error
 
-__all__ = ["UNKNOWN", "Plan", "Span", "Uneven"]
+__all__ = ["UNKNOWN", "Plan", "Span", "Uneven", "warn_of_no_step"]
 
 U = TypeVar("U")
 Uneven = Literal["balance", "empty", "pad", "drop", "error", "join"]
@@ -22,7 +23,7 @@ UNKNOWN = 2**62  # units of a stream that does not tell its length
 
 
 class Span(NamedTuple):
-    """EpochOrder `start` up to `stop` of the order of an epoch."""
+    """Units `start` up to `stop` of the order of an epoch."""
 
     epoch: int
     start: int
@@ -35,7 +36,7 @@ class Plan(NamedTuple):
     Attributes:
         rank: Of this process among the ranks that see different data.
         size: Number of these ranks.
-        per_rank: EpochOrder per rank and full step.
+        per_rank: Units per rank and full step.
         drop_last: Leave the last, incomplete step out.
         uneven: What to do with an incomplete last step whose units cannot be shared out equally.
     """
@@ -48,7 +49,7 @@ class Plan(NamedTuple):
 
     @property
     def per_step(self) -> int:
-        """EpochOrder per full step, all ranks together."""
+        """Units per full step, all ranks together."""
         return self.per_rank * self.size
 
     @property
@@ -72,13 +73,13 @@ class Plan(NamedTuple):
         return sum(self.num_steps(span.stop - span.start) for span in spans)
 
     def used(self, units: int) -> int:
-        """EpochOrder that all ranks together are given in a step that has so many, repetitions included."""
+        """Units that all ranks together are given in a step that has so many, repetitions included."""
         if self.uneven == "pad":
             return self.per_step
         return units - units % self.size if self.uneven == "drop" else units
 
     def step_at(self, spans: Iterable[Span], step: int) -> Span | None:
-        """EpochOrder that are used in a step of some spans; None after the last one."""
+        """Units that are used in a step of some spans; None after the last one."""
         for span in spans:
             have = self.num_steps(max(span.stop - span.start, 0))
             if step < have:
@@ -142,3 +143,16 @@ class Plan(NamedTuple):
                 fix='drop_last=True, or weft.shard_data(loader, ctx, uneven="drop"), "pad" (repeats samples) '
                 'or "empty" (some ranks get a batch with no rows)',
             )
+
+
+def warn_of_no_step(what: str, found: str, *, stacklevel: int) -> None:
+    """Warn that a loop over the loader does nothing, because an epoch has no step."""
+    warnings.warn(
+        message(
+            f"shard_data: {what}, a loop over the loader does nothing",
+            found=found,
+            expected="enough for one step on every rank",
+            fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
+        ),
+        stacklevel=stacklevel + 1,
+    )

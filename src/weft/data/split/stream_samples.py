@@ -13,8 +13,7 @@ import copy
 import itertools
 import random
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,15 +25,14 @@ from weft.context import DistContext
 from weft.contract import Stateful
 from weft.data.split.epoch_order import generators_of, tell_epoch
 from weft.data.split.map_samples import BatchInfo, Epoch, at_sample
-from weft.data.split.split_plan import Plan
-from weft.errors import ContractError, message, value_error
+from weft.data.split.split_plan import Plan, warn_of_no_step
+from weft.errors import ContractError, value_error
 from weft.rng import mix, seeded
 from weft.tensors.rng_state import RngState
 
 __all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state", "shards_of", "with_own_shards"]
 
 _READ_AHEAD_S = 1e-3  # changing random states costs some 15 us; cheap samples share them
-_END = object()
 
 
 @runtime_checkable
@@ -111,74 +109,42 @@ class StreamSteps(IterableDataset[Step]):
         if self.selective:
             return self._selected(number, start, place, stride)
         reader = _Reader(self, number, start)
-        return _a_while_at_a_time(reader.steps(place, stride), mix(self.seed, number, "order"), self)
+        return _a_while_at_a_time(reader.steps(place, stride), mix(self.seed, number, "order"))
 
     def _selected(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
         """The steps of a stream in which one can jump, so that it is read like a map-style dataset."""
-        total = self.total or 0
-        order = range(total)
-        if len(self.plans) == 1 and not self.keyed and self.plans[0].uneven != "pad":
-            yield from self._plain(number, start, place, stride)
-            return
-        pieces = [plan.pieces(order, start, total) for plan in self.plans]
-        steps = self.plans[0].num_steps(total - start)
-        samples: Iterator[Any] = iter(())
-        at = -1
-        for index, step in enumerate(zip(*pieces, strict=True)):
-            if index % stride != place:
-                continue
+        total, samples, at = self.total or 0, iter(()), -1
+        last = self.plans[0].num_steps(total - start) - 1
+        pieces = zip(*(plan.pieces(range(total), start, total) for plan in self.plans), strict=True)
+        for index, step in itertools.islice(enumerate(pieces), place, None, stride):
             parts, given = [], []
             for piece, valid in step:
-                ids: Sequence[int] = piece if len(piece) else range(start, start + 1)
+                ids = piece or range(start, start + 1)
                 part: list[Any] = []
                 for first, count in _runs(ids):
                     if first != at:
                         samples = iter(self.dataset.iter_from(first))
-                    at = first
-                    try:
-                        if self.keyed:
-                            part += self._keyed(samples, first, count, number)
-                        else:
-                            part.extend(itertools.islice(samples, count))
-                    except Exception as error:
-                        at_sample(error, ids[min(len(part), len(ids) - 1)], self.rank)
-                        raise
-                    at += count
+                    at = first + count
+                    part += self.take(samples, first, count, number)
                 if len(part) < len(ids):
                     raise _untrue_length(ids[len(part)], total)
                 parts.append(part)
-                given.append(BatchInfo(number, ids, valid, empty=not len(piece), last=index == steps - 1))
+                given.append(BatchInfo(number, ids, valid, not piece, index == last))
             yield Step(parts, given)
 
-    def _plain(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
-        """Fast path for the common case."""
-        plan, total, begin, at = self.plans[0], self.total or 0, self.dataset.iter_from, -1
-        samples: Iterator[Any] = iter(())
-        last, pieces = plan.num_steps(total - start) - 1, plan.pieces(range(total), start, total)
-        for index, (piece, valid) in itertools.islice(enumerate(pieces), place, None, stride):
-            ids: Any = piece or range(start, start + 1)
-            if ids.start != at:
-                samples = iter(begin(ids.start))
-            at = ids.stop
-            given = BatchInfo(number, ids, valid, not piece, index == last)
-            yield Step([self._taken(samples, ids, total)], [given])  # held here no longer than until it is given
-
-    def _taken(self, samples: Iterator[Any], ids: Sequence[int], total: int) -> list[Any]:
-        part: list[Any] = []
-        try:
-            part.extend(itertools.islice(samples, len(ids)))
-        except Exception as error:
-            at_sample(error, ids[len(part)], self.rank)
-            raise
-        if len(part) < len(ids):
-            raise _untrue_length(ids[len(part)], total)
-        return part
-
-    def _keyed(self, samples: Iterator[Any], first: int, count: int, number: int) -> list[Any]:
+    def take(self, samples: Iterator[Any], first: int, count: int, number: int) -> list[Any]:
+        """The next samples of an epoch, from number `first` on; fewer at the end of the stream."""
         found: list[Any] = []
-        for sample in range(first, first + count):
-            with seeded(mix(self.seed, number, sample, "sample")):
-                found.extend(itertools.islice(samples, 1))
+        try:
+            if not self.keyed:
+                found.extend(itertools.islice(samples, count))
+                return found
+            for sample in range(first, first + count):
+                with seeded(mix(self.seed, number, sample, "sample")):
+                    found.extend(itertools.islice(samples, 1))
+        except Exception as error:
+            at_sample(error, first + len(found), self.rank)
+            raise
         return found
 
 
@@ -223,16 +189,12 @@ def with_own_shards(loader: DataLoader[Any], ctx: DistContext) -> DataLoader[Any
     return new
 
 
-def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(ids: Sequence[int]) -> Iterable[tuple[int, int]]:
     """Cut indices into runs of consecutive ones: first, and how many."""
     if isinstance(ids, range):
-        yield ids.start, len(ids)
-        return
-    first = 0
-    for index in range(1, len(ids) + 1):
-        if index == len(ids) or ids[index] != ids[index - 1] + 1:
-            yield ids[first], index - first
-            first = index
+        return ((ids.start, len(ids)),)
+    breaks = [index for index in range(1, len(ids)) if ids[index] != ids[index - 1] + 1]
+    return [(ids[first], end - first) for first, end in itertools.pairwise([0, *breaks, len(ids)])]
 
 
 class _Reader:
@@ -257,18 +219,15 @@ class _Reader:
             state = copy.deepcopy(owner.dataset.state_dict()) if owner.stateful else None
             if self.plan.uneven == "pad" and len(self.begin) < size and not self.start:
                 self.begin += chunk[: size - len(self.begin)]
-            ahead = self._read(samples, 1, position + len(chunk)) if len(chunk) == size else []
-            if len(chunk) < size:
-                self.check_end(position + len(chunk), len(chunk))
-                if not self.plan.rest_counts(len(chunk)):
+            ahead = self._read(samples, 1, position + size) if len(chunk) == size else []
+            if not ahead:
+                rest = len(chunk) % size
+                self.check_end(position + len(chunk), rest)
+                if rest and not self.plan.rest_counts(rest):
                     break
-            else:
-                rest_known = bool(ahead)
-                if not rest_known:
-                    self.check_end(position + size, 0)
             if index % stride == place:
                 yield self._step(chunk, position, state, last=not ahead)
-            position += len(chunk)
+            position += size
 
     def check_end(self, total: int, rest: int) -> None:
         """Raise if the stream may not end here."""
@@ -277,15 +236,8 @@ class _Reader:
             raise _untrue_length(total, owner.total)
         self.plan.check(rest, f"the stream, {total} samples long,")
         if total == rest > 0 and not self.plan.rest_counts(rest):
-            warnings.warn(
-                message(
-                    "shard_data: the stream ended before there was a step, a loop over the loader does nothing",
-                    found=f"{total} samples for {self.plan.size} ranks x {self.plan.per_rank}",
-                    expected="enough for one step on every rank",
-                    fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
-                ),
-                stacklevel=2,
-            )
+            found = f"{total} samples for {self.plan.size} ranks x {self.plan.per_rank}"
+            warn_of_no_step("the stream ended before there was a step", found, stacklevel=2)
 
     def _samples(self) -> Iterator[Any]:
         dataset, owner = self.owner.dataset, self.owner
@@ -301,32 +253,23 @@ class _Reader:
         samples: Iterator[Any] = iter(dataset)
         if self.start and owner.start_state is None:
             self.begin = self._read(samples, min(self.start, self.plan.per_step), 0)
-            left = self.start - len(self.begin)
-            skipped = sum(len(self._read(samples, 1, self.start - left + n)) for n in range(left)) if owner.keyed else 0
-            skipped = skipped or sum(1 for _ in itertools.islice(samples, left))
-            if skipped < left:
-                raise _untrue_length(len(self.begin) + skipped, self.start)
+            read = len(self.begin)
+            if owner.keyed:
+                while read < self.start and self._read(samples, 1, read):
+                    read += 1
+            else:
+                read += sum(1 for _ in itertools.islice(samples, self.start - read))
+            if read < self.start:
+                raise _untrue_length(read, self.start)
         return samples
 
     def _read(self, samples: Iterator[Any], count: int, position: int) -> list[Any]:
-        """The next samples; fewer at the end of the stream."""
-        found: list[Any] = []
-        try:
-            if self.owner.keyed:
-                return self.owner._keyed(samples, position, count, self.number)
-            found.extend(itertools.islice(samples, count))
-        except Exception as error:
-            at_sample(error, position + len(found), self.owner.rank)
-            raise
-        return found
+        return self.owner.take(samples, position, count, self.number)
 
     def _step(self, chunk: list[Any], position: int, state: Any, *, last: bool) -> Step:
         parts, given = [], []
         for plan in self.owner.plans:
-            if len(chunk) == plan.per_step:
-                first, count = plan.rank * plan.per_rank, plan.per_rank
-            else:
-                first, count = plan.share(len(chunk))
+            first, count = plan.share(len(chunk))
             part = chunk[first : first + count]
             ids: Sequence[int] = range(position + first, position + first + count)
             if plan.uneven == "pad" and count < plan.per_rank:
@@ -362,7 +305,7 @@ def _untrue_length(found: int, said: int) -> ContractError:
     )
 
 
-def _a_while_at_a_time(steps: Iterator[Step], seed: int, owner: StreamSteps) -> Iterator[Step]:
+def _a_while_at_a_time(steps: Iterator[Step], seed: int) -> Iterator[Step]:
     """Run a reader with the random states of the stream, for about a millisecond, and hand out what came."""
     inside = RngState(
         random.Random(seed).getstate(),  # noqa: S311  (not for secrets)
@@ -379,10 +322,9 @@ def _a_while_at_a_time(steps: Iterator[Step], seed: int, owner: StreamSteps) -> 
         end = time.perf_counter() + _READ_AHEAD_S
         try:
             while going and time.perf_counter() < end:
-                step = next(steps, _END)
-                going = isinstance(step, Step)
-                if isinstance(step, Step):
-                    ready.append(step)
+                step = next(steps, None)
+                ready += [step] if step else []
+                going = step is not None
         except Exception as error:  # noqa: BLE001  (raised when its turn comes, after what was read before)
             failure = error
         finally:

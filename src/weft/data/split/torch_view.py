@@ -27,9 +27,8 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     seed, rank = loader.weft_ctx.seed, loader.weft_ctx.data_rank
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
-    fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank)
-    if loader.num_workers == 0:
-        fields["worker_init_fn"] = loader.worker_init_fn
+    if loader.num_workers:
+        fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank)
     if reading.stream is not None:
         stream = copy.copy(reading.stream)
         stream.dataset, stream.seed = loader.dataset, reading.seed
@@ -54,9 +53,6 @@ class StreamIterator:
     """Torch's iterator over a view of the loader, made new or reset, that notes what it gives."""
 
     def __init__(self, loader: Any) -> None:
-        self._open(loader)
-
-    def _open(self, loader: Any) -> None:
         view, self._given = torch_view(loader)
         self._ready: deque[Any] = deque()
         self._inner = torch_iterator(view)

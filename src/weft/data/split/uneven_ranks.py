@@ -29,7 +29,7 @@ class UnevenRanks:
     Attributes:
         uneven: "error" raises, "drop" ends with the shortest rank, "join" continues to the longest.
         counts: Batches per epoch of each rank; None where nobody knows.
-        per_step: EpochOrder of a full batch.
+        per_step: Units of a full batch.
     """
 
     uneven: Literal["error", "drop", "join"]
