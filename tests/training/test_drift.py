@@ -63,6 +63,24 @@ def test_steps_on_gradients_of_one_rank_are_refused(strategy, how):
         assert difference == 0
 
 
+def _backward_left_out(ctx, strategy):
+    model, optimizer, ctx = prepare(strategy, ctx)
+    for step in range(3):
+        if not (ctx.rank == 1 and step == 2):
+            _loss(model, ctx, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # so that the gradients there are look like some of a backward pass
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("strategy", REPLICATED)
+def test_a_step_of_a_rank_that_left_its_backward_pass_out_is_named(strategy):
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match="rank 0 waits in a collective"):
+        run_ranks(_backward_left_out, 2, strategy)
+    assert time.monotonic() - start < 15
+
+
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_autograd_grad_of_sharded_parameters_is_refused(strategy):
     for text, difference in run_ranks(_not_reduced, 2, strategy, "autograd.grad"):

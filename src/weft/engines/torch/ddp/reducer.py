@@ -241,5 +241,5 @@ class GradientReducer(Strategy):
                 self._reduce_now()
         fresh = self._reductions != self._stepped_at.get(optimizer, 0) and not trained.has_pending()
         if not fresh and self._group is not None:
-            trained.check_same_gradients(self._what, optimizer, self._group)
+            trained.check_same_gradients(self._what, optimizer, self._peers)
         self._stepped_at[optimizer] = self._reductions

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.optim.step_watch import check_same_gradients
 from weft.errors import ContractError, listed
@@ -116,12 +116,12 @@ class Trained:
             self._unreduced_versions = None
         return stepped
 
-    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-        """Raise if gradients that `optimizer` is about to use differ between the ranks. Collectives: one all-gather."""
+    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
+        """Raise if gradients that `optimizer` is about to use differ between the ranks; a meeting."""
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
         ours = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) in held]
         if any(p.grad is not None for _, p in ours):
-            check_same_gradients(what, ours, group)
+            check_same_gradients(what, ours, peers)
             self.pending = False
 
     def _versions(self) -> int:

@@ -7,6 +7,7 @@ are found before the first backward pass, and again when parameters changed alth
 from __future__ import annotations
 
 import gc
+import hashlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -209,24 +210,29 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Raise if gradients that no backward pass has reduced differ between the ranks. Collectives: one all-gather.
+def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], peers: Peers) -> None:
+    """Raise if gradients that no backward pass has reduced differ between the ranks. Collectives: none; a meeting.
+
+    A rank that comes here alone, while the others reduce gradients in backward, is found at the meeting; in a
+    collective the two would wait for each other.
 
     Args:
         what: Name of the strategy, for the error text.
         named: Its parameters by name.
-        group: The ranks.
+        peers: The ranks.
 
     Raises:
         NotSynchronized: On all ranks; a step would let their weights drift apart.
+        PeerError: Another rank is in a backward pass.
     """
     parameters = dict(named)
     # Equal gradients have equal sums, to the bit; without a gradient there is another number.
-    sums = torch.stack([_sum(p.grad).to(p.device) for p in parameters.values()])
-    everyone = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, sums, group=group)
-    equal = torch.stack([torch.eq(one.view(torch.int64), sums.view(torch.int64)) for one in everyone]).all(0)
-    differing = [name for name, same in zip(parameters, equal.tolist(), strict=True) if not same]
+    sums = torch.stack([_sum(p.grad).cpu() for p in parameters.values()]).view(torch.int64).tolist()
+    digests = peers.meet("optimizer.step() without a backward pass", hashlib.sha256(repr(sums).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everyone = peers.meet("gradients that differ", sums)
+    differing = [name for name, *ours in zip(parameters, *everyone, strict=True) if len(set(ours)) > 1]
     if differing:
         raise NotSynchronized(
             f"{what}: a step on gradients that were not averaged over the ranks",
