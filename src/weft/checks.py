@@ -7,9 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from weft.errors import type_error, value_error
+from weft.errors import listed, type_error, value_error
 
-__all__ = ["check_choice", "check_count", "check_module", "check_optimizer"]
+__all__ = ["check_choice", "check_count", "check_module", "check_not_lazy", "check_optimizer"]
 
 
 def check_count(
@@ -104,4 +104,21 @@ def check_optimizer(what: str, optimizer: object, *, fix: str = "") -> None:
             found=type(optimizer).__name__,
             expected="a torch.optim.Optimizer",
             fix=fix or f"optimizer, ctx = weft.{what}(optimizer, ctx)",
+        )
+
+
+def check_not_lazy(what: str, module: nn.Module) -> None:
+    """Raise unless all parameters and buffers of a module have a shape.
+
+    Raises:
+        ValueError: One has none yet; the text names it.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    lazy = [name for name, tensor in named if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise value_error(
+            f"{what}: parameters of {type(module).__name__} have no shape yet",
+            found=listed(lazy),
+            expected="a module that has been called once (lazy modules get their shapes then)",
+            fix=f"model(example_batch)  # before {what}",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from weft.checks import check_module
+from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
 from weft.contract.layout import gradient_axes
 from weft.contract.marks import marks_of, offered
@@ -169,14 +169,7 @@ def check_plain_module(what: str, module: nn.Module) -> None:
             expected="each parameter in one sharded or replicated module: the outermost",
             fix=f"call weft.{what} once, on the whole model",
         )
-    lazy = [name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise value_error(
-            f"{what}: parameters of {type(module).__name__} have no shape yet",
-            found=listed(lazy),
-            expected="a module that has been called once (lazy modules get their shapes then)",
-            fix=f"model(example_batch)  # before {what}",
-        )
+    check_not_lazy(what, module)
 
 
 def reduce_dtype(module: nn.Module) -> torch.dtype | None:

@@ -70,7 +70,6 @@ class Placement:
 
     def __init__(
         self,
-        what: str,
         module: nn.Module,
         source: Source,
         ctx: DistContext,
@@ -80,21 +79,19 @@ class Placement:
         dtype: torch.dtype | None,
     ) -> None:
         self.path = source.path
-        self._what = what
         self._ctx = ctx
         self._source = source
         self._module = module
-        held = targets(what, module, elsewhere)
-        self.missing, self.unexpected = _compare(what, module, source, held, strict=strict)
+        held = targets(module, elsewhere)
+        self.missing, self.unexpected = _compare(module, source, held, strict=strict)
         self._dtypes = {id(one.tensor): _wanted(one.tensor, dtype) for one in held}
         changed = [one for one in held if self._dtypes[id(one.tensor)] != one.tensor.dtype]
-        _check_dtypes(what, module, changed, ctx)
+        _check_dtypes(module, changed, ctx)
         self._changed = [one.tensor for one in changed]
-        moves = [_move(one, source, self._dtypes) for one in held if one.names[0] not in self.missing]
-        self._moves = _routed(what, moves, ctx)
-        self._memory = Memory(what, module, ctx, {id(move.tensor) for move in moves}, self._dtypes)
+        self._moves = _moves(held, source, self._dtypes, ctx)
+        self._memory = Memory(module, ctx, {id(move.tensor) for move in self._moves}, self._dtypes)
         if any(one.tensor.is_meta for one in held):
-            check_optimizers(what, module, ctx, ())
+            check_optimizers("load_weights", module, ctx, ())
         self._staged: dict[int, torch.Tensor] = {}
 
     def facts(self) -> dict[str, object]:
@@ -136,7 +133,7 @@ class Placement:
                 for other in stored[1:]:
                     if not are_equal(files, stored[0], other, held.block, dtype):
                         raise CheckpointError(
-                            f"{self._what}: {name} and {other.key} differ in {self._source.path}",
+                            f"load_weights: {name} and {other.key} differ in {self._source.path}",
                             found="one tensor in the module, two in the file",
                             expected="equal values for tied weights",
                             fix="build the module without tying them (tie_word_embeddings=False)",
@@ -163,7 +160,7 @@ class Placement:
         whole = ((self._ctx.group, 0),) if self._ctx.world_size > 1 else ()
         sent = [(local(self._memory.of(move.tensor)), move.routes) for move in self._moves]
         sent += [(self._memory.of(tensor), whole) for tensor in self._memory.drawn]
-        _send(self._what, sent, self._ctx.world)
+        _send(sent, self._ctx.world)
         self._memory.settle()
         tell_keepers(self._module, {move.parameter: move.tensor for move in self._moves})
 
@@ -172,7 +169,7 @@ class Placement:
 
 
 def _compare(
-    what: str, module: nn.Module, source: Source, held: list[Target], *, strict: bool
+    module: nn.Module, source: Source, held: list[Target], *, strict: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that only the module has, and names that only the files have.
 
@@ -196,10 +193,10 @@ def _compare(
     found += [f"not in the file: {listed(missing)}"] if missing and strict else []
     found += [f"only in the file: {listed(unexpected)}"] if unexpected and strict else []
     raise CheckpointError(
-        f"{what}: {source.path} does not fit the module",
+        f"load_weights: {source.path} does not fit the module",
         found="; ".join(found),
         expected="the names, shapes and kinds of numbers of the module",
-        fix=_tie(module, missing) or f"weft.{what}(module, path, ctx, {_hint(missing, unexpected)})",
+        fix=_tie(module, missing) or f"weft.load_weights(module, path, ctx, {_hint(missing, unexpected)})",
     )
 
 
@@ -224,7 +221,7 @@ def _hint(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
     return "strict=False"
 
 
-def _check_dtypes(what: str, module: nn.Module, changed: list[Target], ctx: DistContext) -> None:
+def _check_dtypes(module: nn.Module, changed: list[Target], ctx: DistContext) -> None:
     """Raise if a dtype would have to change where others rely on it."""
     records = [record.name for record in ctx.records(module)]
     bound = [
@@ -234,14 +231,14 @@ def _check_dtypes(what: str, module: nn.Module, changed: list[Target], ctx: Dist
     ]
     if bound:
         raise value_error(
-            f"{what}: dtype cannot be changed by now",
+            "load_weights: dtype cannot be changed by now",
             found=f"{listed(bound)}, after {listed(records) or 'sharding'}",
             expected="dtype for a module that no transform was applied to",
-            fix=f"weft.{what} first, then the transforms; or no dtype",
+            fix="weft.load_weights first, then the transforms; or no dtype",
         )
 
 
-def renamed(what: str, source: Source, rename: Callable[[str], str | None] | None) -> Source:
+def renamed(source: Source, rename: Callable[[str], str | None] | None) -> Source:
     """A source with other names; what is renamed to None is left out.
 
     Raises:
@@ -254,7 +251,7 @@ def renamed(what: str, source: Source, rename: Callable[[str], str | None] | Non
         new = rename(name)
         if new in tensors and tensors[new] != stored:
             raise value_error(
-                f"{what}: rename gives two tensors one name",
+                "load_weights: rename gives two tensors one name",
                 found=f"{new!r}, the second for {name!r}",
                 expected="a name of its own for each, or None to leave it out",
                 fix='rename=lambda name: name.removeprefix("model.")',
@@ -264,12 +261,6 @@ def renamed(what: str, source: Source, rename: Callable[[str], str | None] | Non
     return source._replace(tensors=tensors)
 
 
-def _move(target: Target, source: Source, dtypes: dict[int, torch.dtype]) -> Move:
-    names = [name for name in target.names if name in source.tensors]
-    stored = tuple(dict.fromkeys(source.tensors[name] for name in names))
-    return Move(names[0], stored, target.tensor, target.parameter, dtypes[id(target.tensor)])
-
-
 def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
@@ -277,42 +268,45 @@ def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 # -- who reads what, and sends it to whom ------------------------------------------------------------
 
 
-def _routed(what: str, moves: list[Move], ctx: DistContext) -> list[Move]:
-    """Settle which rank reads each tensor; see [Note: once per node]."""
-    chosen = writers({move.name: move.tensor.nbytes for move in moves if not is_sharded(move.tensor)}, ctx.world_size)
-    routed: list[Move] = []
-    for index, move in enumerate(moves):
-        routes: tuple[Route, ...] = ()
-        if is_sharded(move.tensor):
-            routes = _along_copies(what, move, index, ctx)
-        elif ctx.world_size > 1:
-            routes = ((ctx.group, chosen[move.name]),)
-        routed.append(move._replace(routes=routes))
-    return routed
+def _moves(held: Sequence[Target], source: Source, dtypes: Mapping[int, torch.dtype], ctx: DistContext) -> list[Move]:
+    """What is read from where, into what, and which rank sends it to whom; see [Note: once per node]."""
+    found = [(one, [name for name in one.names if name in source.tensors]) for one in held]
+    whole = {names[0]: one.tensor.nbytes for one, names in found if names and not is_sharded(one.tensor)}
+    readers = writers(whole, ctx.world_size)  # who reads most has most to send
+    moves: list[Move] = []
+    for one, names in found:
+        if names:
+            routes: tuple[Route, ...] = ((ctx.group, readers[names[0]]),) if names[0] in readers else ()
+            if is_sharded(one.tensor):
+                routes = _along_copies(names[0], one.tensor, len(moves), ctx)
+            stored = tuple(dict.fromkeys(source.tensors[name] for name in names))
+            routes = routes if ctx.world_size > 1 else ()
+            moves.append(Move(names[0], stored, one.tensor, one.parameter, dtypes[id(one.tensor)], routes))
+    return moves
 
 
-def _along_copies(what: str, move: Move, index: int, ctx: DistContext) -> tuple[Route, ...]:
-    cut: Any = move.tensor
+def _along_copies(name: str, tensor: torch.Tensor, index: int, ctx: DistContext) -> tuple[Route, ...]:
+    cut: Any = tensor
     mesh = cut.device_mesh
     outside = set(mesh.mesh.flatten().tolist()) - set(ctx.ranks)
     if outside and mesh.size() > 1:
         raise ContextError(
-            f"{what}: {move.name} is cut over ranks that the context does not have",
+            f"load_weights: {name} is cut over ranks that the context does not have",
             found=f"global ranks {listed(sorted(outside))} besides {listed(ctx.ranks)}",
             expected="the context the module was sharded with",
-            fix=f"weft.{what}(module, path, ctx)  # of weft.start()",
+            fix="weft.load_weights(module, path, ctx)  # of weft.start()",
         )
     copies = [dim for dim, one in enumerate(cut.placements) if one.is_replicate() and mesh.size(dim) > 1]
     return tuple((mesh.get_group(dim), index % mesh.size(dim)) for dim in copies)
 
 
-def _send(what: str, tensors: Sequence[tuple[torch.Tensor, Sequence[Route]]], world: World) -> None:
+def _send(tensors: Sequence[tuple[torch.Tensor, Sequence[Route]]], world: World) -> None:
     """Send tensors along their routes: first all along the first of theirs, then all along the second.
 
     Raises:
         PeerError: A peer failed or died.
     """
-    with peers_named(what, world):
+    with peers_named("load_weights", world):
         for turn in range(max((len(routes) for _, routes in tensors), default=0)):
             waiting: list[Callable[[], None]] = []
             for tensor, routes in tensors:

@@ -95,9 +95,9 @@ def load_weights(
     elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
 
     def settle() -> Placement:
-        source = renamed("load_weights", from_path("load_weights", Path(path), object), rename)
+        source = renamed(from_path("load_weights", Path(path), object), rename)
         wanted = floating_dtype("load_weights", dtype)
-        return Placement("load_weights", module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted)
+        return Placement(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted)
 
     placement = on_all("load_weights", ctx, settle)
     ctx.agree("load_weights", placement.facts())

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
-from weft.checks import check_module
+from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
 from weft.context.placement import value_device, values_replaced
-from weft.errors import CheckpointError, listed, type_error, value_error
+from weft.errors import CheckpointError, listed, type_error
 from weft.sharding.meta import draw_values, draws, own_tensors
 from weft.tensors.dtensor import is_sharded
 
@@ -34,11 +34,10 @@ class Target(NamedTuple):
     parameter: int
 
 
-def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor]) -> list[Target]:
+def targets(module: nn.Module, elsewhere: Mapping[int, torch.Tensor]) -> list[Target]:
     """What weights can be loaded into, in the order of `state_dict`.
 
     Args:
-        what: Who asks, for the texts of errors.
         module: Whose.
         elsewhere: Of `kept_shards`.
 
@@ -46,7 +45,7 @@ def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor])
         TypeError: Not a module, or `state_dict` has something that is no parameter or buffer.
         ValueError: A parameter has no shape yet.
     """
-    check_module(what, module, fix=f'weft.{what}(model, "model.safetensors", ctx)')
+    check_module("load_weights", module, fix='weft.load_weights(model, "model.safetensors", ctx)')
     state = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
     found: dict[int, tuple[list[str], Any]] = {}
@@ -55,21 +54,14 @@ def targets(what: str, module: nn.Module, elsewhere: Mapping[int, torch.Tensor])
             found.setdefault(id(value), ([], value))[0].append(plain_name(name))
         elif not is_extra(name):
             raise type_error(
-                f"{what}: {name} cannot be loaded",
+                f"load_weights: {name} cannot be loaded",
                 found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
                 expected="parameters and buffers",
                 fix="load it by the load_state_dict of the module",
             )
-    lazy = [names[0] for names, value in found.values() if nn.parameter.is_lazy(value)]
-    if lazy:
-        raise value_error(
-            f"{what}: parameters of {type(module).__name__} have no shape yet",
-            found=listed(lazy),
-            expected="a module that has been called once (lazy modules get their shapes then)",
-            fix=f"model(example_batch)  # before {what}",
-        )
+    check_not_lazy("load_weights", module)
     for names, value in found.values():
-        check_memory(what, names[0], value)
+        check_memory("load_weights", names[0], value)
     return [Target(tuple(names), elsewhere.get(one, value), one) for one, (names, value) in found.items()]
 
 
@@ -84,29 +76,25 @@ class Memory:
     """
 
     def __init__(
-        self, what: str, module: nn.Module, ctx: DistContext, given: Collection[int], dtypes: Mapping[int, torch.dtype]
+        self, module: nn.Module, ctx: DistContext, given: Collection[int], dtypes: Mapping[int, torch.dtype]
     ) -> None:
         self._module = module
         self._ctx = ctx
         self._dtypes = dtypes
         self._real: dict[int, torch.Tensor] = {}
         self._before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        tensors = [tensor for part in module.modules() for _, tensor in own_tensors(part)]
-        self.drawn = list({id(one): one for one in tensors if one.is_meta and id(one) not in given}.values())
-        self._drawing = {
-            name: part
+        unknown = [
+            (name, part, own, tensor)
             for name, part in module.named_modules()
-            if any(tensor.is_meta and id(tensor) not in given for _, tensor in own_tensors(part))
-        }
-        lost = [
-            f"{name}.{own}" if name else own
-            for name, part in self._drawing.items()
             for own, tensor in own_tensors(part)
-            if not _can_draw(part) and tensor.is_meta and id(tensor) not in given
+            if tensor.is_meta and id(tensor) not in given
         ]
+        self.drawn = list({id(tensor): tensor for *_, tensor in unknown}.values())
+        self._drawing = {name: part for name, part, *_ in unknown}
+        lost = [f"{name}.{own}".lstrip(".") for name, part, own, _ in unknown if not _can_draw(part)]
         if lost:
             raise CheckpointError(
-                f"{what}: tensors on meta would have no value",
+                "load_weights: tensors on meta would have no value",
                 found=listed(lost),
                 expected="each in the file; or, as for buffers that are not saved, in a part whose "
                 "reset_parameters() makes it, with nothing in it that is sharded or has values already",
