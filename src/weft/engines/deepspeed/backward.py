@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.deepspeed.buffers import Buffers
+from weft.engines.deepspeed.library import GroupView
 from weft.engines.deepspeed.stand_ins import StandIns, is_local
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
@@ -44,7 +45,8 @@ class BackwardPasses:
         *,
         stage: int,
         peers: Peers,
-        broadcasts: dist.ProcessGroup | None,
+        view: GroupView,
+        broadcasts: bool,
     ) -> None:
         """Wait for backward passes.
 
@@ -55,7 +57,8 @@ class BackwardPasses:
             stand_ins: What is left in `p.grad`.
             stage: 1, 2 or 3.
             peers: The same on the other ranks.
-            broadcasts: Over which ranks the module's buffers are made equal after each of them; None: they are not.
+            view: Of the ranks that divide.
+            broadcasts: Whether the module's buffers are made equal after each of them.
         """
         self.enabled = True
         self._due = False  # the window owes a reduction
@@ -66,6 +69,7 @@ class BackwardPasses:
         self._stand_ins = stand_ins
         self._stage = stage
         self._peers = peers
+        self._view = view
         self._broadcasts = broadcasts
         self._reduced: set[nn.Parameter] = set()  # in this backward pass
         self._received = False
@@ -74,17 +78,14 @@ class BackwardPasses:
 
     def watch(self, removable: Removable) -> None:
         """Hook the parameters."""
+        hook = _weakly(self, BackwardPasses.arrived)
         for parameter in self._names:
-            hook = _arrival(self._session.flag, weakref.ref(self))
             removable.add(parameter.register_post_accumulate_grad_hook(hook).remove)
-
-    def release(self) -> None:
-        """Let the process group go."""
-        self._broadcasts = None
 
     def watch_output(self, output: Any) -> None:
         """The module was called: hook what it returned."""
-        entrance = _entrance(weakref.ref(self), _Pass())
+        one = _Pass()
+        entrance = _weakly(self, lambda owner, _: owner.enter(one))
         for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(entrance)
@@ -159,7 +160,7 @@ class BackwardPasses:
             for one in passes:
                 one.used = True
         self._pending = not self.enabled
-        if not self.enabled:
+        if self._pending:
             if self._stage == 3:
                 self._buffers.end()
             return
@@ -171,8 +172,8 @@ class BackwardPasses:
         self._buffers.end()
         self._stand_ins.put(self._reduced)
         module = self._module()
-        if module is not None and self._broadcasts is not None:
-            dist._broadcast_coalesced(self._broadcasts, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
+        if module is not None and self._broadcasts and self._view.group is not None:
+            dist._broadcast_coalesced(self._view.group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
         missing = [name for p, name in self._names.items() if p.requires_grad and p not in self._stand_ins]
         if missing and self._received:
             raise_unused(self._stand_ins.class_name, missing)
@@ -209,19 +210,13 @@ class _Pass:
         self.used = False
 
 
-def _entrance(owner: weakref.ref[BackwardPasses], one: _Pass) -> Callable[[torch.Tensor], None]:
-    def enter(_: torch.Tensor) -> None:
-        alive = owner()
+def _weakly(owner: BackwardPasses, call: Callable[[BackwardPasses, Any], None]) -> Callable[[torch.Tensor], None]:
+    """A hook that calls a function with `owner`, as long as that is alive, and a tensor."""
+    holder = weakref.ref(owner)
+
+    def hook(tensor: torch.Tensor) -> None:
+        alive = holder()
         if alive is not None:
-            alive.enter(one)
+            call(alive, tensor)
 
-    return enter
-
-
-def _arrival(flag: bytearray, owner: weakref.ref[BackwardPasses]) -> Callable[[torch.Tensor], None]:
-    def arrived(parameter: Any) -> None:
-        alive = owner()
-        if alive is not None:
-            alive.arrived(parameter)
-
-    return arrived
+    return hook

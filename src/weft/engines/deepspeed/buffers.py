@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,88 +37,64 @@ class Place(NamedTuple):
     number: int
 
 
-class Buffers(Protocol):
-    """What the rest asks of one of DeepSpeed's optimizers."""
+class _Buffers:
+    """What both of DeepSpeed's optimizers have in common.
 
-    places: dict[nn.Parameter, Place]
-
-    def begin(self) -> None:
-        """A backward pass begins."""
-
-    def reduce(self, parameter: nn.Parameter) -> None:
-        """Hand a gradient over, to be averaged and cut."""
-
-    def finish(self) -> None:
-        """Average what was handed over."""
-
-    def end(self) -> None:
-        """A backward pass has ended."""
-
-    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's piece of an averaged gradient."""
-        ...
-
-    def drop(self) -> None:
-        """Forget all gradients."""
-
-    def reset(self) -> None:
-        """Forget a backward pass that was torn."""
-
-    def before_step(self) -> None:
-        """The engine's step is about to be called."""
-
-    def groups(self) -> int:
-        """How many flat tensors there are."""
-        ...
-
-    def opened(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A flat tensor of weights, and the optimizer's state of it, in memory."""
-        ...
-
-    def close(self, group: int, *, changed: bool) -> None:
-        """Put them where they belong."""
-
-    def take_weights(self, parameter: nn.Parameter) -> None:
-        """The parameter was changed: step on the new values."""
-
-
-class BuffersOfStages12:
-    """Of `DeepSpeedZeroOptimizer`."""
+    Attributes:
+        places: Which elements of each parameter this rank holds, and where.
+    """
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
-        self._number: dict[nn.Parameter, int] = {}
-        self._row: dict[nn.Parameter, int] = {}
         self.places: dict[nn.Parameter, Place] = {}
+        for hook in zero._grad_acc_hooks:
+            hook.remove()
+        zero._grad_acc_hooks = []
+
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Hand a gradient over, to be averaged and cut."""
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.contiguous()
+        self._hand_over(parameter)
+
+    def _hand_over(self, parameter: nn.Parameter) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Average what was handed over."""
+        self._zero.overlapping_partition_gradients_reduce_epilogue()
+
+
+class BuffersOfStages12(_Buffers):
+    """Of `DeepSpeedZeroOptimizer`."""
+
+    def __init__(self, zero: Any) -> None:
+        super().__init__(zero)
+        self._row: dict[nn.Parameter, int] = {}
         for group, parameters in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[group])
-            begin = size * dist.get_rank(zero.real_dp_process_group[group])
+            begin = size * self._rank(group)
             for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
                 start = max(begin - offset, 0)
                 count = max(min(offset + parameter.numel(), begin + size) - offset - start, 0)
                 self.places[parameter] = Place(group, max(offset - begin, 0), start, count)
-                self._number[parameter] = group
             self._row.update({p: row for row, p in enumerate(zero.params_in_partition[group])})
-        for hook in zero._grad_acc_hooks:
-            hook.remove()
-        zero._grad_acc_hooks = []
+        parts = zero.parallel_partitioned_bit16_groups
+        flats = zero.single_partition_of_fp32_groups
         self._shares = not zero.cpu_offload and all(
-            flat.dtype == part[0].dtype
-            for flat, part in zip(
-                zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True
-            )
+            flat.dtype == part[0].dtype for flat, part in zip(flats, parts, strict=True)
         )
         if self._shares:
             # One memory for the weights that are stepped on and those that are computed with.
-            for group, flat in enumerate(zero.single_partition_of_fp32_groups):
+            for group, flat in enumerate(flats):
                 flat.data = self._own_part(group)
         zero._hp_optimizer_states_linked = True  # else the first step hangs views of the state on parameters
 
+    def _rank(self, group: int) -> int:
+        return dist.get_rank(self._zero.real_dp_process_group[group])
+
     def _own_part(self, group: int) -> torch.Tensor:
-        zero = self._zero
-        part: torch.Tensor = zero.parallel_partitioned_bit16_groups[group][
-            dist.get_rank(zero.real_dp_process_group[group])
-        ]
+        part: torch.Tensor = self._zero.parallel_partitioned_bit16_groups[group][self._rank(group)]
         return part.detach()
 
     def begin(self) -> None:
@@ -128,20 +104,18 @@ class BuffersOfStages12:
         zero.micro_step_id = 0  # `setup_buckets` counts on: 1, see [Note: always add]
         zero.setup_buckets()
 
-    def reduce(self, parameter: nn.Parameter) -> None:
-        """Hand a gradient over, to be averaged and cut."""
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_contiguous():
-            parameter.grad = gradient.contiguous()
+    def _hand_over(self, parameter: nn.Parameter) -> None:
         if self._zero.use_grad_accum_attribute:
             self._zero._fill_param_grad_accum_attribute(parameter)
-        self._zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._number[parameter])
+        self._zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self.places[parameter].group)
 
     def finish(self) -> None:
         """Average what was handed over."""
-        zero = self._zero
-        zero.overlapping_partition_gradients_reduce_epilogue()
-        for parameter in self._number:
+        super().finish()
+        self._forget_accumulated()
+
+    def _forget_accumulated(self) -> None:
+        for parameter in self.places:
             parameter.grad_accum = None  # type: ignore[attr-defined]
 
     def end(self) -> None:
@@ -154,10 +128,8 @@ class BuffersOfStages12:
         if not count:
             return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if zero._use_compact_grad_partition_buffer(group):
-            rank = dist.get_rank(zero.real_dp_process_group[group])
-            piece: torch.Tensor = zero._get_compact_grad_partition_slice(
-                group, rank, zero.get_param_id(parameter), count
-            )
+            number = zero.get_param_id(parameter)
+            piece: torch.Tensor = zero._get_compact_grad_partition_slice(group, self._rank(group), number, count)
             return piece
         if zero.cpu_offload:
             whole = zero.accumulated_grads_in_cpu[zero.get_param_id(parameter)]
@@ -171,8 +143,7 @@ class BuffersOfStages12:
         zero = self._zero
         zero.averaged_gradients.update(dict.fromkeys(zero.averaged_gradients))
         zero.all_grad_tensors.clear()
-        for parameter in self._number:
-            parameter.grad_accum = None  # type: ignore[attr-defined]
+        self._forget_accumulated()
         if zero.cpu_offload:
             zero._offload_accumulated_param_ids = set()
             zero.reset_cpu_buffers()
@@ -223,12 +194,11 @@ class BuffersOfStages12:
             flat.data[at : at + count].copy_(self._own_part(group)[at : at + count])
 
 
-class BuffersOfStage3:
+class BuffersOfStage3(_Buffers):
     """Of `DeepSpeedZeroOptimizer_Stage3`."""
 
     def __init__(self, zero: Any) -> None:
-        self._zero = zero
-        self.places: dict[nn.Parameter, Place] = {}
+        super().__init__(zero)
         self._gradient_at: dict[nn.Parameter, int] = {}
         at = 0
         for parameter in itertools.chain.from_iterable(zero.fp16_groups):
@@ -239,9 +209,6 @@ class BuffersOfStage3:
             self.places[parameter] = Place(group, offset, start, count)
             self._gradient_at[parameter] = at
             at += size
-        for hook in zero._grad_acc_hooks:
-            hook.remove()
-        zero._grad_acc_hooks = []
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -250,16 +217,8 @@ class BuffersOfStage3:
         zero.micro_step_id = 1  # see [Note: always add]
         zero.backward_prologue()
 
-    def reduce(self, parameter: nn.Parameter) -> None:
-        """Hand a gradient over, to be averaged and cut."""
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_contiguous():
-            parameter.grad = gradient.contiguous()
+    def _hand_over(self, parameter: nn.Parameter) -> None:
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)
-
-    def finish(self) -> None:
-        """Average what was handed over."""
-        self._zero.overlapping_partition_gradients_reduce_epilogue()
 
     def end(self) -> None:
         """A backward pass has ended."""
@@ -334,6 +293,9 @@ class BuffersOfStage3:
         mine: Any = parameter
         flat[at : at + count].copy_(mine.ds_tensor.data[:count])
         self.close(group, changed=True)
+
+
+Buffers: TypeAlias = BuffersOfStages12 | BuffersOfStage3
 
 
 def chunks_of(places: dict[nn.Parameter, Place], group: int) -> Iterator[tuple[nn.Parameter, Place]]:

@@ -71,21 +71,17 @@ def partition(
         importlib.import_module("deepspeed.utils.debug").debug_clear_module_and_param_names()
     attributes.note()
     zero = engine.optimizer
-    buffers: Buffers
-    gathering = None
-    if options.stage == 3:
-        buffers = BuffersOfStage3(zero)
-        gathering = library.zero.GatheredParameters
-    else:
-        buffers = BuffersOfStages12(zero)
-        for parameter in module.parameters():
-            for name in set(_HUNG_ON) & set(vars(parameter)):
-                delattr(parameter, name)
+    is_sharded = options.stage == 3
+    gathering = library.zero.GatheredParameters if is_sharded else None
+    buffers: Buffers = BuffersOfStage3(zero) if is_sharded else BuffersOfStages12(zero)
+    for parameter in module.parameters() if not is_sharded else ():
+        for name in set(_HUNG_ON) & set(vars(parameter)):
+            delattr(parameter, name)
     # Gradients are averaged in backward and not in its step, and around calls there are hooks of ours.
     engine.enable_backward_allreduce = False
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    parameters = Parameters(module, buffers, group, mesh, gathering, attributes)
+    parameters = Parameters(module, buffers, view, mesh, gathering, attributes)
     return Partition(
         module,
         optimizer,
@@ -93,7 +89,6 @@ def partition(
         buffers,
         parameters,
         options=options,
-        group=group,
         view=view,
         groups=list(zip(numbers, zero.optimizer.param_groups, strict=True)),
     )

@@ -86,21 +86,16 @@ def complete(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     Raises:
         ValueError: Keys contradict the pipeline; the text lists all of them.
     """
-    done = copy.deepcopy(dict(config))
+    done = _without_auto(config)
     wrong: list[str] = []
     _own(done, _owned(facts), "", wrong)
     _check_optimizer(done, facts, wrong)
     wrong += _refused(done)
-    if done.get("gradient_clipping", _AUTO) == _AUTO:
-        done["gradient_clipping"] = 0.0  # DeepSpeed would clip at 1.0
-    zero = done["zero_optimization"]
-    if zero.get("reduce_bucket_size", _AUTO) == _AUTO:
-        zero["reduce_bucket_size"] = max(facts.bucket_bytes // facts.dtype.itemsize, 1)
-    if done.get("train_micro_batch_size_per_gpu", _AUTO) == _AUTO:
-        done["train_micro_batch_size_per_gpu"] = _micro_batch(done.get("train_batch_size"), facts.ranks)
-    if done.get("train_batch_size") == _AUTO:
-        del done["train_batch_size"]
+    done.setdefault("gradient_clipping", 0.0)  # DeepSpeed would clip at 1.0
+    done.setdefault("train_micro_batch_size_per_gpu", _micro_batch(done.get("train_batch_size"), facts.ranks))
     done.setdefault("steps_per_print", None)
+    zero = done["zero_optimization"]
+    zero.setdefault("reduce_bucket_size", max(facts.bucket_bytes // facts.dtype.itemsize, 1))
     _offload(zero, "offload_optimizer", facts.optimizer_place, wrong)
     _offload(zero, "offload_param", facts.parameter_place, wrong)
     if wrong:
@@ -110,7 +105,6 @@ def complete(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
             expected='these keys left out, or "auto": the pipeline fills them in',
             fix="config={...}  # without them",
         )
-    _without_auto(done)
     return done
 
 
@@ -138,35 +132,29 @@ def _owned(facts: Facts) -> dict[str, Any]:
 
 def _own(config: dict[str, Any], owned: Mapping[str, Any], path: str, wrong: list[str]) -> None:
     for key, rule in owned.items():
-        if isinstance(rule, Mapping):
-            inner = config.get(key)
-            if not isinstance(inner, dict):
-                if inner is not None and inner != _AUTO:
-                    wrong.append(f"{path}{key} = {inner!r} (a section is expected)")
-                inner = {}
-            if key in config or any(value for value, _ in rule.values()) or key == "zero_optimization":
-                config[key] = inner
-            if key in config:
-                _own(inner, rule, f"{path}{key}.", wrong)
-            continue
-        value, why = rule
-        given = config.get(key, _AUTO)
-        if given != _AUTO and (given != value or isinstance(given, bool) != isinstance(value, bool)):
-            wrong.append(f"{path}{key} = {given!r} (here {value!r}: {why})")
-        config[key] = value
+        given = config.get(key)
+        if not isinstance(rule, Mapping):
+            value, why = rule
+            if key in config and (given != value or isinstance(given, bool) != isinstance(value, bool)):
+                wrong.append(f"{path}{key} = {given!r} (here {value!r}: {why})")
+            config[key] = value
+        elif key in config or key == "zero_optimization" or any(value for value, _ in rule.values()):
+            if not isinstance(given, dict):
+                wrong += [f"{path}{key} = {given!r} (a section is expected)"] if given is not None else []
+                given = config[key] = {}
+            _own(given, rule, f"{path}{key}.", wrong)
 
 
 def _check_optimizer(config: dict[str, Any], facts: Facts, wrong: list[str]) -> None:
     """An optimizer in the configuration must be the one that was given; it is taken out."""
     section = config.pop("optimizer", None)
     if isinstance(section, dict):
-        kind = section.get("type", _AUTO)
-        if kind != _AUTO and str(kind).lower() != facts.optimizer.lower():
+        kind = section.get("type", facts.optimizer)
+        if str(kind).lower() != facts.optimizer.lower():
             wrong.append(f"optimizer.type = {kind!r} (here {facts.optimizer!r}: the optimizer that was given)")
         for key, value in (section.get("params") or {}).items():
             here = facts.options.get(key, _AUTO)
-            same = tuple(value) == tuple(here) if isinstance(value, list) and isinstance(here, tuple) else value == here
-            if value != _AUTO and not same:
+            if (tuple(value) if isinstance(value, list) and isinstance(here, tuple) else value) != here:
                 wrong.append(f"optimizer.params.{key} = {value!r} (here {here!r}: that of the optimizer)")
     elif section is not None:
         wrong.append(f"optimizer = {section!r} (a section is expected)")
@@ -188,28 +176,20 @@ def _micro_batch(train_batch: Any, ranks: int) -> int:
 
 
 def _offload(zero: dict[str, Any], key: str, place: str | None, wrong: list[str]) -> None:
-    given = zero.get(key)
-    if given == _AUTO:
-        given = None
-        del zero[key]
     if place is None:
         return
-    section = dict(given or {})
-    device = "cpu" if place == "cpu" else "nvme"
-    for name, value in (("device", device), ("nvme_path", place if device == "nvme" else None)):
-        before = section.get(name, _AUTO)
-        if value is None:
-            continue
-        if before not in (_AUTO, value):
-            wrong.append(f"zero_optimization.{key}.{name} = {before!r} (here {value!r}: offload)")
-        section[name] = value
-    zero[key] = section
+    section = zero[key] = dict(zero.get(key) or {})
+    settings = {"device": "cpu"} if place == "cpu" else {"device": "nvme", "nvme_path": place}
+    for name, value in settings.items():
+        given = section.setdefault(name, value)
+        if given != value:
+            wrong.append(f"zero_optimization.{key}.{name} = {given!r} (here {value!r}: offload)")
 
 
-def _without_auto(section: dict[str, Any]) -> None:
-    """What is left to choose is left to DeepSpeed."""
-    for key in [key for key, value in section.items() if value == _AUTO]:
-        del section[key]
-    for value in section.values():
-        if isinstance(value, dict):
-            _without_auto(value)
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keys whose value is "auto": what is left to choose, by the pipeline or by DeepSpeed."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
+        for key, value in section.items()
+        if value != _AUTO
+    }

@@ -50,27 +50,28 @@ def deepspeed() -> Any:
         logging.disable(logging.WARNING)  # it tells which accelerator it found
         library = importlib.import_module("deepspeed")
     except ImportError as error:
-        raise MissingExtra(
-            'zero_partition: engine="deepspeed" needs the package deepspeed',
-            found=f"{type(error).__name__}: {error}",
-            expected="DeepSpeed 0.19, which is not installed with weft",
-            fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
-        ) from error
+        why = "DeepSpeed 0.19, which is not installed with weft"
+        raise _missing("needs the package deepspeed", f"{type(error).__name__}: {error}", why) from error
     finally:
         logging.disable(disabled)
         _put_back(before)
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     if version != _TESTED:
-        raise MissingExtra(
-            'zero_partition: engine="deepspeed" does not know this version',
-            found=f"deepspeed {library.__version__}",
-            expected="deepspeed 0.19: weft reaches into its optimizers, which change from version to version",
-            fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
-        )
+        why = "deepspeed 0.19: weft reaches into its optimizers, which change from version to version"
+        raise _missing("does not know this version", f"deepspeed {library.__version__}", why)
     # It would be compiled, for minutes, when the first engine is made. Messages go through torch's groups as well.
     operations = importlib.import_module("deepspeed.ops").__compatible_ops__
     operations["deepspeed_shm_comm"] = False
     return library
+
+
+def _missing(problem: str, found: str, expected: str) -> MissingExtra:
+    return MissingExtra(
+        f'zero_partition: engine="deepspeed" {problem}',
+        found=found,
+        expected=expected,
+        fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
+    )
 
 
 def _put_back(before: dict[str, str]) -> None:
@@ -229,30 +230,30 @@ class Attributes:
 
 
 class GroupView:
-    """The protocol by which DeepSpeed asks for process groups, over one group."""
+    """The protocol by which DeepSpeed asks for process groups, over one group.
+
+    Attributes:
+        group: The ranks it divides over; None once it is released.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: dist.ProcessGroup | None = group
-
-    def release(self) -> None:
-        """Let the group go."""
-        self._group = None
+        self.group: dist.ProcessGroup | None = group
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks it divides over."""
-        return self._group
+        return self.group
 
     def get_data_parallel_world_size(self) -> int:
         """Their number."""
-        return dist.get_world_size(self._group)
+        return dist.get_world_size(self.group)
 
     def get_data_parallel_rank(self) -> int:
         """This rank among them."""
-        return dist.get_rank(self._group)
+        return dist.get_rank(self.group)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Their global numbers."""
-        return dist.get_process_group_ranks(self._group) if self._group is not None else []
+        return dist.get_process_group_ranks(self.group) if self.group is not None else []
 
     def get_model_parallel_group(self) -> None:
         """No rank holds a part of the model only."""

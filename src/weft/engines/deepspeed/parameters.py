@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weft.engines.deepspeed.buffers import Buffers
-from weft.engines.deepspeed.library import Attributes
+from weft.engines.deepspeed.library import Attributes, GroupView
 from weft.tensors.dtensor import full_tensor
 
 __all__ = ["Parameters"]
@@ -34,7 +35,7 @@ class Parameters:
         self,
         module: nn.Module,
         buffers: Buffers,
-        group: dist.ProcessGroup,
+        view: GroupView,
         mesh: DeviceMesh | None,
         gathering: Callable[..., Any] | None,
         attributes: Attributes,
@@ -44,25 +45,23 @@ class Parameters:
         Args:
             module: Whose.
             buffers: Where they lie.
-            group: The ranks that divide.
+            view: Of the ranks that divide.
             mesh: Of one axis with these ranks, over which tensors are shown sharded; None for one rank.
             gathering: DeepSpeed's context that makes parameters whole; None if they are.
             attributes: What DeepSpeed has hung on the module and its parameters.
         """
         self.names = {p: name for name, p in module.named_parameters()}
         self._buffers = buffers
-        self._group: dist.ProcessGroup | None = group
+        self._view = view
         self._mesh = mesh
         self._gathering = gathering
         self._attributes = attributes
-        self._shapes: dict[nn.Parameter, torch.Size] = {
-            p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in self.names
-        }
+        self._shapes = {p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in self.names}
         self._device = next((p.device for p in self.names), torch.device("cpu"))
 
     def release(self) -> None:
-        """Let the process group go."""
-        self._group = self._mesh = None
+        """Let the mesh go."""
+        self._mesh = None
 
     # -- single tensors --------------------------------------------------------------------------
 
@@ -72,32 +71,34 @@ class Parameters:
         place, shape = self._buffers.places[parameter], self._shapes[parameter]
         flat = torch.zeros(shape.numel(), dtype=piece.dtype, device=self._device)
         flat[place.start : place.start + place.number].copy_(piece.reshape(-1))
-        dist.all_reduce(flat, group=self._group)  # one rank has each element, the others zeros
+        dist.all_reduce(flat, group=self._view.group)  # one rank has each element, the others zeros
         return flat.view(shape)
 
     def shown(self, whole: torch.Tensor) -> torch.Tensor:
         """The form in which others see it: this rank's rows."""
         if not whole.dim() or self._mesh is None:
             return whole
-        cut: Any = distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None)
-        local = cut.to_local().clone()
-        shown: torch.Tensor = DTensor.from_local(
-            local, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-        return shown
+        return self._sharded(whole[self._rows(whole.shape)].clone(), whole.shape)
 
     def layout(self, name: str) -> torch.Tensor | None:
         """A tensor without values of its own, cut as this parameter is shown; None if it is shown whole."""
         shape = next((self._shapes[p] for p, own in self.names.items() if own == name), torch.Size())
         if not len(shape) or self._mesh is None:
             return None
-        rows = torch.arange(shape[0]).chunk(self._mesh.size())
-        place = self._mesh.get_local_rank()
-        local = (len(rows[place]) if place < len(rows) else 0, *shape[1:])
-        memory = torch.empty(1, device=self._device).expand(local)
+        rows = self._rows(shape)
+        memory = torch.empty(1, device=self._device)
+        return self._sharded(memory.expand(rows.stop - rows.start, *shape[1:]), shape)
+
+    def _rows(self, shape: torch.Size) -> slice:
+        """Those that this rank shows."""
+        assert self._mesh is not None
+        local, offsets = compute_local_shape_and_global_offset(shape, self._mesh, [Shard(0)])
+        return slice(offsets[0], offsets[0] + local[0])
+
+    def _sharded(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         stride = torch.empty(shape, device="meta").stride()
         found: torch.Tensor = DTensor.from_local(
-            memory, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+            rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
         )
         return found
 
@@ -139,7 +140,7 @@ class Parameters:
         with self._gather(list(self.names), write=write):
             yield
             for parameter in self.names if write else ():
-                dist.broadcast(parameter.data, group=self._group, group_src=0)
+                dist.broadcast(parameter.data, group=self._view.group, group_src=0)
         if write:
             then()
 
@@ -148,13 +149,9 @@ class Parameters:
     @torch.no_grad()
     def make_plain(self, destroy: Callable[[], None]) -> None:
         """Give the parameters memory of their own, let the engine go, and take off what it hung on them."""
-        if self._gathering is not None:
-            for parameter in self.names:
-                with self._gather([parameter], write=False):
-                    value = parameter.data.clone()
-                parameter.data = value
-        else:
-            for parameter in self.names:
-                parameter.data = parameter.data.clone()
+        for parameter in self.names:
+            with self._gather([parameter], write=False):
+                value = parameter.data.clone()
+            parameter.data = value
         destroy()
         self._attributes.take_off()

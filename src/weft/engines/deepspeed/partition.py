@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.engines.deepspeed.backward import BackwardPasses
@@ -72,15 +71,13 @@ class Partition:
         parameters: Parameters,
         *,
         options: PartitionOptions,
-        group: dist.ProcessGroup,
         view: GroupView,
         groups: Sequence[tuple[int, Mapping[str, Any]]],
     ) -> None:
         self.stage = options.stage
         self.elsewhere = options.stage == 3
         self.engine = engine
-        self.mean_over = dist.get_world_size(group)
-        self._group: dist.ProcessGroup | None = group
+        self.mean_over = view.get_data_parallel_world_size()
         self._view = view
         self._lent = Lent(module, options.local_rank) if options.stage == 3 else None
         self._module = weakref.ref(module)
@@ -89,8 +86,7 @@ class Partition:
         self._parameters = parameters
         self._state = OptimizerState(parameters, buffers)
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
-        self._stand_ins = StandIns(type(module).__name__, self._names, buffers, group)
-        has_buffers = any(True for _ in module.buffers())
+        self._stand_ins = StandIns(type(module).__name__, self._names, buffers, view)
         self._passes = BackwardPasses(
             module,
             self._names,
@@ -98,10 +94,12 @@ class Partition:
             self._stand_ins,
             stage=options.stage,
             peers=options.peers,
-            broadcasts=group if options.buffers and has_buffers else None,
+            view=view,
+            broadcasts=options.buffers and any(True for _ in module.buffers()),
         )
         self._step = Step(engine, groups, self._names, buffers, self._stand_ins, watches=options.stage < 3)
-        self._steps = Steps("zero_partition", self, group, options.peers)
+        assert view.group is not None
+        self._steps = Steps("zero_partition", self, view.group, options.peers)
         self._removable = Removable()
         self._hang_on(module, optimizer, options.methods)
 
@@ -136,17 +134,14 @@ class Partition:
         Collectives: if no backward pass of the window has communicated, a meeting, and the messages of a backward
         pass if a rank has gradients.
         """
-        if self._passes.end_window() and not left and self._group is not None:
+        if self._passes.end_window() and not left and self._view.group is not None:
             self._passes.reduce_pending("the end of a window whose last micro-batch was skipped")
 
     def release(self) -> None:
         """Let the process group go."""
         self._steps.release()
-        self._group = None
-        self._passes.release()
-        self._stand_ins.release()
         self._parameters.release()
-        self._view.release()
+        self._view.group = None
 
     def parameter_shards(self) -> dict[str, torch.Tensor]:
         """The parameters that are not in the module between steps, by name, cut over the ranks.

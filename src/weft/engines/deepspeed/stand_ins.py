@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.engines.deepspeed.buffers import Buffers
+from weft.engines.deepspeed.library import GroupView
 from weft.errors import ContractError
 from weft.tensors.sharded_grad import CutGradient
 
@@ -29,21 +29,15 @@ class StandIns:
         class_name: Of the module, for errors.
     """
 
-    def __init__(
-        self, class_name: str, names: Mapping[nn.Parameter, str], buffers: Buffers, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, class_name: str, names: Mapping[nn.Parameter, str], buffers: Buffers, view: GroupView) -> None:
         self.class_name = class_name
         self._names = names
         self._buffers = buffers
-        self._group: dist.ProcessGroup | None = group
+        self._view = view
         self._held: dict[nn.Parameter, CutGradient] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._held
-
-    def release(self) -> None:
-        """Let the process group go."""
-        self._group = None
 
     def named(self, name: str) -> tuple[nn.Parameter, torch.Tensor] | None:
         """The parameter of this name and this rank's piece of its gradient; None if that lies elsewhere."""
@@ -116,7 +110,7 @@ class StandIns:
         self._buffers.reset()
 
     def _stand_in(self, parameter: nn.Parameter) -> CutGradient:
-        return CutGradient(parameter, self._names[parameter], self._group, _piece_of(self._buffers, parameter))
+        return CutGradient(parameter, self._names[parameter], self._view.group, _piece_of(self._buffers, parameter))
 
 
 def is_local(gradient: torch.Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,42 +18,32 @@ from weft.errors import NotSynchronized, listed, message
 __all__ = ["Step"]
 
 
+@dataclass(eq=False)
 class Step:
-    """Hooks before and after the step of an optimizer, which itself finds no gradients and does nothing."""
+    """Hooks before and after the step of an optimizer, which itself finds no gradients and does nothing.
 
-    def __init__(
-        self,
-        engine: Any,
-        groups: Sequence[tuple[int, Mapping[str, Any]]],
-        names: Mapping[nn.Parameter, str],
-        buffers: Buffers,
-        stand_ins: StandIns,
-        *,
-        watches: bool,
-    ) -> None:
-        """Know what is stepped on.
+    Attributes:
+        engine: DeepSpeed's.
+        groups: Numbers of the optimizer's groups, and the engine's group for each.
+        names: Of the parameters that are stepped on.
+        buffers: Where gradients and weights lie.
+        stand_ins: What is in `p.grad`.
+        watches: Whether the user may change parameters between steps, which hold their values then.
+    """
 
-        Args:
-            engine: DeepSpeed's.
-            groups: Numbers of the optimizer's groups, and the engine's group for each.
-            names: Of the parameters.
-            buffers: Where gradients and weights lie.
-            stand_ins: What is in `p.grad`.
-            watches: Whether the user may change parameters between steps, which hold their values then.
-        """
-        self._engine = engine
-        self._groups = groups
-        self._names = names
-        self._buffers = buffers
-        self._stand_ins = stand_ins
-        self._watches = watches
-        self._versions: dict[nn.Parameter, int] = {}
-        self._done = False
+    engine: Any
+    groups: Sequence[tuple[int, Mapping[str, Any]]]
+    names: Mapping[nn.Parameter, str]
+    buffers: Buffers
+    stand_ins: StandIns
+    watches: bool
+    _versions: dict[nn.Parameter, int] = field(default_factory=dict)
+    _done: bool = False
 
     def note_versions(self) -> None:
         """The weights that are stepped on are those of the module."""
-        if self._watches:
-            self._versions = {p: p._version for p in self._names}
+        if self.watches:
+            self._versions = {p: p._version for p in self.names}
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let DeepSpeed step, if there are gradients.
@@ -64,41 +55,41 @@ class Step:
         """
         check_no_closure("zero_partition", (*args[1:], *kwargs.values()))
         self._done = False
-        local = [name for p, name in self._names.items() if is_local(p.grad)]
+        local = [name for p, name in self.names.items() if is_local(p.grad)]
         if local:
             raise NotSynchronized(
-                f"optimizer.step() with gradients of {self._stand_ins.class_name} that are not averaged over the ranks",
+                f"optimizer.step() with gradients of {self.stand_ins.class_name} that are not averaged over the ranks",
                 found=listed(local),
                 expected="a step after the last micro-batch of a window, and gradients made by backward",
                 fix="for window in loader:\n    for batch in window: ...\n    optimizer.step()",
             )
-        if not self._stand_ins.settle():
+        if not self.stand_ins.settle():
             return  # no gradients: torch's step does nothing either
-        missing = [name for p, name in self._names.items() if p not in self._stand_ins]
+        missing = [name for p, name in self.names.items() if p not in self.stand_ins]
         if missing:
-            raise_unused(self._stand_ins.class_name, missing)
+            raise_unused(self.stand_ins.class_name, missing)
         self._step(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Leave gradients that are spent, if there was a step."""
         if self._done:
             self._done = False
-            self._stand_ins.spend()
+            self.stand_ins.spend()
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        for number, group in self._groups:
+        for number, group in self.groups:
             given = optimizer.param_groups[number]
             group.update({key: value for key, value in given.items() if key != "params"})  # type: ignore[attr-defined]
         for parameter, version in self._versions.items():
             if parameter._version != version:
-                self._buffers.take_weights(parameter)
-        for parameter in self._names:
+                self.buffers.take_weights(parameter)
+        for parameter in self.names:
             parameter.grad = None
-        self._buffers.before_step()
-        self._engine.step()
-        skipped = bool(self._engine.optimizer.overflow)
-        names = list(self._names.values())
-        self._stand_ins.drop()
+        self.buffers.before_step()
+        self.engine.step()
+        skipped = bool(self.engine.optimizer.overflow)
+        names = list(self.names.values())
+        self.stand_ins.drop()
         self.note_versions()
         if skipped:
             raise FloatingPointError(
@@ -109,6 +100,6 @@ class Step:
                     fix='weft.clip_grads(model, ctx, nonfinite="skip")  # before optimizer.step()',
                 )
             )
-        torch.autograd.graph.increment_version(list(self._names))
+        torch.autograd.graph.increment_version(list(self.names))
         self.note_versions()
         self._done = True

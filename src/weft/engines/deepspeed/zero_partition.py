@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +73,13 @@ def zero_partition(
     completed = complete({} if config is None else read(config), facts)
     if sub.world_size == 1 and sub.group is None:
         if places:
-            _raise_no_group(places)
+            raise ContextError(
+                "zero_partition: DeepSpeed needs a process group to offload, also for one rank",
+                found=f"a context without one, and offload to {listed(places.values())}",
+                expected="a program started by a launcher, or a group of one rank",
+                fix="torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
+                "world_size=1); ctx = weft.adopt()",
+            )
         place_module("zero_partition", module, ctx)
         return None
     ctx.require_collective("zero_partition")
@@ -211,13 +217,3 @@ def _places(offload: Offload, stage: int) -> dict[str, str]:
             fix="weft.zero_partition(..., stage=3, engine='deepspeed', offload=...)",
         )
     return places
-
-
-def _raise_no_group(places: Mapping[str, str]) -> NoReturn:
-    raise ContextError(
-        "zero_partition: DeepSpeed needs a process group to offload, also for one rank",
-        found=f"a context without one, and offload to {listed(places.values())}",
-        expected="a program started by a launcher, or a group of one rank",
-        fix="torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
-        "world_size=1); ctx = weft.adopt()",
-    )
