@@ -27,7 +27,7 @@ from weft.checkpoint.format.tensor_blocks import Block, Held, holders, writers
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.replicas import Replicas, differing, digests, fingerprints, refuse
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
-from weft.checkpoint.state.rng_state import random_state
+from weft.checkpoint.state.random_states import random_state
 from weft.collectives.on_all_ranks import from_main, gathered_on_main
 from weft.context import DistContext
 from weft.context.placement import readable

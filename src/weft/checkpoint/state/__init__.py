@@ -1,8 +1,7 @@
 """Objects as tensors and plain values, and back.
 
-collect.py      what has to survive, as tensors and plain values, by name
-apply.py        from the files into the objects, all or nothing
-json_values.py  plain values as JSON, and back
-rng_state.py    random states
-generators.py   random generators of the user's own
+collect.py        what has to survive, as tensors and plain values, by name
+apply.py          from the files into the objects, all or nothing
+json_values.py    plain values as JSON, and back
+random_states.py  random states, also of the user's own generators
 """

@@ -33,16 +33,18 @@ from weft.checkpoint.state.collect import (
     plain_name,
     tell_keepers,
 )
-from weft.checkpoint.state.generators import (
+from weft.checkpoint.state.json_values import decode, encode
+from weft.checkpoint.state.random_states import (
     Generator,
+    drawn_state,
     generator_kind,
     generator_state,
     is_generator,
     prepare_generator,
+    prepare_random_state,
+    random_state,
     restored_from,
 )
-from weft.checkpoint.state.json_values import decode, encode
-from weft.checkpoint.state.rng_state import drawn_state, prepare_random_state, random_state
 from weft.context import DistContext
 from weft.context.placement import values_replaced
 from weft.errors import CheckpointError, listed

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from weft.checkpoint.format.tensor_blocks import Held, hold
-from weft.checkpoint.state.generators import generator_kind, generator_state, is_generator
 from weft.checkpoint.state.json_values import check_tensor, encode
+from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
 from weft.context import Applied, DistContext
 from weft.contract import KeepsParameters, Stateful, offered
 from weft.errors import listed, type_error, value_error
@@ -306,27 +306,24 @@ def kept_by(module: nn.Module) -> dict[str, Stateful]:
 
 def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], content: Content) -> None:
     given = _parameters_of(key, optimizer, names)
-    saved = optimizer.state_dict()
     order = [name for group in given for name in group]
-    state: dict[str, Any] = {}
-    shared = {k: entry for k, entry in saved["state"].items() if not isinstance(k, int)}  # of no single parameter
-    for index, entry in saved["state"].items():
-        if index not in shared:
-            state[order[index]] = encode(f"{key}/state/{order[index]}", entry, content.tensors)
-    groups = [
-        {
-            "params": group,
-            "options": encode(
-                f"{key}/groups/{index}", {k: v for k, v in options.items() if k != "params"}, content.tensors
-            ),
-        }
-        for index, (group, options) in enumerate(zip(given, saved["param_groups"], strict=True))
-    ]
-    content.values[key] = {"state": state, "groups": groups}
-    more = {k: entry for k, entry in saved.items() if k not in ("state", "param_groups")}
-    for kind, entries in (("shared", shared), ("more", more)):
+    saved = dict(optimizer.state_dict())
+    states, groups = saved.pop("state"), saved.pop("param_groups")
+    shared = {k: state for k, state in states.items() if not isinstance(k, int)}  # of no single parameter
+
+    def encoded(path: str, value: Any) -> Any:
+        return encode(f"{key}/{path}", value, content.tensors)
+
+    content.values[key] = {
+        "state": {order[k]: encoded(f"state/{order[k]}", state) for k, state in states.items() if k not in shared},
+        "groups": [
+            {"params": params, "options": encoded(f"groups/{index}", {k: v for k, v in group.items() if k != "params"})}
+            for index, (params, group) in enumerate(zip(given, groups, strict=True))
+        ],
+    }
+    for kind, entries in (("shared", shared), ("more", saved)):
         if entries:
-            content.values[key][kind] = encode(f"{key}/{kind}", entries, content.tensors)
+            content.values[key][kind] = encoded(kind, entries)
 
 
 def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:

@@ -10,7 +10,6 @@ with which DDP's reducer or FSDP2 finish their communication.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -71,20 +70,6 @@ class BackwardSession:
 def inside_backward(run: Callable[[], None]) -> None:
     """Call a function inside of an otherwise empty backward pass, which ends with the callbacks queued in it."""
     with torch.enable_grad():
-        made: torch.Tensor = _Inside.apply(torch.zeros((), requires_grad=True), run)  # type: ignore[no-untyped-call]
+        made = torch.zeros((), requires_grad=True).clone()
+    made.register_hook(lambda _: run())
     made.backward()
-
-
-class _Inside(torch.autograd.Function):
-    """Calls a function when backward comes through."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
-        ctx.run = run
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        del gradient
-        ctx.run()
-        return None, None

@@ -85,22 +85,12 @@ class _Hook:
     def __call__(self, *arguments: Any) -> Any:
         return self._call(*arguments)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _inert
-
-    def __copy__(self) -> Callable[..., None]:
-        return _inert
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _give_inert, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_inert,)
 
 
 def _inert(*args: object) -> None:
     """The hook of a copied module: does nothing."""
-
-
-def _give_inert() -> Callable[..., None]:
-    return _inert
 
 
 class _Method:
