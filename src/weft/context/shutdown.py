@@ -43,9 +43,9 @@ def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str) -> Wo
     """
     mine = list(next((members for members in groups if world.rank in members), groups[0]))
     rank = mine.index(world.rank) if world.rank in mine else -1
-    sub = World(ranks=[world.ranks[m] for m in mine], rank=rank, timeout_s=world.timeout_s)
+    sub = World(ranks=tuple(world.ranks[m] for m in mine), rank=rank, timeout_s=world.timeout_s)
     sub.root = world.root
-    number = world.next_subgroup()
+    number = world.next_number("subgroup")
     if world.group is None or world.store is None:
         return sub
     agree(world, name, {"groups": [list(each) for each in groups]})

@@ -102,7 +102,7 @@ def start(
     if isinstance(chosen, Spmd):
         chosen, axes = chosen.on_mesh(axes, data_axes, place.world_size)
     chosen.select(where)
-    world = World(ranks=range(place.world_size), rank=place.rank, timeout_s=settings.timeout_s)
+    world = World(ranks=tuple(range(place.world_size)), rank=place.rank, timeout_s=settings.timeout_s)
     if place.world_size > 1:
         _connect(world, place, chosen, where, settings)
     return _context(place, world, (axes, data_axes), chosen, where, settings)
@@ -207,7 +207,7 @@ def local(
     axes, data_axes = mesh_axes(None, None, _num_devices(chosen, 1))
     if isinstance(chosen, Spmd):
         chosen, axes = chosen.on_mesh(axes, data_axes, 1)
-    world = World(ranks=[0], rank=0, timeout_s=settings.timeout_s)
+    world = World(ranks=(0,), rank=0, timeout_s=settings.timeout_s)
     return _context(Topology(), world, (axes, data_axes), chosen, where, settings)
 
 
@@ -296,7 +296,7 @@ def _adopted(
     chosen = engine or engine_for(settings.device)
     check_same_settings(group, settings)
     timeout_s = timeout_of(group) or settings.timeout_s
-    world = World(ranks=ranks, rank=ranks.index(me), group=group, timeout_s=timeout_s)
+    world = World(ranks=tuple(ranks), rank=ranks.index(me), group=group, timeout_s=timeout_s)
     rank_axes, data_axes = mesh_axes(axes or settings.mesh, settings.data_axes, _num_devices(chosen, world.size))
     place = Topology(rank=world.rank, world_size=world.size)
     if world.size > 1:

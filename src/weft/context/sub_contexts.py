@@ -137,6 +137,6 @@ def _axis_world(ctx: DistContext, axes: tuple[tuple[str, int], ...], members: li
     if live is not None:
         return live
     if len(members) == 1 or ctx.world.group is None:
-        return World(ranks=[ctx.ranks[m] for m in members], rank=members.index(ctx.rank))
+        return World(ranks=tuple(ctx.ranks[m] for m in members), rank=members.index(ctx.rank))
     ctx.check_unrestricted(f"on {tuple(name for name, _ in axes)}")
     return new_axis_group(ctx, wide)

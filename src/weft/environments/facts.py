@@ -40,6 +40,11 @@ class Facts:
             )
         return int(text)
 
+    def number_or(self, default: int, *names: str) -> int:
+        """As `number`, or a default if none of `names` is set."""
+        value = self.number(*names)
+        return default if value is None else value
+
     def required(self, *names: str, beside: str) -> int:
         """As `number`, but one of `names` must be set because `beside` is."""
         value = self.number(*names)
@@ -51,6 +56,10 @@ class Facts:
                 fix="start the script with `weft launch -n 2 script.py`, or unset " + beside,
             )
         return value
+
+    def both(self, rank: str, size: str) -> tuple[int, int]:
+        """Rank and world size, of which neither has a meaning alone."""
+        return self.required(rank, beside=size), self.required(size, beside=rank)
 
     def lines(self, name: str) -> list[str]:
         """The lines of the file that a variable names; none if it is not set, or files are not read."""

@@ -8,46 +8,31 @@ from weft.environments.facts import Facts, port_of
 from weft.environments.topology import DEFAULT_PORT, Topology
 from weft.errors import ContextError
 
-__all__ = [
-    "LOOPBACK", "has_kubeflow", "has_torchrun", "has_tpu", "read_kubeflow", "read_torchrun", "read_tpu",
-]  # fmt: skip
+__all__ = ["LOOPBACK", "has_kubeflow", "has_tpu", "read_kubeflow", "read_torchrun", "read_tpu"]
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def has_torchrun(facts: Facts) -> bool:
-    """Whether torchrun, or somebody who speaks its names, started this process."""
-    return facts.has("RANK") or facts.has("WORLD_SIZE")
-
-
 def read_torchrun(facts: Facts) -> Topology:
     """Rank and world size are needed, the rest may be worked out."""
-    rank = facts.required("RANK", beside="WORLD_SIZE")
-    world_size = facts.required("WORLD_SIZE", beside="RANK")
+    rank, world_size = facts.both("RANK", "WORLD_SIZE")
     addr = facts.text("MASTER_ADDR") or "127.0.0.1"
-    one_node = addr in LOOPBACK and not facts.has("LOCAL_WORLD_SIZE")
     # Without LOCAL_* (Kubeflow, hand-made scripts) a loopback master means that all share this node.
-    local_rank = facts.number("LOCAL_RANK")
-    local_world_size = facts.number("LOCAL_WORLD_SIZE")
-    if local_world_size is None:
-        local_world_size = world_size if one_node else 1
-    if local_rank is None:
-        local_rank = rank if one_node else rank % max(local_world_size, 1)
-    node_rank = facts.number("GROUP_RANK", "NODE_RANK")
-    num_nodes = facts.number("GROUP_WORLD_SIZE", "NNODES")
-    if node_rank is None:
-        node_rank = rank // max(local_world_size, 1)
+    one_node = addr in LOOPBACK and not facts.has("LOCAL_WORLD_SIZE")
+    local_world_size = facts.number_or(world_size if one_node else 1, "LOCAL_WORLD_SIZE")
+    per_node = max(local_world_size, 1)
+    node_rank = facts.number_or(rank // per_node, "GROUP_RANK", "NODE_RANK")
     source = "ray" if facts.has("RAY_NODE_ID") or facts.has("RAY_JOB_ID") else "torchrun"
-    if num_nodes is None:
-        num_nodes = -(-world_size // max(local_world_size, 1))
-        num_nodes = max(num_nodes, node_rank + 1) if source == "ray" else num_nodes
+    num_nodes = -(-world_size // per_node)
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=facts.number_or(rank if one_node else rank % per_node, "LOCAL_RANK"),
         local_world_size=local_world_size,
         node_rank=node_rank,
-        num_nodes=num_nodes,
+        num_nodes=facts.number_or(
+            max(num_nodes, node_rank + 1) if source == "ray" else num_nodes, "GROUP_WORLD_SIZE", "NNODES"
+        ),
         master_addr=addr,
         master_port=port_of(facts),
         store_served=facts.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -73,9 +58,7 @@ def read_kubeflow(facts: Facts) -> Topology:
             expected="torchrun in the pod, or one process per pod and a fixed number of pods",
             fix="command: [torchrun, train.py]",
         )
-    rank = facts.number("PET_NODE_RANK", "RANK")
-    if rank is None:
-        rank = facts.required("PET_NODE_RANK", beside="PET_NNODES")
+    rank = facts.required("PET_NODE_RANK", "RANK", beside="PET_NNODES")
     for ours, theirs in (("PET_NODE_RANK", "RANK"), ("PET_NNODES", "WORLD_SIZE")):
         if facts.has(ours, theirs) and facts.number(ours) != facts.number(theirs):
             raise ContextError(

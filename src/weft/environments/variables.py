@@ -7,17 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.environments.facts import Facts
-from weft.environments.frameworks import has_kubeflow, has_torchrun, has_tpu, read_kubeflow, read_torchrun, read_tpu
-from weft.environments.schedulers import (
-    has_lsf,
-    has_mpich,
-    has_openmpi,
-    has_slurm,
-    read_lsf,
-    read_mpich,
-    read_openmpi,
-    read_slurm,
-)
+from weft.environments.frameworks import has_kubeflow, has_tpu, read_kubeflow, read_torchrun, read_tpu
+from weft.environments.schedulers import LSF, MPICH, OPENMPI, has_mpich, has_slurm, read_slurm
 from weft.environments.topology import Topology
 from weft.errors import ContextError, listed
 
@@ -26,19 +17,20 @@ __all__ = ["topology"]
 
 class _Source(NamedTuple):
     name: str
-    is_there: Callable[[Facts], bool]
     read: Callable[[Facts], Topology]
-    names: tuple[str, str] = ("", "")  # of the variables for rank and world size
+    rank: str = ""  # variables of rank and world size
+    size: str = ""
+    is_there: Callable[[Facts], bool] | None = None  # default: if one of them is set
 
 
 _SOURCES = (  # best first
-    _Source("kubeflow", has_kubeflow, read_kubeflow),
-    _Source("torchrun", has_torchrun, read_torchrun, ("RANK", "WORLD_SIZE")),
-    _Source("lsf", has_lsf, read_lsf, ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE")),
-    _Source("openmpi", has_openmpi, read_openmpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
-    _Source("mpich", has_mpich, read_mpich, ("PMI_RANK", "PMI_SIZE")),
-    _Source("slurm", has_slurm, read_slurm, ("SLURM_PROCID", "SLURM_NTASKS")),
-    _Source("tpu", has_tpu, read_tpu),
+    _Source("kubeflow", read_kubeflow, is_there=has_kubeflow),
+    _Source("torchrun", read_torchrun, "RANK", "WORLD_SIZE"),
+    _Source("lsf", LSF.read, LSF.rank, LSF.size),
+    _Source("openmpi", OPENMPI.read, OPENMPI.rank, OPENMPI.size),
+    _Source("mpich", MPICH.read, MPICH.rank, MPICH.size, has_mpich),
+    _Source("slurm", read_slurm, "SLURM_PROCID", "SLURM_NTASKS", has_slurm),
+    _Source("tpu", read_tpu, is_there=has_tpu),
 )
 
 
@@ -66,7 +58,11 @@ def topology(env: Mapping[str, str], *, read_file: Callable[[str], str] | None =
         1
     """
     facts = Facts(env, read_file)
-    present = [source for source in _SOURCES if source.is_there(facts)]
+    present = [
+        source
+        for source in _SOURCES
+        if (source.is_there(facts) if source.is_there else facts.has(source.rank) or facts.has(source.size))
+    ]
     if not present:
         return Topology()
     best, *rest = present
@@ -80,49 +76,39 @@ def topology(env: Mapping[str, str], *, read_file: Callable[[str], str] | None =
 def _check_leftover(facts: Facts, best: _Source, rest: Sequence[_Source]) -> None:
     """Raise if a launcher of as many processes gives this one another rank: somebody exported RANK for all of them."""
     for other in rest:
-        if not facts.has(*other.names) or facts.number(best.names[1]) != facts.number(other.names[1]):
+        if not facts.has(other.rank, other.size) or facts.number(best.size) != facts.number(other.size):
             continue
-        if facts.number(best.names[0]) != facts.number(other.names[0]):
-            found = [f"{name}={facts.env[name]!r}" for name in (*best.names, *other.names)]
+        if facts.number(best.rank) != facts.number(other.rank):
+            names = (best.rank, best.size, other.rank, other.size)
             raise ContextError(
-                f"topology: {best.names[0]} and {other.names[0]} contradict each other",
-                found=", ".join(found),
-                expected=f"the same rank from both, or {best.names[0]} unset",
-                fix=f"unset {best.names[0]} {best.names[1]}",
+                f"topology: {best.rank} and {other.rank} contradict each other",
+                found=", ".join(f"{name}={facts.env[name]!r}" for name in names),
+                expected=f"the same rank from both, or {best.rank} unset",
+                fix=f"unset {best.rank} {best.size}",
             )
 
 
 def _check(place: Topology, facts: Facts) -> None:
     """Raise if two facts contradict each other, naming both values."""
-    wrong: list[str] = []
-    if place.world_size < 1:
-        wrong.append(f"world size {place.world_size} < 1")
-    if place.rank >= place.world_size:
-        wrong.append(f"rank {place.rank} >= world size {place.world_size}")
-    if place.local_rank >= place.local_world_size:
-        wrong.append(f"local rank {place.local_rank} >= local world size {place.local_world_size}")
-    if place.local_world_size > place.world_size:
-        wrong.append(f"local world size {place.local_world_size} > world size {place.world_size}")
-    if place.node_rank >= place.num_nodes:
-        wrong.append(f"node rank {place.node_rank} >= {place.num_nodes} nodes")
+    rank, size, local_rank, per_node = place.rank, place.world_size, place.local_rank, place.local_world_size
     # Ray may place different numbers of workers on its nodes.
     stated = facts.has("LOCAL_WORLD_SIZE") or place.source not in ("torchrun", "slurm")
     stated = stated and place.source != "ray"
-    product = place.num_nodes * place.local_world_size
+    product = place.num_nodes * per_node
     # SLURM's tasks per node are an upper bound: fewer tasks than slots are fine there.
-    too_few = place.source == "slurm" and product < place.world_size and facts.has("SLURM_NTASKS_PER_NODE")
-    if (stated and product != place.world_size) or too_few:
-        wrong.append(
-            f"{place.num_nodes} nodes x {place.local_world_size} processes = {product}, world size {place.world_size}"
-        )
-    elif (
-        stated
-        and facts.has("GROUP_RANK")
-        and place.rank != (place.node_rank * place.local_world_size + place.local_rank)
-    ):
-        wrong.append(
-            f"rank {place.rank}, but node {place.node_rank} x {place.local_world_size} + local rank {place.local_rank}"
-        )
+    too_few = place.source == "slurm" and product < size and facts.has("SLURM_NTASKS_PER_NODE")
+    uneven = (stated and product != size) or too_few
+    elsewhere = stated and facts.has("GROUP_RANK") and rank != place.node_rank * per_node + local_rank
+    checks = {
+        f"world size {size} < 1": size < 1,
+        f"rank {rank} >= world size {size}": rank >= size,
+        f"local rank {local_rank} >= local world size {per_node}": local_rank >= per_node,
+        f"local world size {per_node} > world size {size}": per_node > size,
+        f"node rank {place.node_rank} >= {place.num_nodes} nodes": place.node_rank >= place.num_nodes,
+        f"{place.num_nodes} nodes x {per_node} processes = {product}, world size {size}": uneven,
+        f"rank {rank}, but node {place.node_rank} x {per_node} + local rank {local_rank}": elsewhere and not uneven,
+    }
+    wrong = [text for text, is_wrong in checks.items() if is_wrong]
     if wrong:
         raise ContextError(
             f"topology: the environment of {place.source} contradicts itself",

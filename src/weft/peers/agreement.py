@@ -92,7 +92,8 @@ def exchange(world: World, what: str, mine: Any, *, to: int | None = None, kind:
             store.set(f"{key}/done", "ok")
         wait_for_key(world, f"{key}/done", what, [f"{key}/{rank}" for rank in range(world.size)])
         if store.get(f"{key}/done") != b"ok":
-            _raise_failed_meeting(world, what, key)
+            said = failure_at(world, key)
+            raise peer_error(what, *said) if said else PeerError(f"{what}: a rank failed and could not say why")
         wanted = range(world.size) if to in (None, world.rank) else ()
         entries = [store.read(f"{key}/{rank}", "ok", "kind", "what") for rank in wanted]
         # Everybody has come to this meeting, so nobody can still be reading the one before.
@@ -159,13 +160,6 @@ def _late(world: World, what: str, missing: Sequence[int]) -> PeerError:
         rank=missing[0] if missing else -1,
         text=f"did not arrive within {world.timeout_s:g} s",
     )
-
-
-def _raise_failed_meeting(world: World, what: str, key: str) -> None:
-    said = failure_at(world, key)
-    if said is not None:
-        raise peer_error(what, *said)
-    raise PeerError(f"{what}: a rank failed and could not say why")
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class Ledger:
     def __init__(self, world: World, name: str) -> None:
         self._world = world
         self._name = name
-        self._prefix = f"ledger/{world.next_ledger()}"
+        self._prefix = f"ledger/{world.next_number('ledger')}"
         self._compared = 0
         self._noted: deque[tuple[int, str, dict[str, object]]] = deque(maxlen=_MAX_NOTED)
         world.root.ledgers.add(self)

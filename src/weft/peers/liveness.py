@@ -53,11 +53,9 @@ def absent(world: World) -> tuple[int, str] | None:
 
 def failure_at(world: World, key: str) -> tuple[int, str] | None:
     """The rank that reported to a meeting that it will not come, and why."""
-    store = world.store
-    for rank in range(world.size) if store is not None else ():
-        assert store is not None
-        if store.has(f"{key}/{rank}"):
-            entry = store.read(f"{key}/{rank}")
+    for rank in range(world.size):
+        if world.store is not None and world.store.has(f"{key}/{rank}"):
+            entry = world.store.read(f"{key}/{rank}")
             if isinstance(entry, dict) and "error" in entry:
                 return int(entry["rank"]), str(entry["error"])
     return None
@@ -230,7 +228,7 @@ def _born(pid: int) -> str | None:
     except ProcessLookupError:
         return None
     except PermissionError:
-        return "alive"
+        pass
     return "alive"
 
 

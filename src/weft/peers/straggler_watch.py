@@ -24,13 +24,13 @@ the watch included, see board.py.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -46,6 +46,7 @@ _SURE_S = 1.5  # how long a rank has to stand still
 _STUCK_S = 4.0  # how long before it asks whether all the others do, too
 _STUCK_TOGETHER_S = 2.0  # and for how long they have to
 _RANKS_PER_S = 4000.0  # that may ask the store for news
+_CALL_THE_GROUP = ("weft.engines.torch.ddp.pairwise", "weft.engines.torch.ddp.flat_buffer")  # not torch's functions
 
 
 def watch(world: World) -> None:
@@ -63,9 +64,8 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
         self._asked = 0
         self._notes: list[dict[str, Any]] = []
-        self._still = _Still()
-        self._answers: list[dict[str, Any]] = []
-        self._answers_since = 0.0
+        self._still = _Unchanged()
+        self._answers = _Unchanged()
         self._end = threading.Event()
         period_s = max(_PERIOD_S, world.size / _RANKS_PER_S)
         targets = [("weft watch", self._tick), ("weft guard", self._guard)]
@@ -102,9 +102,9 @@ class Watch:
             if not theirs["waits"] or not _is_behind(mine, theirs["collectives"]):
                 continue
             # Answers keep coming, and say the same.
-            seen = self._seen.get(member)
-            if seen is None or not seen.is_same(theirs, mine):
-                self._seen[member] = _Seen(theirs, mine, asked)
+            seen, state = self._seen.get(member), [theirs["collectives"], theirs["at"], mine]
+            if seen is None or seen.state != state:
+                self._seen[member] = _Seen(state, asked, time.monotonic())
             elif time.monotonic() - seen.since >= _SURE_S and theirs["asked"] > seen.asked:
                 raise _elsewhere(what, world, rank, theirs["at"])
 
@@ -152,8 +152,9 @@ class Watch:
         return True
 
     def _look(self, world: World, store: Board) -> None:
-        mine = world.collectives()
-        if not self._still.lasts(mine, _may_wait(world)):
+        mine, waits = world.collectives(), _may_wait(world)
+        still_s = self._still.seconds(mine if waits else None)
+        if not waits or still_s < _SURE_S:
             return
         behind = [
             note
@@ -167,18 +168,16 @@ class Watch:
             if note["from"] in gone or self._stands(store, note):
                 _give_up(world, note["rank"], note["error"], note["ports"])
                 return
-        if self._still.seconds >= _STUCK_S and _collective():
+        if still_s >= _STUCK_S and _collective():
             self._look_at_all(world, store)
 
     def _look_at_all(self, world: World, store: Board) -> None:
         """Give up if all ranks wait in collectives, and not in the same one."""
         store.add("watch/asked", 1)
         keys = [f"watch/at/{rank}" for rank in range(world.size)]
-        answers = [store.read(key, "collectives", "in", "at") for key in keys if store.has(key)]
-        answers = [{name: theirs[name] for name in ("collectives", "in", "at")} for theirs in answers]
-        if answers != self._answers:
-            self._answers, self._answers_since = answers, time.monotonic()
-        elif time.monotonic() - self._answers_since >= _STUCK_TOGETHER_S and len(answers) == world.size:
+        found = [store.read(key, "collectives", "in", "at") for key in keys if store.has(key)]
+        answers = [{name: theirs[name] for name in ("collectives", "in", "at")} for theirs in found]
+        if self._answers.seconds(answers) >= _STUCK_TOGETHER_S and len(answers) == world.size:
             mine = answers[world.rank]["in"]
             others = [rank for rank, theirs in enumerate(answers) if theirs["in"] != mine]
             if others and all(theirs["in"] for theirs in answers):
@@ -192,41 +191,29 @@ class Watch:
         if not store.has(key):
             return False
         theirs = store.read(key, "asked", "collectives")
-        went_on = _is_behind(note["collectives"], theirs["collectives"])
-        return bool(theirs["asked"] >= note.setdefault("since", asked) and not went_on)
+        continued = _is_behind(note["collectives"], theirs["collectives"])
+        return bool(theirs["asked"] >= note.setdefault("since", asked) and not continued)
 
 
-class _Seen:
-    """What a rank that is waited for was doing, since when."""
+class _Seen(NamedTuple):
+    """What a rank that is waited for was doing, when `asked` was that large, since when."""
 
-    def __init__(self, theirs: dict[str, Any], mine: dict[str, int], asked: int) -> None:
-        self._text = self._key(theirs, mine)
-        self.asked = asked
-        self.since = time.monotonic()
-
-    def is_same(self, theirs: dict[str, Any], mine: dict[str, int]) -> bool:
-        return self._text == self._key(theirs, mine)
-
-    @staticmethod
-    def _key(theirs: dict[str, Any], mine: dict[str, int]) -> str:
-        return json.dumps([theirs["collectives"], theirs["at"], mine])
+    state: list[Any]
+    asked: int
+    since: float
 
 
-class _Still:
-    """How long this rank has waited in one place."""
+class _Unchanged:
+    """Since when a value has been the same."""
 
     def __init__(self) -> None:
-        self._mine: dict[str, int] = {}
+        self._value: object = None
         self._since = 0.0
 
-    def lasts(self, mine: dict[str, int], waits: bool) -> bool:
-        if not waits or mine != self._mine:
-            self._mine, self._since = mine if waits else {}, time.monotonic()
-            return False
-        return self.seconds >= _SURE_S
-
-    @property
-    def seconds(self) -> float:
+    def seconds(self, value: object) -> float:
+        """How long it has been this value."""
+        if value != self._value:
+            self._value, self._since = value, time.monotonic()
         return time.monotonic() - self._since
 
 
@@ -266,40 +253,39 @@ def _may_wait(world: World) -> bool:
     the counts alone are no proof. Other backends wait wherever a value is read, and count these apart.
     """
     group = world.root.group
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or group is None or dist.get_backend(group) != "gloo":
+    innermost = next((module for module, _ in _calls()), None)
+    if innermost is None or group is None or dist.get_backend(group) != "gloo":
         return True
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("weft", "torch")
+    return innermost.partition(".")[0] in ("weft", "torch")
 
 
 def _collective() -> str:
     """The collective of gloo that the main thread is certainly in; empty if that is not known."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = ""
-    while frame is not None:
-        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+    for module, frame in _calls():
         if module == "torch.distributed.distributed_c10d":
-            found = f"torch.distributed.{name}"
-        elif module in (
-            "weft.engines.torch.ddp.pairwise",
-            "weft.engines.torch.ddp.flat_buffer",
-        ):  # they call the group itself
+            found = f"torch.distributed.{frame.f_code.co_name}"
+        elif module in _CALL_THE_GROUP:
             found = found or "a message between pairs of ranks"
-        elif found and not module.startswith("weft.collectives"):
-            return found
         elif module.startswith("weft.collectives"):
-            found = f"weft.{name}"
+            found = f"weft.{frame.f_code.co_name}"
+        elif found:
+            return found
         elif not module.startswith("torch"):
             return ""
-        frame = frame.f_back
     return found
 
 
 def _main_line() -> str:
     """`file:line` of what the main thread does, outside of this package and of torch."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_back is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("weft", "torch", "contextlib"):
-            break
-        frame = frame.f_back
+    outside = (f for module, f in _calls() if module.partition(".")[0] not in ("weft", "torch", "contextlib"))
+    frame = next(outside, None)
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _calls() -> Iterator[tuple[str, FrameType]]:
+    """The calls that the main thread is in, the innermost first, each with the name of its module."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__", "")), frame
+        frame = frame.f_back

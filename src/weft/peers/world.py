@@ -20,7 +20,9 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -31,11 +33,7 @@ from weft.peers.board import Board
 __all__ = ["PREEMPTED", "STUCK_S", "Background", "Holder", "Watcher", "World", "arrives"]
 
 PREEMPTED = 75  # exit code of a job that was asked to end and can be resumed; EX_TEMPFAIL of sysexits.h
-
-
 _PAUSE_S = 0.02  # longest pause between two looks at the store
-
-
 STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out
 
 
@@ -67,6 +65,7 @@ class Comparison(Protocol):
         """Compare what was noted last, and wait so long for it; raise `ContextError` if it differs."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class World:
     """Group, store and counters of one set of ranks in this process.
 
@@ -77,13 +76,16 @@ class World:
         store: Values that the ranks write for each other; None as `group`.
         timeout_s: How long to wait for a peer that shows no sign of failure.
         owner: Whether `close` destroys the group.
+        closed: Whether this rank has left.
         serves_store: Whether the store lives in this process.
         root: The world that was started or adopted; this one is a part of it.
         axis_groups: The worlds of this rank's mesh axes by name.
         made: On a root, every smaller world made of it.
         disposable: On a root, the groups of those worlds that can be destroyed by themselves.
         meshes: torch's meshes over the groups above.
+        messages: What is prepared for messages that are sent again and again, by their shape.
         meetings: How many meetings there were.
+        numbers: How many smaller worlds and ledgers were made of it, by kind.
         watch: On a root, separates late ranks from those that took another path.
         failures: On a root, how many errors this rank has reported to the others; see `report_failure`.
         failure: On a root, the rank for which this one would wait in vain in a collective, and why.
@@ -99,47 +101,38 @@ class World:
         clash: What two threads tried to do at once; ends the wait of the first one.
     """
 
-    def __init__(
-        self,
-        *,
-        ranks: Sequence[int],
-        rank: int,
-        group: dist.ProcessGroup | None = None,
-        store: Board | None = None,
-        timeout_s: float = 600.0,
-        owner: bool = False,
-        serves_store: bool = False,
-    ) -> None:
-        self.ranks = tuple(ranks)
-        self.rank = rank
-        self.group = group
-        self.store = store
-        self.timeout_s = timeout_s
-        self.owner = owner
-        self.closed = False
-        self.serves_store = serves_store
-        self.root: World = self
-        self.axis_groups: dict[str, World] = {}
-        self.made: list[World] = []
-        self.disposable: list[dist.ProcessGroup] = []
-        self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-        self.message_bytes: int | None = None
-        self.messages: dict[object, Any] = {}
-        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self.ledgers: weakref.WeakSet[Comparison] = weakref.WeakSet()
-        self.meetings = 0
-        self.reductions = 0
-        self.watch: Watcher | None = None
-        self.failures = 0
-        self.failure: tuple[int, str] | None = None
-        self.process = os.getpid()
-        self.background: Background | None = None
-        self.checkpoints: object = None
-        self.abandoned = False
-        self.inside: dict[str, tuple[int, str]] = {}
-        self.clash: str | None = None
-        self._num_subgroups = 0
-        self._num_ledgers = 0
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None = None
+    store: Board | None = None
+    timeout_s: float = 600.0
+    owner: bool = False
+    closed: bool = False
+    serves_store: bool = False
+    root: World = field(init=False)
+    axis_groups: dict[str, World] = field(default_factory=dict)
+    made: list[World] = field(default_factory=list)
+    disposable: list[dist.ProcessGroup] = field(default_factory=list)
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+    message_bytes: int | None = None
+    messages: dict[object, Any] = field(default_factory=dict)
+    holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
+    ledgers: weakref.WeakSet[Comparison] = field(default_factory=weakref.WeakSet)
+    meetings: int = 0
+    numbers: Counter[str] = field(default_factory=Counter)
+    reductions: int = 0
+    watch: Watcher | None = None
+    failures: int = 0
+    failure: tuple[int, str] | None = None
+    process: int = field(default_factory=os.getpid)
+    background: Background | None = None
+    checkpoints: object = None
+    abandoned: bool = False
+    inside: dict[str, tuple[int, str]] = field(default_factory=dict)
+    clash: str | None = None
+
+    def __post_init__(self) -> None:
+        self.root = self
 
     @property
     def size(self) -> int:
@@ -151,15 +144,10 @@ class World:
         self.meetings += 1
         return self.meetings
 
-    def next_subgroup(self) -> int:
-        """Count the smaller worlds made of this one, likewise."""
-        self._num_subgroups += 1
-        return self._num_subgroups
-
-    def next_ledger(self) -> int:
-        """Count what strategies note in the store, likewise."""
-        self._num_ledgers += 1
-        return self._num_ledgers
+    def next_number(self, kind: str) -> int:
+        """Count what is made of this world, such as smaller ones, likewise."""
+        self.numbers[kind] += 1
+        return self.numbers[kind]
 
     def collectives(self) -> dict[str, int]:
         """How many collectives this rank has begun on each group."""

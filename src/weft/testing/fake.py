@@ -69,5 +69,5 @@ def fake(
         seed=seed,
         ranks=tuple(range(world_size)),
         engine=TorchEngine(),
-        world=World(ranks=range(world_size), rank=rank),
+        world=World(ranks=tuple(range(world_size)), rank=rank),
     )
