@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
 
-from weft.errors import listed, type_error, value_error
+from weft.errors import MissingExtra, listed, type_error, value_error
 
-__all__ = ["check_choice", "check_count", "check_module", "check_not_lazy", "check_optimizer"]
+__all__ = ["check_choice", "check_count", "check_module", "check_not_lazy", "check_optimizer", "import_extra"]
 
 
 def check_count(
@@ -122,3 +124,26 @@ def check_not_lazy(what: str, module: nn.Module) -> None:
             expected="a module that has been called once (lazy modules get their shapes then)",
             fix=f"model(example_batch)  # before {what}",
         )
+
+
+def import_extra(module: str, problem: str, *, expected: str, extra: str) -> Any:
+    """Import a module of an optional package.
+
+    Args:
+        module: Its name.
+        problem: What cannot be done without it.
+        expected: The package.
+        extra: The extra of weft that installs it.
+
+    Raises:
+        MissingExtra: It is not installed.
+
+    Example:
+        >>> import_extra("json", "f: there is no json", expected="the package json", extra="json").dumps([1])
+        '[1]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fix = f"pip install 'weft[{extra}]'"
+        raise MissingExtra(problem, found=str(error), expected=expected, fix=fix) from error

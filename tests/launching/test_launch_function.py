@@ -130,7 +130,7 @@ def test_the_exception_of_the_rank_that_failed_is_raised_here(tmp_path, capfd):
     assert time.monotonic() - started < 40 and caught.value.rank == 1
     cause = str(caught.value.__cause__)
     assert re.search(r'Traceback (.|\n)*test_launch_function.py", line \d+, in _fails(.|\n)*Refused: ', cause), cause
-    assert "runpy" not in cause and "ranks.py" not in cause and 'function.py"' not in cause.replace(__file__, "")
+    assert "runpy" not in cause and "ranks.py" not in cause and 'callee.py"' not in cause.replace(__file__, "")
     assert not any(is_alive(int(path.read_text())) for path in tmp_path.iterdir())
     assert capfd.readouterr().err == ""
 

@@ -13,9 +13,11 @@ report.py             a run as one page of HTML
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from weft.cli import config, doctor, explain, export, launch, report
+from weft.errors import ContextError, MissingExtra
 
 __all__ = ["main", "parser"]
 
@@ -24,12 +26,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     top = argparse.ArgumentParser(prog="weft", description="Distributed PyTorch training by composing functions.")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    launch.add_parser(commands)
-    config.add_parser(commands)
-    explain.add_parser(commands)
-    doctor.add_parser(commands)
-    export.add_parser(commands)
-    report.add_parser(commands)
+    for module in (launch, config, explain, doctor, export, report):
+        module.add_parser(commands)
     return top
 
 
@@ -40,8 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; default: those of this process.
 
     Returns:
-        The exit code.
+        The exit code; 2, after saying why, if options or settings cannot be used.
     """
     options = parser().parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except (ContextError, MissingExtra) as error:
+        print(f"weft {error}", file=sys.stderr)  # noqa: T201
+        return 2
     return code

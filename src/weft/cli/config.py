@@ -12,7 +12,7 @@ from typing import Any
 from weft.cli.config_accelerate import from_accelerate, yaml_of
 from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
-from weft.errors import ContextError, MissingExtra
+from weft.errors import ContextError
 
 __all__ = ["add_parser", "answered", "run", "toml"]
 
@@ -35,28 +35,24 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the file; returns 0, or 2 after saying what is wrong."""
+    """Write the file; returns 0."""
     words: list[str] = options.words
     left: list[str] = []
-    try:
-        if options.out.exists() and not options.force:
-            raise ContextError(
-                f"config: {options.out} is there already",
-                found=str(options.out.resolve()),
-                expected="a new file",
-                fix=f"weft config --force --out {options.out}",
-            )
-        if words[:1] == ["import"] and len(words) == 2:
-            data, left = from_accelerate(yaml_of(Path(words[1])))
-        else:
-            data = _given(words)
-            if sys.stdin.isatty():
-                data = answered(data, input)
-        options.out.write_text(toml(checked(data, str(options.out))), encoding="utf-8")
-        read_config(options.out)
-    except (ContextError, MissingExtra) as error:
-        print(f"weft {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    if options.out.exists() and not options.force:
+        raise ContextError(
+            f"config: {options.out} is there already",
+            found=str(options.out.resolve()),
+            expected="a new file",
+            fix=f"weft config --force --out {options.out}",
+        )
+    if words[:1] == ["import"] and len(words) == 2:
+        data, left = from_accelerate(yaml_of(Path(words[1])))
+    else:
+        data = _given(words)
+        if sys.stdin.isatty():
+            data = answered(data, input)
+    options.out.write_text(toml(checked(data, str(options.out))), encoding="utf-8")
+    read_config(options.out)
     for line in left:
         print(f"not taken over: {line}")  # noqa: T201
     print(f"weft launch --config {options.out} train.py")  # noqa: T201
@@ -124,9 +120,8 @@ def toml(config: Config) -> str:
     """A configuration as TOML."""
     lines: list[str] = []
     for table, values in (("launch", config.launch), ("start", config.start)):
-        if not values:
-            continue
-        lines += [f"[{table}]", *(f"{key} = {_literal(value)}" for key, value in values.items()), ""]
+        if values:
+            lines += [f"[{table}]", *(f"{key} = {_literal(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ContextError, MissingExtra
+from weft.checks import import_extra
+from weft.errors import ContextError
 
 __all__ = ["from_accelerate", "yaml_of"]
 
@@ -140,15 +141,8 @@ def yaml_of(path: Path) -> Mapping[str, Any]:
         MissingExtra: PyYAML is not installed.
         ContextError: It cannot be read, or is something else.
     """
-    try:
-        import yaml  # noqa: PLC0415  (an extra)
-    except ImportError as error:
-        raise MissingExtra(
-            "config: YAML files are read with PyYAML, which is not installed",
-            found=str(error),
-            expected="the package pyyaml",
-            fix="pip install 'weft[config]'",
-        ) from error
+    problem = "config: YAML files are read with PyYAML, which is not installed"
+    yaml = import_extra("yaml", problem, expected="the package pyyaml", extra="config")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,21 +74,21 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do all checks, printing each as it ends."""
-    env = os.environ  # noqa: TID251  (it is checked)
-    checks: list[Callable[[], Verdict]] = [
-        _versions, _devices, lambda: check_environment(env), lambda: check_network(options.rdzv),
-        lambda: _disk(options.folder),
-    ]  # fmt: skip
     failed = False
-    for check in checks:
-        verdict = check()
-        failed |= verdict.state == "FAIL"
-        print(verdict.line(), flush=True)  # noqa: T201
-    for verdict in _ranks(options.nproc, options.folder, options.limit_s):
+    for verdict in _verdicts(options):
         failed |= verdict.state == "FAIL"
         print(verdict.line(), flush=True)  # noqa: T201
     print("weft doctor: " + ("something is wrong, see above" if failed else "all is well"))  # noqa: T201
     return int(failed)
+
+
+def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
+    yield _versions()
+    yield _devices()
+    yield check_environment(os.environ)  # noqa: TID251  (it is checked)
+    yield check_network(options.rdzv)
+    yield _disk(options.folder)
+    yield from _ranks(options.nproc, options.folder, options.limit_s)
 
 
 def _versions() -> Verdict:
@@ -123,10 +123,9 @@ def check_environment(env: Mapping[str, str]) -> Verdict:
         place = topology(env)
         resolve({}, env, place.source)
     except ContextError as error:
-        lines = str(error).splitlines()
-        fix = next((line.partition("fix:")[2].strip() for line in lines if "fix:" in line), "unset it")
-        found = next((line.partition("found:")[2].strip() for line in lines if "found:" in line), "")
-        return Verdict("environment", "FAIL", f"{lines[0]}: {found}", fix)
+        problem, *lines = str(error).splitlines()
+        parts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
+        return Verdict("environment", "FAIL", f"{problem}: {parts['found']}", parts["fix"])
     return Verdict("environment", "ok", f"rank {place.rank} of {place.world_size}, from {place.source}")
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import Any
 
 from weft.context.config import Config, read_config
 from weft.context.settings import CONFIG_VARIABLE, resolve
 from weft.environments import cores_here, topology
-from weft.errors import ContextError
 from weft.launching.plan import make_plan
 
 __all__ = ["add_parser", "run"]
@@ -29,17 +27,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print; returns 0, or 2 after saying what contradicts itself."""
+    """Print; returns 0."""
     env = os.environ  # noqa: TID251  (this command is about it)
-    try:
-        path = options.config or env.get(CONFIG_VARIABLE)
-        file = read_config(path) if path else Config("", {}, {})
-        place = topology(env)
-        settings = resolve({}, env, place.source, (file.path, file.start))
-        plan = make_plan({}, file, cores=len(cores_here()), omp_num_threads=env.get("OMP_NUM_THREADS"))
-    except ContextError as error:
-        print(f"weft {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    path = options.config or env.get(CONFIG_VARIABLE)
+    file = read_config(path) if path else Config("", {}, {})
+    place = topology(env)
+    settings = resolve({}, env, place.source, (file.path, file.start))
+    plan = make_plan({}, file, cores=len(cores_here()), omp_num_threads=env.get("OMP_NUM_THREADS"))
     rank = f"{place.rank} of {place.world_size}"
     values = {**settings._asdict(), "rank, world_size": rank}
     lines = ["[start]"]

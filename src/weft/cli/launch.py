@@ -22,7 +22,7 @@ from typing import Any
 from weft.context.config import LAUNCH, read_config
 from weft.context.settings import CONFIG_VARIABLE
 from weft.environments import cores_here
-from weft.errors import ContextError, message
+from weft.errors import ContextError
 from weft.launching.agent import supervise
 from weft.launching.failures import Ending
 from weft.launching.plan import MEETING_S, Plan, make_plan
@@ -89,24 +89,20 @@ def run(options: argparse.Namespace) -> int:
     """Launch; returns 0, or the exit code of the rank that failed first, after saying why."""
     words = options.script[options.script[0] == "--" :]
     kind = "module" if options.module else "program" if options.no_python else "script"
-    try:
-        file = read_config(options.config) if options.config is not None else None
-        given = {name: getattr(options, name) for name in LAUNCH}
-        if options.slurm is not None:
-            given["rdzv"] = "first:29500"  # the script finds out when it runs
-        plan = make_plan(given, file, cores=len(cores_here()), omp_num_threads=os.environ.get("OMP_NUM_THREADS"))  # noqa: TID251
-        if options.slurm is not None:
-            return _submit(plan, words, kind, options)
-        _check_target(plan, words[0], kind)
-        named = {} if options.config is None else {CONFIG_VARIABLE: str(Path(options.config).resolve())}
-        if options.dry_run:
-            print(plan.text(words, kind=kind, cores=cores_here(), variables=named))  # noqa: T201
-            return 0
-        os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
-        ending = _launch(plan, words, named, kind)
-    except ContextError as error:
-        print(f"weft {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    file = read_config(options.config) if options.config is not None else None
+    given = {name: getattr(options, name) for name in LAUNCH}
+    if options.slurm is not None:
+        given["rdzv"] = "first:29500"  # the script finds out when it runs
+    plan = make_plan(given, file, cores=len(cores_here()), omp_num_threads=os.environ.get("OMP_NUM_THREADS"))  # noqa: TID251
+    if options.slurm is not None:
+        return _submit(plan, words, kind, options)
+    _check_target(plan, words[0], kind)
+    named = {} if options.config is None else {CONFIG_VARIABLE: str(Path(options.config).resolve())}
+    if options.dry_run:
+        print(plan.text(words, kind=kind, cores=cores_here(), variables=named))  # noqa: T201
+        return 0
+    os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
+    ending = _launch(plan, words, named, kind)
     if ending.text:
         print(ending.text, file=sys.stderr)  # noqa: T201
     return ending.code
@@ -153,14 +149,12 @@ def _submit(plan: Plan, words: list[str], kind: str, options: argparse.Namespace
     options.slurm.write_text(text, encoding="utf-8")
     command = shutil.which("sbatch")
     if command is None:
-        text = message(
+        raise ContextError(
             f"launch: {options.slurm} is written, and cannot be submitted",
             found="no command sbatch",
             expected="a machine of the cluster",
             fix=f"sbatch {options.slurm}",
         )
-        print(f"weft {text}", file=sys.stderr)  # noqa: T201
-        return 2
     return subprocess.run([command, str(options.slurm)], check=False).returncode  # noqa: S603  (the user's own command)
 
 
@@ -186,10 +180,5 @@ def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: st
 
 def _becoming() -> str:
     """What a process does before it becomes a program; what it asks of the system outlasts that."""
-    lines = [
-        "import os, signal, sys",
-        inspect.getsource(end_with_parent),
-        "end_with_parent(int(sys.argv[1]))",
-        "os.execvp(sys.argv[2], sys.argv[2:])",
-    ]
-    return "\n".join(lines)
+    start = "end_with_parent(int(sys.argv[1]))\nos.execvp(sys.argv[2], sys.argv[2:])"
+    return f"import os, signal, sys\n{inspect.getsource(end_with_parent)}\n{start}"

@@ -12,9 +12,8 @@ import torch
 from weft.collectives.primitives import enter, one_thread
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
-from weft.errors import PeerError
 from weft.peers.agreement import disagree, wait_for_key
-from weft.peers.liveness import exception_text
+from weft.peers.liveness import exception_text, peer_error
 
 __all__ = ["all_or_none", "any_rank", "barrier", "main_first", "on_rank"]
 
@@ -108,7 +107,7 @@ def main_first(ctx: DistContext, *, local: bool = False) -> Iterator[None]:
         )
         error = world.store.read(key)
         if error is not None:
-            raise PeerError(f"main_first: rank {main} failed: {error}", rank=main, text=error)
+            raise peer_error("main_first", main, error)
         yield
         return
     try:

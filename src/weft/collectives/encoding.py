@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from weft.collectives.primitives import num_bytes, tensor_of
+from weft.collectives.primitives import as_bytes, num_bytes, tensor_of
 from weft.errors import message, type_error
 from weft.tensors.nested import Path
 
@@ -149,8 +149,7 @@ class _Encoder:
             )
         if item.layout != torch.strided or item.is_nested or item.is_quantized or hasattr(item, "full_tensor"):
             raise self._error(f"{type(item).__name__} with layout {item.layout}", "value.to_dense(), or its parts")
-        data = item.detach().contiguous()
-        self.parts.append(data.reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8))
+        self.parts.append(as_bytes(item.detach()))
         return {"tensor": [str(item.dtype), list(item.shape)]}
 
     def _array(self, item: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.collectives.primitives import finish, num_bytes, peers_named
+from weft.collectives.primitives import as_bytes, finish, num_bytes, peers_named
 from weft.context import World
 
 __all__ = ["Counts", "Gathering", "Routes", "Summing", "add_up", "swap"]
@@ -131,8 +131,8 @@ def _swapped(routes: Routes, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
     rows = [num_bytes(list(tensor.shape[1:]), tensor.dtype) for tensor in whole]  # bytes of a row of each
     sent = [sum(counts[r] * row for counts, row in zip(routes.sent, rows, strict=True)) for r in range(size)]
     received = [sum(counts[r] * row for counts, row in zip(routes.received, rows, strict=True)) for r in range(size)]
-    parts = [_as_bytes(each[rank]) for rank in range(size) for each in pieces] if len(whole) > 1 else []
-    packed = (torch.cat(parts) if parts else _as_bytes(whole[0])).to(routes.device)
+    parts = [as_bytes(each[rank]) for rank in range(size) for each in pieces] if len(whole) > 1 else []
+    packed = (torch.cat(parts) if parts else as_bytes(whole[0])).to(routes.device)
     arrived = packed.new_empty(sum(received))
     with peers_named(routes.what, routes.world):
         work = dist.all_to_all_single(arrived, packed, received, sent, group=routes.world.group, async_op=True)
@@ -145,10 +145,6 @@ def _swapped(routes: Routes, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
         _of_bytes(torch.cat(found[index :: len(whole)]), tensor, sum(routes.received[index]))
         for index, tensor in enumerate(whole)
     ]
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def _of_bytes(data: torch.Tensor, like: torch.Tensor, rows: int) -> torch.Tensor:

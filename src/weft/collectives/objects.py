@@ -13,8 +13,8 @@ from weft.checks import check_count
 from weft.collectives.encoding import Packed, bytes_tensor, decode, pack
 from weft.collectives.primitives import all_gather_bytes, all_gather_words, enter, finish, peers_named
 from weft.context import DistContext, World
-from weft.errors import PeerError, value_error
-from weft.peers.liveness import exception_text
+from weft.errors import value_error
+from weft.peers.liveness import exception_text, peer_error
 
 __all__ = ["broadcast", "gather_objects", "scatter", "scatter_made"]
 
@@ -106,11 +106,9 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
         ['a']
     """
     world = enter("gather_objects", ctx, None, {})
-    mine, failure = _packed("gather_objects", value)
     if world.group is None:
-        if failure is not None:
-            raise failure
-        return [decode(mine.body, mine.text_size, ctx.device)]
+        return [decode(*pack("gather_objects", value), ctx.device)]
+    mine, failure = _packed("gather_objects", value)
     with peers_named("gather_objects", world):
         heads = all_gather_words([int(failure is not None), mine.text_size, len(mine.body)], world, ctx, 3)
         if failure is not None:
@@ -210,8 +208,7 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
     if failure is not None:
         raise failure
     if text_length:
-        said = bytes(text.cpu().numpy()).decode()
-        raise PeerError(f"{what}: rank {source} failed: {said}", rank=source, text=said)
+        raise peer_error(what, source, bytes(text.cpu().numpy()).decode())
     text_size, size = sizes[2 * ctx.rank : 2 * ctx.rank + 2]
     return decode(mine[:size], text_size, ctx.device) if there else None
 

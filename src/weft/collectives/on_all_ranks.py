@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 from weft.context import DistContext
 from weft.environments import cores_here
-from weft.errors import PeerError
 from weft.peers.agreement import agree, disagree, exchange
-from weft.peers.liveness import absent
+from weft.peers.liveness import absent, peer_error
 
 __all__ = ["from_main", "gathered", "gathered_on_main", "num_threads", "on_all"]
 
@@ -68,5 +67,5 @@ def _tried(what: str, ctx: DistContext, work: Callable[[], R]) -> R:
         blamed = absent(ctx.world) if isinstance(error, OSError) else None
         disagree(ctx.world, error)
         if blamed is not None:  # it gave up first, and took the folder away
-            raise PeerError(f"{what}: rank {blamed[0]} failed: {blamed[1]}", rank=blamed[0], text=blamed[1]) from error
+            raise peer_error(what, *blamed) from error
         raise

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from weft.collectives.encoding import bytes_tensor, decode, encode
-from weft.collectives.primitives import all_gather_rows, num_bytes, row_gather, tensor_of
+from weft.collectives.primitives import all_gather_rows, as_bytes, num_bytes, row_gather, tensor_of
 from weft.context import DistContext, World
-from weft.peers.agreement import compare, exchange
+from weft.peers.agreement import compare_values
 
 __all__ = ["exchange_columns"]
 
@@ -136,7 +136,7 @@ class _Layout:
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All pieces as bytes; `tensors` are the ids and the columns that are tensors."""
-        found = {number: one.contiguous().view(-1).view(torch.uint8) for number, one in enumerate(tensors, start=1)}
+        found = {number: as_bytes(one) for number, one in enumerate(tensors, start=1)}
         return [(found | self.others)[piece] for piece in range(len(self.sizes))]
 
 
@@ -196,7 +196,7 @@ class _Message:
                 found.append(torch.cat(places))
                 continue
             rows = self.rows.new_empty(len(self.rows), self.layout.sizes[number + 1])
-            rows[self.world.rank] = tensor.contiguous().view(-1).view(torch.uint8)
+            rows[self.world.rank] = as_bytes(tensor)
             all_gather_rows(rows, self.world)
             found.append(rows.view(-1).view(tensor.dtype).view(-1, *tensor.shape[1:]))
         return found[1:], found[0]
@@ -229,7 +229,7 @@ def _check_heads(heads: list[tuple[int, ...]], failed: TypeError | None, describ
         raise TypeError(f"gather_metrics: rank {bad[0]} brought an entry that cannot be sent; see its error")
     what = 0 if any(head[6] for head in heads) else 1  # dtypes and dimensions count where all columns are tensors
     if any(head[what] != heads[0][what] for head in heads):
-        compare("gather_metrics", [{"value": text} for text in exchange(world, "gather_metrics", described)])
+        compare_values(world, "gather_metrics", described)
 
 
 def _unpacked(body: torch.Tensor, words: tuple[int, ...]) -> tuple[list[Any], Any]:

@@ -27,6 +27,7 @@ __all__ = [
     "all_gather_flat",
     "all_gather_rows",
     "all_gather_words",
+    "as_bytes",
     "enter",
     "finish",
     "num_bytes",
@@ -59,6 +60,12 @@ def all_gather_words(words: list[int], world: World, ctx: DistContext, length: i
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Size of a tensor of this shape and dtype."""
     return dtype.itemsize * math.prod(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, of a copy if it has gaps, as uint8 [n]."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8) if len(flat) else flat.new_empty(0, dtype=torch.uint8)
 
 
 def tensor_of(data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

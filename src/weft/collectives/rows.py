@@ -14,7 +14,7 @@ from weft.collectives.primitives import HEADER_WORDS, all_gather_words, enter, f
 from weft.collectives.tensors import ReduceOp, check_op, mean_dtype
 from weft.context import DistContext, World
 from weft.errors import listed, value_error
-from weft.peers.agreement import compare, exchange
+from weft.peers.agreement import compare_values
 from weft.tensors.nested import leaves
 
 __all__ = ["all_to_all", "reduce_scatter"]
@@ -110,7 +110,7 @@ def reduce_scatter(
     with peers_named("reduce_scatter", world):
         words = all_gather_words([zlib.crc32((described + tracked).encode())], world, ctx, 1)
     if any(word != words[0] for word in words):
-        compare("reduce_scatter", [{"value": one} for one in exchange(world, "reduce_scatter", described + tracked)])
+        compare_values(world, "reduce_scatter", described + tracked)
     mine = [[each[ctx.rank]] * ctx.world_size for each in counts]
     parts = add_up(Routes("reduce_scatter", world, counts, mine, ctx.device), found)
     return rebuilt(value, [_combined(part, op) for part in parts])
@@ -134,11 +134,8 @@ def _splits(what: str, found: Sequence[torch.Tensor], splits: Sequence[int] | No
             expected="tensors [rows, ...]" + ("" if given is None else f" of {sum(given)} rows, as splits says"),
             fix=f"weft.{what}(value{'[None]' if given is None else ''}, ctx)",
         )
-    return [given or _even(tensor.shape[0], ctx.world_size) for tensor in found]
-
-
-def _even(rows: int, size: int) -> list[int]:
-    return [rows // size + (rank < rows % size) for rank in range(size)]
+    size = ctx.world_size
+    return [given or [len(one) // size + (rank < len(one) % size) for rank in range(size)] for one in found]
 
 
 def _exchange_counts(counts: Counts, text: str, world: World, ctx: DistContext) -> Counts:
@@ -151,7 +148,7 @@ def _exchange_counts(counts: Counts, text: str, world: World, ctx: DistContext) 
     # The first words alone tell whether all ranks bring as many tensors.
     heads = [_all_to_all_words(rows[:, :HEADER_WORDS], world, ctx)]
     if bool((heads[0][:, 0] != sent[0, 0]).any()):
-        compare("all_to_all", [{"value": one} for one in exchange(world, "all_to_all", text)])
+        compare_values(world, "all_to_all", text)
     if rows.shape[1] > HEADER_WORDS:
         heads.append(_all_to_all_words(rows[:, HEADER_WORDS:], world, ctx))
     received: Counts = torch.cat(heads, 1)[:, 1 : 1 + len(counts)].t().tolist()

@@ -14,6 +14,7 @@ from weft.collectives.primitives import (
     HEADER_WORDS,
     all_gather_bytes,
     all_gather_words,
+    as_bytes,
     enter,
     finish,
     num_bytes,
@@ -25,7 +26,7 @@ from weft.collectives.primitives import (
 )
 from weft.context import DistContext, World
 from weft.errors import ContextError, type_error, value_error
-from weft.peers.agreement import compare, exchange
+from weft.peers.agreement import compare_values
 from weft.tensors.nested import leaves, map_tensors
 
 __all__ = ["ReduceOp", "check_op", "gather", "mean_dtype", "pad_across", "reduce"]
@@ -107,7 +108,10 @@ def mean_dtype(dtype: torch.dtype) -> torch.dtype:
 def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[torch.Tensor]:
     """One message per dtype and device instead of one per tensor."""
     outputs = list(inputs)
-    for indices in _by_kind(inputs).values():
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(inputs):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+    for indices in kinds.values():
         packed = torch.cat([inputs[i].reshape(-1) for i in indices])
         dtype = packed.dtype
         packed = packed.to(_CARRIERS.get(dtype, dtype))
@@ -115,19 +119,9 @@ def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[to
         finish(dist.all_reduce(sent, op=_OPS[op], group=world.group, async_op=True), world)
         packed = packed.to(dtype)
         packed = packed / world.size if op == "mean" else packed
-        start = 0
-        for i in indices:
-            stop = start + inputs[i].numel()
-            outputs[i] = packed[start:stop].view(inputs[i].shape)
-            start = stop
+        for i, part in zip(indices, packed.split([inputs[i].numel() for i in indices]), strict=True):
+            outputs[i] = part.view(inputs[i].shape)
     return outputs
-
-
-def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
-    return kinds
 
 
 def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
@@ -184,8 +178,7 @@ def _gather_packed(
     found: list[torch.Tensor], shapes: list[list[list[int]]], world: World, ctx: DistContext
 ) -> list[torch.Tensor]:
     sizes = [[num_bytes(shape, t.dtype) for shape, t in zip(row, found, strict=True)] for row in shapes]
-    mine = [t.contiguous().reshape(-1).view(torch.uint8).to(ctx.device) for t in found if t.numel()]
-    packed = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
+    packed = torch.cat([as_bytes(tensor).to(ctx.device) for tensor in found]) if found else torch.empty(0)
     everything = all_gather_bytes(packed, [sum(each) for each in sizes], world, ctx)
     parts = [row.split(each) for row, each in zip(everything, sizes, strict=True)]
     joined = []
@@ -212,7 +205,7 @@ def _exchange_shapes(
     words = [zlib.crc32(structure.encode()), len(dims), *dims]
     heads = all_gather_words(words[:HEADER_WORDS], world, ctx)
     if any(head[:2] != heads[0][:2] for head in heads):
-        compare(what, [{"value": text} for text in exchange(world, what, structure)])
+        compare_values(world, what, structure)
     if len(words) > HEADER_WORDS:
         rests = all_gather_words(words[HEADER_WORDS:], world, ctx, len(words) - HEADER_WORDS)
         heads = [[*head, *rest] for head, rest in zip(heads, rests, strict=True)]

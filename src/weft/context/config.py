@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.context.settings import SETTINGS
+from weft.context.settings import SETTINGS, Setting
 from weft.errors import ContextError, listed
 
-__all__ = ["LAUNCH", "Config", "LaunchKey", "checked", "read_config"]
-
-
-class LaunchKey(NamedTuple):
-    """A key of the table [launch].
-
-    Attributes:
-        fits: Whether a value can be used.
-        expected: In words.
-        default: Where nothing sets it.
-        question: That `weft config` asks.
-    """
-
-    fits: Callable[[Any], bool]
-    expected: str
-    default: Any
-    question: str
+__all__ = ["LAUNCH", "Config", "checked", "read_config"]
 
 
 class Config(NamedTuple):
@@ -55,13 +39,13 @@ def is_nodes(value: Any) -> bool:
 
 
 LAUNCH = {
-    "nproc": LaunchKey(_is_count, "a whole number >= 1", 1, "processes per node"),
-    "nnodes": LaunchKey(is_nodes, 'a whole number >= 1, or "least:most"', 1, "nodes"),
-    "node_rank": LaunchKey(lambda v: _is_count(v, 0), "a whole number >= 0", None, "rank of this node"),
-    "rdzv": LaunchKey(lambda v: isinstance(v, str) and ":" in v, '"host:port"', None, "where the nodes meet"),
-    "max_restarts": LaunchKey(lambda v: _is_count(v, 0), "a whole number >= 0", 0, "restarts after a failure"),
-    "threads": LaunchKey(_is_count, "a whole number >= 1", None, "CPU threads per process"),
-    "affinity": LaunchKey(
+    "nproc": Setting(_is_count, "a whole number >= 1", 1, "processes per node"),
+    "nnodes": Setting(is_nodes, 'a whole number >= 1, or "least:most"', 1, "nodes"),
+    "node_rank": Setting(lambda v: _is_count(v, 0), "a whole number >= 0", None, "rank of this node"),
+    "rdzv": Setting(lambda v: isinstance(v, str) and ":" in v, '"host:port"', None, "where the nodes meet"),
+    "max_restarts": Setting(lambda v: _is_count(v, 0), "a whole number >= 0", 0, "restarts after a failure"),
+    "threads": Setting(_is_count, "a whole number >= 1", None, "CPU threads per process"),
+    "affinity": Setting(
         lambda v: type(v) is bool, "true or false", default=False, question="keep each process on cores of its own"
     ),
 }

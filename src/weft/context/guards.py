@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import traceback
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.errors import CollectiveRefused, ContextError
@@ -80,7 +78,4 @@ def line_outside() -> str:
         if name.partition(".")[0] != package and name != "contextlib":
             break
         frame = frame.f_back
-    with contextlib.suppress(ValueError):
-        summary = traceback.extract_stack(frame, limit=1)[0]
-        return f"{summary.filename}:{summary.lineno}"
-    return "unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

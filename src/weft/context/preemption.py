@@ -98,12 +98,7 @@ def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
         wrong = ("no signals", "at least one")
     if wrong is not None:
         fix = "weft.on_preemption(ctx, signals=(signal.SIGTERM, signal.SIGUSR1))"
-        raise value_error(
-            "on_preemption: cannot watch",
-            found=wrong[0],
-            expected=wrong[1],
-            fix=fix,
-        )
+        raise value_error("on_preemption: cannot watch", found=wrong[0], expected=wrong[1], fix=fix)
     watched = [each.name for each in chosen if isinstance(getattr(signal.getsignal(each), "__self__", 0), Preemption)]
     if watched:
         raise ContractError(
@@ -128,9 +123,10 @@ class Preemption:
     def __init__(self, world: World, signals: Sequence[signal.Signals]) -> None:
         self.reason = ""
         self._world = world
+        self._store = world.store if world.size > 1 else None
         self._key = f"preemption/{world.meetings}"
-        self._told_by = ""
-        self._told_at = 0.0
+        self._signal = ""
+        self._signal_s = 0.0
         self._step = -1
         self._asked = False
         self._last: float | None = None
@@ -139,9 +135,9 @@ class Preemption:
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {each: signal.getsignal(each) for each in signals}
         for each in signals:
-            signal.signal(each, self._told)
+            signal.signal(each, self._on_signal)
         self._thread: threading.Thread | None = None
-        if world.store is not None and world.size > 1:
+        if self._store is not None:
             self._thread = threading.Thread(target=self._listen, name="weft preemption", daemon=True)
             self._thread.start()
 
@@ -155,7 +151,7 @@ class Preemption:
             ValueError: A step before the last one.
             PeerError: Another rank failed while the ranks agreed.
         """
-        if self._told_by and not self._asked:
+        if self._signal and not self._asked:
             self._answer()
         with self._lock:
             if step < self._step:
@@ -174,23 +170,23 @@ class Preemption:
 
     # -- the signal ------------------------------------------------------------------------------
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # forked later, such as a worker of a loader
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
         now = time.monotonic()
-        if not self._told_by:
-            self._told_by = f"{signal.Signals(number).name} on rank {self._world.rank}"
-            self._told_at = now
-        elif now - self._told_at > _SAME_S:
+        if not self._signal:
+            self._signal = f"{signal.Signals(number).name} on rank {self._world.rank}"
+            self._signal_s = now
+        elif now - self._signal_s > _SAME_S:
             self._restore()
             signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, before in self._before.items():
-            if signal.getsignal(number) == self._told:
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     # -- the agreement ---------------------------------------------------------------------------
@@ -198,7 +194,7 @@ class Preemption:
     def _listen(self) -> None:
         with contextlib.suppress(StoreLost):  # and with it everybody to agree with
             while not self._end.wait(_PERIOD_S):
-                if self._told_by or self._has("asked"):
+                if self._signal or (self._store is not None and self._store.has(f"{self._key}/asked")):
                     self._answer()
                     return
 
@@ -209,11 +205,11 @@ class Preemption:
                 return
             self._asked = True
             mine = None if leaving or self._world.root.closed else self._step
-        world, store = self._world, self._world.store
-        if store is None or world.size == 1:
+        world, store = self._world, self._store
+        if store is None:
             return
-        if self._told_by:
-            store.claim(f"{self._key}/asked", self._told_by)
+        if self._signal:
+            store.claim(f"{self._key}/asked", self._signal)
         store.write(f"{self._key}/at/{world.rank}", mine)
         if store.add(f"{self._key}/count", 1) == world.size:
             steps = [store.read(f"{self._key}/at/{rank}") for rank in range(world.size)]
@@ -222,9 +218,9 @@ class Preemption:
 
     def _agreed(self) -> float:
         """The step to stop after; infinite if there is a rank that will not come to it."""
-        world, store = self._world, self._world.store
-        if store is None or world.size == 1:
-            self.reason = self._told_by
+        world, store = self._world, self._store
+        if store is None:
+            self.reason = self._signal
             return self._step + 1
         expected = [f"{self._key}/at/{rank}" for rank in range(world.size)]
         wait_for_key(world, f"{self._key}/last", "on_preemption", expected)
@@ -233,10 +229,6 @@ class Preemption:
             return math.inf
         self.reason = store.get(f"{self._key}/asked").decode()
         return float(last)
-
-    def _has(self, name: str) -> bool:
-        store = self._world.store
-        return store is not None and store.has(f"{self._key}/{name}")
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -248,7 +240,7 @@ class Preemption:
         if self._end.is_set():
             return
         self._end.set()
-        with contextlib.suppress(StoreLost):  # then there are no peers to tell
+        with contextlib.suppress(StoreLost):  # then there are no peers left
             self._answer(leaving=True)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _PERIOD_S)

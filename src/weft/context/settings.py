@@ -78,43 +78,43 @@ def _is_number(value: Any) -> bool:
 
 
 class Setting(NamedTuple):
-    """One setting of `start`.
+    """One setting of `start`, or one option of `weft launch`, which has no variable.
 
     Attributes:
-        variable: Of the environment.
-        parse: Makes a value of its text.
         fits: Whether a value of a configuration file can be used.
         expected: In words, of a file.
         default: Where nothing sets it.
-        example: As text of the environment.
         question: That `weft config` asks.
+        variable: Of the environment.
+        example: As text of the environment.
+        parse: Makes a value of its text.
     """
 
-    variable: str
-    parse: Callable[[str], Any]
     fits: Callable[[Any], bool]
     expected: str
     default: Any
-    example: str
     question: str
+    variable: str = ""
+    example: str = ""
+    parse: Callable[[str], Any] = str
 
 
 SETTINGS = {
     "mesh": Setting(
-        "WEFT_MESH", _parse_mesh, _is_mesh, "a table such as { replica = 2, shard = -1 }", None,
-        "replica=2,shard=-1", "mesh axes, as in replica=2,shard=-1",
+        _is_mesh, "a table such as { replica = 2, shard = -1 }", None, "mesh axes, as in replica=2,shard=-1",
+        "WEFT_MESH", "replica=2,shard=-1", _parse_mesh,
     ),
     "data_axes": Setting(
-        "WEFT_DATA_AXES", _parse_names, _is_names, "a list of axis names", None, "replica,shard",
-        "axes along which batches differ",
+        _is_names, "a list of axis names", None, "axes along which batches differ",
+        "WEFT_DATA_AXES", "replica,shard", _parse_names,
     ),
-    "device": Setting("WEFT_DEVICE", str, _is_text, 'a device such as "cuda"', None, "cuda:0", "device"),
-    "backend": Setting("WEFT_BACKEND", str, _is_text, 'a backend such as "gloo"', None, "gloo", "backend"),
-    "timeout_s": Setting("WEFT_TIMEOUT_S", float, _is_number, "seconds > 0", 600.0, "600", "seconds until a timeout"),
-    "seed": Setting("WEFT_SEED", int, lambda v: type(v) is int, "a whole number >= 0", 0, "0", "seed"),
+    "device": Setting(_is_text, 'a device such as "cuda"', None, "device", "WEFT_DEVICE", "cuda:0"),
+    "backend": Setting(_is_text, 'a backend such as "gloo"', None, "backend", "WEFT_BACKEND", "gloo"),
+    "timeout_s": Setting(_is_number, "seconds > 0", 600.0, "seconds until a timeout", "WEFT_TIMEOUT_S", "600", float),
+    "seed": Setting(lambda v: type(v) is int, "a whole number >= 0", 0, "seed", "WEFT_SEED", "0", int),
     "debug": Setting(
-        "WEFT_DEBUG", _parse_bool, lambda v: type(v) is bool, "true or false", default=False, example="1",
-        question="compare collectives between the ranks",
+        lambda v: type(v) is bool, "true or false", False, "compare collectives between the ranks",  # noqa: FBT003
+        "WEFT_DEBUG", "1", _parse_bool,
     ),
 }  # fmt: skip
 CONFIG_VARIABLE = "WEFT_CONFIG"  # names the file; `weft launch --config` sets it for the ranks
@@ -180,21 +180,15 @@ def _parsed(setting: Setting, text: str) -> Any:
 
 
 def _check_ranges(values: Mapping[str, Any]) -> None:
-    if not (isinstance(values["timeout_s"], (int, float)) and 0 < values["timeout_s"] < math.inf):
-        raise ContextError(
-            f"start: timeout_s = {values['timeout_s']!r} cannot be used",
-            found=repr(values["timeout_s"]),
-            expected="a finite number of seconds > 0",
-            fix="weft.start(timeout_s=600)",
-        )
-    seed = values["seed"]
+    timeout_s, seed = values["timeout_s"], values["seed"]
+    fits = isinstance(timeout_s, (int, float)) and 0 < timeout_s < math.inf
+    wrong = None if fits else ("timeout_s", repr(timeout_s), "a finite number of seconds > 0", 600)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ContextError(
-            f"start: seed = {seed!r} cannot be used",
-            found=f"{type(seed).__name__} {seed!r}",
-            expected="a whole number, 0 <= seed < 2**63",
-            fix="weft.start(seed=0)",
-        )
+        wrong = ("seed", f"{type(seed).__name__} {seed!r}", "a whole number, 0 <= seed < 2**63", 0)
+    if wrong is not None:
+        name, found, expected, example = wrong
+        problem, fix = f"start: {name} = {values[name]!r} cannot be used", f"weft.start({name}={example})"
+        raise ContextError(problem, found=found, expected=expected, fix=fix)
 
 
 def mesh_axes(

@@ -34,6 +34,8 @@ from weft.peers.world import World
 
 __all__ = ["adopt", "launched", "local", "start"]
 
+_Mesh = tuple[tuple[tuple[str, int], ...], tuple[str, ...]]  # the axes with their sizes, and the names of the data axes
+
 
 def start(
     *,
@@ -98,14 +100,12 @@ def start(
         return _adopted(dist.group.WORLD, None, settings, engine)
     chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, place.local_rank, place.world_size)
-    axes, data_axes = mesh_axes(settings.mesh, settings.data_axes, _num_devices(chosen, place.world_size))
-    if isinstance(chosen, Spmd):
-        chosen, axes = chosen.on_mesh(axes, data_axes, place.world_size)
+    chosen, mesh_of_ranks = _on_mesh(chosen, settings.mesh, settings.data_axes, place.world_size)
     chosen.select(where)
     world = World(ranks=tuple(range(place.world_size)), rank=place.rank, timeout_s=settings.timeout_s)
     if place.world_size > 1:
         _connect(world, place, chosen, where, settings)
-    return _context(place, world, (axes, data_axes), chosen, where, settings)
+    return _context(place, world, mesh_of_ranks, chosen, where, settings)
 
 
 def adopt(
@@ -204,11 +204,9 @@ def local(
     settings = resolve({"device": device, "seed": seed, "debug": debug}, {}, "local")
     chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, 0, 1)
-    axes, data_axes = mesh_axes(None, None, _num_devices(chosen, 1))
-    if isinstance(chosen, Spmd):
-        chosen, axes = chosen.on_mesh(axes, data_axes, 1)
+    chosen, mesh = _on_mesh(chosen, None, None, 1)
     world = World(ranks=(0,), rank=0, timeout_s=settings.timeout_s)
-    return _context(Topology(), world, (axes, data_axes), chosen, where, settings)
+    return _context(Topology(), world, mesh, chosen, where, settings)
 
 
 def launched() -> Topology:
@@ -297,7 +295,7 @@ def _adopted(
     check_same_settings(group, settings)
     timeout_s = timeout_of(group) or settings.timeout_s
     world = World(ranks=tuple(ranks), rank=ranks.index(me), group=group, timeout_s=timeout_s)
-    rank_axes, data_axes = mesh_axes(axes or settings.mesh, settings.data_axes, _num_devices(chosen, world.size))
+    chosen, mesh = _on_mesh(chosen, axes or settings.mesh, settings.data_axes, world.size)
     place = Topology(rank=world.rank, world_size=world.size)
     if world.size > 1:
         board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
@@ -310,10 +308,8 @@ def _adopted(
     bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)
     asked = str(bound) if settings.device is None and bound is not None else settings.device
     where = chosen.device(asked, place.local_rank, place.world_size)
-    if isinstance(chosen, Spmd):
-        chosen, rank_axes = chosen.on_mesh(rank_axes, data_axes, world.size)
     chosen.select(where)
-    return _context(place, world, (rank_axes, data_axes), chosen, where, settings)
+    return _context(place, world, mesh, chosen, where, settings)
 
 
 def _place_by_hosts(world: World) -> Topology:
@@ -334,7 +330,7 @@ def _place_by_hosts(world: World) -> Topology:
 def _context(
     place: Topology,
     world: World,
-    mesh: tuple[tuple[tuple[str, int], ...], tuple[str, ...]],
+    mesh: _Mesh,
     engine: Engine,
     device: torch.device,
     settings: Settings,
@@ -368,8 +364,15 @@ def _context(
     return ctx
 
 
-def _num_devices(engine: Engine, world_size: int) -> int:
-    return engine.num_devices() if isinstance(engine, Spmd) else world_size
+def _on_mesh(
+    engine: Engine, mesh: Mapping[str, int] | None, data_axes: Sequence[str] | None, world_size: int
+) -> tuple[Engine, _Mesh]:
+    """The engine, which may be one of several devices, and the mesh of the ranks: its axes and data axes."""
+    if not isinstance(engine, Spmd):
+        return engine, mesh_axes(mesh, data_axes, world_size)
+    axes, chosen = mesh_axes(mesh, data_axes, engine.num_devices())
+    placed, rank_axes = engine.on_mesh(axes, chosen, world_size)
+    return placed, (rank_axes, chosen)
 
 
 def _versions() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """`import_deepspeed`: a checkpoint out of a folder that DeepSpeed's own `save_checkpoint` wrote.
 
 The folder holds pieces of every rank, which are put together by the names of parameters. In stages 1 and 2 all
-parameters of a group lie one after the other, and each rank has a stretch of that. In stage 3 each parameter is cut
-into equal stretches, one per rank, the last one filled up.
+parameters of a group lie one after the other, and each rank has one slice of that. In stage 3 each parameter is divided
+into equal slices, one per rank, and the last one is padded.
 """
 
 from __future__ import annotations
@@ -188,34 +188,34 @@ def _unreadable(folder: Path, what: str, error: BaseException, option: str) -> C
 
 def _groups(shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence[Mapping[str, Any]]) -> list[Group]:
     """The groups of the optimizer: `shapes` by flat tensor, `ranks` what each of them saved."""
-    is_cut_by_parameter = ranks[0]["zero_stage"] == 3
-    key = "optimizer_state_dict" if is_cut_by_parameter else "base_optimizer_state"
-    pieces = _stretches_of_parameters if is_cut_by_parameter else _stretches_of_groups
+    is_sliced_by_parameter = ranks[0]["zero_stage"] == 3
+    key = "optimizer_state_dict" if is_sliced_by_parameter else "base_optimizer_state"
+    pieces = _slices_of_parameters if is_sliced_by_parameter else _slices_of_groups
     groups = []
     for entry in ranks[0][key]["param_groups"]:
         state: dict[str, dict[str, Any]] = {}
         for index in entry["params"]:
             held = [rank[key]["state"].get(index, {}) for rank in ranks]
-            stretches = pieces(index, shapes[index], ranks)
-            state |= {name: _merged(held, shapes[index][name], found) for name, found in stretches}
+            slices = pieces(index, shapes[index], ranks)
+            state |= {name: _merged(held, shapes[index][name], found) for name, found in slices}
         groups.append(Group({option: value for option, value in entry.items() if option != "params"}, state))
     return groups
 
 
-Stretches = list[tuple[int, int]]  # of each rank: first element in its flat tensor, and how many
+Slices = list[tuple[int, int]]  # of each rank: first element in its flat tensor, and how many
 
 
-def _stretches_of_groups(
+def _slices_of_groups(
     index: int, shapes: Mapping[str, torch.Size], ranks: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Stretches]]:
+) -> Iterator[tuple[str, Slices]]:
     for name in shapes:
         there = [rank["param_slice_mappings"][index].get(name) for rank in ranks]
         yield name, [(0, 0) if piece is None else (piece.start, piece.numel) for piece in there]
 
 
-def _stretches_of_parameters(
+def _slices_of_parameters(
     index: int, shapes: Mapping[str, torch.Size], ranks: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Stretches]]:
+) -> Iterator[tuple[str, Slices]]:
     start = 0
     for name, shape in shapes.items():
         number = torch.Size(shape).numel()
@@ -224,15 +224,13 @@ def _stretches_of_parameters(
         start += size
 
 
-def _merged(held: Sequence[Mapping[str, Any]], shape: torch.Size, stretches: Stretches) -> dict[str, Any]:
+def _merged(held: Sequence[Mapping[str, Any]], shape: torch.Size, slices: Slices) -> dict[str, Any]:
     """The state of one parameter; numbers, such as the step, are alike on all ranks."""
     found: dict[str, Any] = {}
     for key, first in held[0].items():
         if not isinstance(first, torch.Tensor) or first.dim() == 0:
             found[key] = first
             continue
-        parts = [
-            rank[key].reshape(-1)[start : start + size] for rank, (start, size) in zip(held, stretches, strict=True)
-        ]
+        parts = [rank[key].reshape(-1)[start : start + size] for rank, (start, size) in zip(held, slices, strict=True)]
         found[key] = torch.cat(parts).reshape(shape)
     return found

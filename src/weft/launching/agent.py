@@ -51,12 +51,12 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
         How it ended; the text has the traceback of the rank that failed first.
     """
     # The agent logs every failure at length; the one that came first is reported instead.
-    for talker in (
+    for name in (
         "distributed.elastic.multiprocessing.api",
         "distributed.elastic.agent.server.api",
         "multiprocessing.spawn",
     ):
-        logging.getLogger(f"torch.{talker}").setLevel(logging.CRITICAL)
+        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     config = plan.torch_config()
     if plan.most_nodes > 1 and config.rdzv_backend == "c10d":
         rendezvous_handler_registry.register(_COUNTED, partial(_counted, folder=folder))

@@ -1,4 +1,4 @@
-"""The other side of `weft.launch_function`: its launcher, and what its ranks do. See calling.py for the files."""
+"""The other side of `weft.launch_function`: its launcher, and what its ranks do; launch_function.py lists the files."""
 
 from __future__ import annotations
 

@@ -153,7 +153,9 @@ def crash_file(folder: Path, place: Topology) -> Path:
 def _crash(path: Path) -> dict[str, Any]:
     """What `faulthandler` wrote, as a report: from the crash to the script's first line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    starter = next((n for n, line in enumerate(lines) if "<frozen runpy>" in line or "/weft/cli/" in line), len(lines))
+    starter = next(
+        (n for n, line in enumerate(lines) if "<frozen runpy>" in line or "/weft/launching/" in line), len(lines)
+    )
     lines = [line for line in lines[:starter] if line and not line.startswith("Extension modules")]
     where = re.search(r'File "(.*)", line (\d+)', "\n".join(lines))
     what = lines[0].rpartition(": ")[2]
@@ -163,6 +165,6 @@ def _crash(path: Path) -> dict[str, Any]:
         "trace": "\n".join(lines),
         "what": what + (f" in {where[1]}, line {where[2]}" if where else ""),
         "blames": None,
-        "echo": what == "Aborted",  # gloo's way to tell that a peer is gone
+        "echo": what == "Aborted",  # how gloo ends when a peer is gone
         "crashed": True,
     }

@@ -5,7 +5,7 @@ results and errors travel as pickles through a folder that only the user can rea
     call                        the function and its arguments
     result-<rank>               what it returned
     error-<attempt>-<rank>      what it raised
-    ending.json                 what the launcher says; see cli/function.py for the other side
+    ending.json                 what the launcher says; see callee.py for the other side
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ class Plan(NamedTuple):
     def torch_config(self) -> LaunchConfig:
         """The same for torch's launcher; ranks are forked where the system can, else spawned."""
         static = self.most_nodes > 1 and self.node_rank is not None
-        newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON}
-        newer = {name: value for name, value in newer.items() if name in LaunchConfig.__dataclass_fields__}
+        is_new = "signals_to_handle" in LaunchConfig.__dataclass_fields__  # a newer torch
+        newer: dict[str, Any] = {"signals_to_handle": _PASSED_ON} if is_new else {}
         return LaunchConfig(
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which nobody takes away
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder per launch, which nobody removes
             min_nodes=self.least_nodes,
             max_nodes=self.most_nodes,
             nproc_per_node=self.nproc,
@@ -107,16 +107,13 @@ class Plan(NamedTuple):
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> str:
         """What `--dry-run` prints."""
-        nodes = (
-            str(self.least_nodes) if self.least_nodes == self.most_nodes else f"{self.least_nodes}:{self.most_nodes}"
-        )
-        values = {
-            "nproc": self.nproc, "nnodes": nodes,
+        values = self._asdict() | {
+            "nnodes": self.nodes(":"),
             "node_rank": "as they come" if self.node_rank is None else self.node_rank,
-            "rdzv": self.rdzv or "a free port of this machine", "max_restarts": self.max_restarts,
-            "threads": self.threads, "affinity": "on" if self.affinity else "off",
-        }  # fmt: skip
-        lines = [f"  {name:<14}{value!s:<30}from {source}" for (name, source), value in self._with(values)]
+            "rdzv": self.rdzv or "a free port of this machine",
+            "affinity": "on" if self.affinity else "off",
+        }
+        lines = [f"  {name:<14}{values[name]!s:<30}from {source}" for name, source in self.sources]
         most = self.nproc * self.most_nodes
         least = self.nproc * self.least_nodes
         lines.append(f"world size: {most}" if least == most else f"world size: {least} to {most}")
@@ -127,9 +124,6 @@ class Plan(NamedTuple):
             place = " ".join(f"{name}={shlex.quote(text)}" for name, text in self.variables(rank, variables).items())
             lines.append(f"{place} {command}{'  # cores ' + ','.join(map(str, mine)) if mine else ''}")
         return "\n".join(["weft launch would start, on this node:", *lines])
-
-    def _with(self, values: Mapping[str, object]) -> list[tuple[tuple[str, str], object]]:
-        return [((name, source), values[name]) for name, source in self.sources]
 
 
 def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_num_threads: str | None) -> Plan:
@@ -162,17 +156,8 @@ def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_
         sources.append((name, source))
     least, most = _nodes(values["nnodes"])
     _check(values, least, most)
-    return Plan(
-        nproc=values["nproc"],
-        least_nodes=least,
-        most_nodes=most,
-        node_rank=values["node_rank"],
-        rdzv=values["rdzv"],
-        max_restarts=values["max_restarts"],
-        threads=values["threads"],
-        affinity=values["affinity"],
-        sources=tuple(sources),
-    )
+    del values["nnodes"]
+    return Plan(**values, least_nodes=least, most_nodes=most, sources=tuple(sources))
 
 
 def _threads(variable: str | None, cores: int, nproc: int) -> tuple[int, str]:
@@ -206,12 +191,7 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         wrong = (f"--nnodes {values['nnodes']} --node-rank {node_rank}", "no node rank where nodes come and go")
     if wrong is not None:
         fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
-        raise ContextError(
-            "launch: these options do not fit together",
-            found=wrong[0],
-            expected=wrong[1],
-            fix=fix,
-        )
+        raise ContextError("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
 
 
 def _is_address(text: str, nodes: int) -> bool:
@@ -220,7 +200,7 @@ def _is_address(text: str, nodes: int) -> bool:
 
 
 def cores_of(local_rank: int, nproc: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """The cores that a process keeps to: a stretch of those there are, so that neighbours share a memory.
+    """The cores that a process keeps to: consecutive ones, so that neighbours share a memory.
 
     Example:
         >>> [cores_of(rank, 2, [0, 1, 2, 3, 4]) for rank in (0, 1)], cores_of(2, 4, [7])

@@ -25,7 +25,7 @@ from weft.peers.world import PREEMPTED
 
 __all__ = ["ROUND", "as_rank", "end_with_parent", "run_target"]
 
-_STARTERS = frozenset({__file__, str(Path(__file__).with_name("function.py")), contextlib.__file__})
+_STARTERS = frozenset({__file__, str(Path(__file__).with_name("callee.py")), contextlib.__file__})
 ROUND = "round"  # file of the launcher's folder: which meeting of the nodes this is
 
 

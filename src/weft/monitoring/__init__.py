@@ -26,20 +26,9 @@ from weft.monitoring.profiler import Profile, profile
 from weft.monitoring.progress import progress
 from weft.monitoring.report import write_report
 from weft.monitoring.throughput import Throughput, throughput
-from weft.monitoring.trackers import (
-    EventFile,
-    aim,
-    clearml,
-    comet,
-    csv,
-    dvclive,
-    jsonl,
-    mlflow,
-    swanlab,
-    tensorboard,
-    trackio,
-    wandb,
-)
+from weft.monitoring.trackers.files import csv, jsonl
+from weft.monitoring.trackers.libraries import aim, clearml, comet, dvclive, mlflow, swanlab, trackio, wandb
+from weft.monitoring.trackers.tensorboard import EventFile, tensorboard
 from weft.monitoring.values import Histogram, HParams, Image, Tracker, numbers_of
 
 __all__ = [

@@ -12,6 +12,7 @@ so the rank is the right one too. If a weight is not finite already, that is whe
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import statistics
 import weakref
@@ -31,7 +32,7 @@ from weft.tensors.nested import leaves
 __all__ = ["Finding", "Health", "watch_health"]
 
 _FEWEST = 8  # losses before a jump can be distinguished from noise
-_MOST = 2**16  # sums that are kept if nobody asks
+_MOST = 2**16  # sums that are kept between two calls
 _ORDER = ("weight", "output", "gradient of the output", "gradient", "loss")  # which comes before which
 
 
@@ -67,7 +68,7 @@ class Finding(NamedTuple):
 def watch_health(
     module: nn.Module, ctx: DistContext, *, spike: float = 8.0, memory: int = 50, origin: bool = True
 ) -> Health:
-    """Watch a training, and tell all ranks in the same step what is wrong, and where it arose.
+    """Watch a training, and let all ranks know in the same step what is wrong, and where it arose.
 
     Call what it returns between backward and the optimizer's step. Apply it after the transforms of the module,
     but before `compiled`.
@@ -124,11 +125,9 @@ class Health:
         self._losses: collections.deque[float] = collections.deque(maxlen=memory)
         self._sums: collections.deque[tuple[str, str, torch.Tensor]] = collections.deque(maxlen=_MOST)
         self._hooks: list[Any] = []
-        if origin:
-            seen: weakref.ref[Health] = weakref.ref(self)
-            for name, part in module.named_modules():
-                if not any(True for _ in part.children()):
-                    self._hooks.append(part.register_forward_hook(_hook(seen, name)))
+        for name, part in module.named_modules() if origin else ():
+            if not any(True for _ in part.children()):
+                self._hooks.append(part.register_forward_hook(_weakly(self._see_output, name)))
 
     def __call__(self, loss: torch.Tensor | float, step: int) -> Finding | None:
         """Look at a step, together with all ranks; between backward and the optimizer's step.
@@ -193,35 +192,24 @@ class Health:
         """What this rank found first: what it is, its name, and which kind."""
         if kind == "spike":
             return "loss", "", kind
-        with torch.no_grad():
-            for name, parameter in self._parameters().items():
-                total = local(parameter).sum(dtype=_wide(parameter))
-                if not total.isfinite():
-                    return "weight", name, kind or _name_of(total)
-            for what, name, total in sums:
-                if not total.isfinite():
-                    return what, name, kind or _name_of(total)
-            if kind is not None:
-                return "loss", "", kind
-            for name, parameter in self._parameters().items():
-                if parameter.grad is not None:
-                    total = local(parameter.grad).sum(dtype=_wide(parameter.grad))
-                    if not total.isfinite():
-                        return "gradient", name, _name_of(total)
-        return "gradient", "", "nan"  # of a parameter that is gone by now
+        named = self._parameters()
+        weights = (("weight", name, _sum(p)) for name, p in named.items())
+        gradients = (("gradient", name, _sum(p.grad)) for name, p in named.items() if p.grad is not None)
+        for what, name, total in itertools.chain(weights, sums, gradients if kind is None else ()):
+            if not total.isfinite():
+                return what, name, kind or ("nan" if total.isnan() else "inf")
+        return ("loss", "", kind) if kind is not None else ("gradient", "", "nan")  # of a parameter that is gone by now
 
-    def note(self, name: str, output: object) -> None:
-        """Remember the sum of a module's output, and later of its gradient; called by the hooks."""
-        for _, tensor in leaves(output):
+    def _see_output(self, name: str, module: nn.Module, _: object, output: object) -> None:
+        """Remember the sum of a module's output, and later of its gradient."""
+        for _, tensor in leaves(output) if module.training and torch.is_grad_enabled() else ():
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
-                self._sums.append(("output", name, local(tensor.detach()).sum(dtype=_wide(tensor))))
+                self._sums.append(("output", name, _sum(tensor)))
                 if tensor.requires_grad:
-                    tensor.register_hook(_gradient_hook(weakref.ref(self), name))
+                    tensor.register_hook(_weakly(self._see_gradient, name))
 
-    def note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Remember the sum of a gradient; called by the hooks."""
-        total = local(gradient.detach()).sum(dtype=_wide(gradient))
-        self._sums.append(("gradient of the output", name, total))
+    def _see_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        self._sums.append(("gradient of the output", name, _sum(gradient)))
 
     def close(self) -> None:
         """Take the hooks away again."""
@@ -237,31 +225,22 @@ class Health:
         self.close()
 
 
-def _hook(seen: weakref.ref[Health], name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-        health = seen()
-        if health is not None and module.training and torch.is_grad_enabled():
-            health.note(name, output)
+def _weakly(method: Callable[..., None], name: str) -> Callable[..., None]:
+    """A hook that calls a method with a name first, and does not keep its object alive."""
+    seen = weakref.WeakMethod(method)
+
+    def hook(*arguments: Any) -> None:
+        found = seen()
+        if found is not None:
+            found(name, *arguments)
 
     return hook
 
 
-def _gradient_hook(seen: weakref.ref[Health], name: str) -> Callable[[torch.Tensor], None]:
-    def hook(gradient: torch.Tensor) -> None:
-        health = seen()
-        if health is not None:
-            health.note_gradient(name, gradient)
-
-    return hook
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """A sum of many finite halves may be none."""
-    return tensor.dtype if tensor.dtype == torch.float64 else torch.float32
-
-
-def _name_of(total: torch.Tensor) -> str:
-    return "nan" if total.isnan() else "inf"
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Of this rank's part; in float32 at least, as a sum of many finite halves may be none."""
+    dtype = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
+    return local(tensor.detach()).sum(dtype=dtype)
 
 
 def _together(reports: list[Any], step: int) -> Finding:

@@ -31,7 +31,7 @@ def log(
     """Average numbers over the ranks that see different data, and let the main rank write them.
 
     The mean of the ranks' values, each weighted by the samples or tokens it was computed from, is the value
-    of the whole batch, whatever it was cut into. Texts, pictures and histograms are those of the main rank.
+    of the global batch, however it was divided. Texts, pictures and histograms are those of the main rank.
 
     Changes: nothing. Collectives: one all-reduce of the numbers over the data axes; none if `step` is left
     out by `every`.

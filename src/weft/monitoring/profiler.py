@@ -85,8 +85,8 @@ def profile(
     fix = 'weft.monitoring.profile(ctx, folder, form="tensorboard")'
     check_choice("profile", "form", form, ("chrome", "tensorboard"), fix=fix)
     chosen = _activities(ctx) if activities is None else list(activities)
-    wishes = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stack, "with_flops": flops}
-    return Profile(Path(folder), ctx.rank, form, {"activities": chosen, **wishes}, schedule)
+    recorded = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stack, "with_flops": flops}
+    return Profile(Path(folder), ctx.rank, form, {"activities": chosen, **recorded}, schedule)
 
 
 class Profile:
@@ -131,7 +131,7 @@ class Profile:
         self._folder.mkdir(parents=True, exist_ok=True)
         mark = f".step{self._steps}.json" if self._form == "chrome" else f".{time.time_ns()}.pt.trace.json"
         path = self._folder / f"rank{self._rank}{mark}"
-        beside = self._folder / f".{path.name}.new"  # nobody sees half a trace
+        beside = self._folder / f".{path.name}.new"  # a reader never sees half a trace
         profiler.export_chrome_trace(str(beside))
         beside.replace(path)
         self.paths.append(path)

@@ -13,7 +13,7 @@ from weft.peers.board import StoreLost
 from weft.peers.liveness import SLICE_S, blame, culprit, failure_at, peer_error
 from weft.peers.world import World, arrives
 
-__all__ = ["SLICE_S", "agree", "compare", "disagree", "exchange", "peer_error", "wait_for_key"]
+__all__ = ["SLICE_S", "agree", "compare", "compare_values", "disagree", "exchange", "peer_error", "wait_for_key"]
 
 
 def agree(world: World, what: str, facts: Mapping[str, object] | None = None) -> None:
@@ -104,6 +104,15 @@ def exchange(world: World, what: str, mine: Any, *, to: int | None = None, kind:
         lines = [{"at": value["at"]} if isinstance(value, dict) and "at" in value else {} for value in values]
         compare(what, [{"call": entry["what"], **line} for entry, line in zip(entries, lines, strict=True)])
     return values
+
+
+def compare_values(world: World, what: str, mine: str) -> None:
+    """Compare how each rank describes its value; all of them call it.
+
+    Raises:
+        ContextError: The descriptions differ.
+    """
+    compare(what, [{"value": one} for one in exchange(world, what, mine)])
 
 
 def disagree(world: World, error: BaseException) -> None:

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -222,7 +223,8 @@ def _check_trace(ctx: DistContext, row: Row) -> None:
     after = _apply_on_optimizer(parts, after, row, job)
     if any(r.synchronizes for r in _with_needs(row)):
         _train_once(parts, job, after)
-    assert _process_state() == before, f"{row.name}: {_changes(before, _process_state())}"
+    changed = [name for name, value in _process_state().items() if value != before[name]]
+    assert not changed, f"{row.name}: {', '.join(changed)} changed"
     refs = [weakref.ref(part) for part in (parts.module, parts.loader, parts.optimizer) if part is not None]
     first = next(parts.module.parameters())
     refs.append(weakref.ref(first))
@@ -259,10 +261,6 @@ def _process_state() -> dict[str, object]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "groups": len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0,
     }
-
-
-def _changes(before: dict[str, object], after: dict[str, object]) -> str:
-    return ", ".join(name for name in before if before[name] != after[name]) + " changed"
 
 
 def failure_reaches_all(row: Row, ranks: int = 2, limit_s: float = 10.0) -> None:
@@ -310,16 +308,8 @@ def _sync_plainly(parts: Parts, ctx: DistContext) -> DistContext:
     """Average gradients by hand, as a row of its own: the laws do not lean on `replicate`."""
     if ctx.world_size > 1:
         for parameter in parts.module.parameters():
-            parameter.register_hook(_Average(ctx))
+            parameter.register_hook(partial(reduce, ctx=ctx, op="sum"))
     return ctx
-
-
-class _Average:
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx = ctx
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        return reduce(gradient, self.ctx, "sum")
 
 
 PLAIN_SYNC = Row(name="plain sync", apply=_sync_plainly, synchronizes=True)

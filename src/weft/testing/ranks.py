@@ -30,6 +30,7 @@ from weft.testing.ranks_failed import RanksFailed, failure_of
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
 R = TypeVar("R")
+_OPTIONS = {"mesh": None, "data_axes": None, "seed": 0, "debug": False, "device": "cpu"}  # of the context of a rank
 _GROUP_TIMEOUT_S = 60.0
 _CUT = "\n  ...\n"  # faulthandler writes the innermost 100 calls
 _STACK_LIMIT_S = 2.0  # for a rank to say where it is
@@ -82,18 +83,8 @@ def run_ranks(
         >>> run_ranks(double, 2, 10)
         [20, 21]
     """
-    return _default_pool().run(
-        fn,
-        n,
-        *args,
-        timeout_s=timeout_s,
-        mesh=mesh,
-        data_axes=data_axes,
-        seed=seed,
-        debug=debug,
-        device=device,
-        **kwargs,
-    )
+    options = {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug, "device": device}
+    return _default_pool().run(fn, n, *args, timeout_s=timeout_s, **options, **kwargs)
 
 
 @functools.cache
@@ -108,27 +99,16 @@ class RankPool:
         self._server: _Server | None = None
         self._worlds: dict[int, _RankWorld] = {}
 
-    def run(
-        self,
-        fn: Callable[..., R],
-        n: int,
-        *args: Any,
-        timeout_s: float = 60.0,
-        mesh: Mapping[str, int] | None = None,
-        data_axes: Sequence[str] | None = None,
-        seed: int = 0,
-        debug: bool = False,
-        device: str = "cpu",
-        **kwargs: Any,
-    ) -> list[R]:
-        """See `run_ranks`."""
+    def run(self, fn: Callable[..., R], n: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[R]:
+        """As `run_ranks`, which has the same arguments, on ranks of this pool."""
         check_count("run_ranks", "n", n, below=65, fix="run_ranks(fn, 2)")
+        options = {name: kwargs.pop(name, default) for name, default in _OPTIONS.items()}
         job = {
             "call": _pickled(fn, args, kwargs),
             "folder": str(Path.cwd()),
             "path": list(sys.path),
             "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
-            "options": {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug, "device": device},
+            "options": options,
         }
         world = self._world(n)
         ended: dict[int, int] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Protocol
 
+from weft.checks import import_extra
 from weft.errors import MissingExtra
 
 __all__ = ["HASHES", "Hash", "best_hash", "new_hash"]
@@ -21,7 +22,7 @@ class Hash(Protocol):
     """As those of hashlib."""
 
     def update(self, data: Any, /) -> None:
-        """Go on with these bytes; lets other threads run."""
+        """Hash more bytes; lets other threads run."""
 
     def hexdigest(self) -> str:
         """The hash, as hexadecimal digits."""
@@ -45,13 +46,6 @@ def new_hash(kind: str) -> Hash:
     """
     if kind == "sha256":
         return hashlib.sha256()
-    try:
-        import xxhash  # noqa: PLC0415  (an extra)
-    except ImportError as error:
-        raise MissingExtra(
-            "the checkpoint was written with hashes of xxhash, which is not installed",
-            found=str(error),
-            expected="the package xxhash",
-            fix="pip install 'weft[checkpoint]'",
-        ) from error
-    return xxhash.xxh3_128()
+    problem = "the checkpoint was written with hashes of xxhash, which is not installed"
+    hashing: Hash = import_extra("xxhash", problem, expected="the package xxhash", extra="checkpoint").xxh3_128()
+    return hashing

@@ -57,7 +57,7 @@ def chart(title: str, lines: Mapping[str, Points], marks: Iterable[int] = (), mo
         title: Name of what is shown; the parts of a step are areas that add up.
         lines: Values by step, by name; values that are not finite are gaps, and marked at the top.
         marks: Steps with a vertical line: where a run was resumed.
-        most: Points of a line; of more, the lowest and the highest of each stretch.
+        most: Points of a line; of more, the lowest and the highest of each interval.
     """
     steps = sorted({step for points in lines.values() for step in points})
     stacked = title == PARTS
@@ -197,13 +197,13 @@ def _finite(points: Points) -> list[tuple[int, float]]:
 
 
 def _thinned(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Of many points the lowest and the highest of each stretch, so that no spike is lost."""
+    """Of many points the lowest and the highest of each interval, so that no spike is lost."""
     if len(points) <= most:
         return points
-    stretch = math.ceil(2 * len(points) / most)
+    interval = math.ceil(2 * len(points) / most)
     kept = {points[0], points[-1]}
-    for start in range(0, len(points), stretch):
-        piece = points[start : start + stretch]
+    for start in range(0, len(points), interval):
+        piece = points[start : start + interval]
         kept |= {min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])}
     return sorted(kept)
 

@@ -12,7 +12,6 @@ import base64
 import datetime as dt
 import hashlib
 import html
-import importlib
 import importlib.resources
 import json
 import math
@@ -21,9 +20,8 @@ import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from weft.errors import MissingExtra
+from weft.checks import import_extra
 from weft.monitoring.report.charts import Chart, charts_of, folded_ranks, trace_chart, with_unit
 from weft.monitoring.report.read_run import EXPLAIN, Run, read
 
@@ -85,7 +83,11 @@ def render(runs: Sequence[Run]) -> str:
         "Settings" if len(runs) == 1 else "Settings that differ": _settings(named),
         "Texts": _texts(named),
     }
-    plotly, style = _plotly(), _own("page.css")
+    expected = "the package plotly, which draws the charts"
+    library = import_extra(
+        "plotly.offline", "report: the package plotly is not installed", expected=expected, extra="report"
+    )
+    plotly, style = str(library.get_plotlyjs()), _own("page.css")
     script = f"{plotly}\n{_own('page.js')}".replace("\r\n", "\n").replace("</script", "<\\/script")
     return string.Template(_own("page.html")).substitute(
         title=html.escape(" and ".join(named) if len(named) < 3 else f"{len(named)} runs"),
@@ -98,19 +100,6 @@ def render(runs: Sequence[Run]) -> str:
         data=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         script=script,
     )
-
-
-def _plotly() -> str:
-    try:
-        library: Any = importlib.import_module("plotly.offline")
-    except ImportError as error:
-        raise MissingExtra(
-            "report: the package plotly is not installed",
-            found=str(error),
-            expected="the package plotly, which draws the charts",
-            fix="pip install 'weft[report]'",
-        ) from error
-    return str(library.get_plotlyjs())
 
 
 def _own(name: str) -> str:

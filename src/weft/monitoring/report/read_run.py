@@ -1,8 +1,8 @@
 """What trackers wrote into the folder of a run, put together again.
 
-[Note: a run that went on] A log is added to by each program that goes on with a run. What was logged after the
-checkpoint that it went on from was computed again, so a step that goes back takes the later ones back. A text
-with the name "explain", which `log_start` writes, says that a program started there.
+[Note: a resumed run] Each program that resumes a run appends to its log. What was logged after the checkpoint that it
+resumed from was computed again, so a step that goes back removes the later ones. A text with the name "explain", which
+`log_start` writes, says that a program started there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Run:
         texts: Texts with their steps, for each name.
         settings: Hyperparameters, by name.
         starts: Steps that were done when a program began, if it said so.
-        resumes: Those of them that went on with something.
+        resumes: Those of them at which a run was resumed.
         programs: What `log_start` wrote of each program, and when it began, in seconds since 1970.
         ended: When the last file was written, in seconds since 1970.
         checkpoints: Names of folders with a manifest.

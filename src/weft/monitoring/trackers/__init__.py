@@ -7,22 +7,3 @@ libraries.py    W&B, MLflow, Comet, Aim, ClearML, DVCLive, SwanLab, Trackio
 Nothing of the libraries is imported here: you make the run, as their documentation says, on the main rank
 (`if ctx.is_main:`), and hand it over.
 """
-
-from weft.monitoring.trackers.files import csv, jsonl
-from weft.monitoring.trackers.libraries import aim, clearml, comet, dvclive, mlflow, swanlab, trackio, wandb
-from weft.monitoring.trackers.tensorboard import EventFile, tensorboard
-
-__all__ = [
-    "EventFile",
-    "aim",
-    "clearml",
-    "comet",
-    "csv",
-    "dvclive",
-    "jsonl",
-    "mlflow",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-]

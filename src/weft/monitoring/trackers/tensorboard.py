@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from weft.errors import MissingExtra
+from weft.checks import import_extra
 from weft.monitoring.values import Histogram, HParams, Image, Tracker, numbers_of
 
 __all__ = ["EventFile", "tensorboard"]
@@ -56,19 +55,12 @@ def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: i
 
 class _Events:
     def __init__(self, folder: Path, purge_step: int | None, flush_s: int) -> None:
-        try:
-            events: Any = importlib.import_module("torch.utils.tensorboard.writer")
-        except ImportError as error:
-            raise MissingExtra(
-                "tensorboard: the package tensorboard is not installed",
-                found=str(error),
-                expected="the package tensorboard",
-                fix="pip install 'weft[tracking]'",
-            ) from error
+        problem, expected = "tensorboard: the package tensorboard is not installed", "the package tensorboard"
+        events = import_extra("torch.utils.tensorboard.writer", problem, expected=expected, extra="tracking")
         self._options = {"purge_step": purge_step, "flush_secs": flush_s or 10}
         self._at_once = flush_s == 0
         self._folder = folder
-        self._make: Any = events.SummaryWriter
+        self._make = events.SummaryWriter
         self._writer: Any = None
         self._end: Any = None
 
