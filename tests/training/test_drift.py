@@ -63,21 +63,22 @@ def test_steps_on_gradients_of_one_rank_are_refused(strategy, how):
         assert difference == 0
 
 
-def _backward_left_out(ctx, strategy):
+def _backward_left_out(ctx, strategy, set_to_none):
     model, optimizer, ctx = prepare(strategy, ctx)
     for step in range(3):
         if not (ctx.rank == 1 and step == 2):
             _loss(model, ctx, step).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # so that the gradients there are look like some of a backward pass
+        optimizer.zero_grad(set_to_none=set_to_none)  # gradients of zero look like some of a backward pass
     return "nothing raised"
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("strategy", REPLICATED)
-def test_a_step_of_a_rank_that_left_its_backward_pass_out_is_named(strategy):
+def test_a_step_of_a_rank_that_left_its_backward_pass_out_is_named(strategy, set_to_none):
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 0 waits in a collective"):
-        run_ranks(_backward_left_out, 2, strategy)
+        run_ranks(_backward_left_out, 2, strategy, set_to_none)
     assert time.monotonic() - start < 15
 
 

@@ -120,8 +120,8 @@ class Trained:
         """Raise if gradients that `optimizer` is about to use differ between the ranks; a meeting."""
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
         ours = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) in held]
+        check_same_gradients(what, ours, peers)  # also without any: the other ranks may have some
         if any(p.grad is not None for _, p in ours):
-            check_same_gradients(what, ours, peers)
             self.pending = False
 
     def _versions(self) -> int:
