@@ -1350,27 +1350,43 @@ def test_a_strategy_that_leaves_a_data_axis_out_is_refused_and_a_hybrid_mesh_is_
 
 
 def _cut_by_torch(ctx):
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    def parallel():
+    diagonal = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("one", "other"))["other"]
+
+    def parallel(mesh):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        return parallelize_module(model, ctx.mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
 
-    found = [_refusal(strategy, parallel(), ctx) for strategy in (weft.replicate, weft.fully_shard)]
-    for stage in (1, 3):
-        model = parallel()
-        found.append(_refusal(weft.zero_partition, model, torch.optim.SGD(model.parameters(), 0.1), ctx, stage=stage))
+    found = []
+    for mesh in (ctx.mesh["data"], diagonal):
+        of_mesh = [_refusal(strategy, parallel(mesh), ctx) for strategy in (weft.replicate, weft.fully_shard)]
+        for stage in (1, 3):
+            model = parallel(mesh)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            of_mesh.append(_refusal(weft.zero_partition, model, optimizer, ctx, stage=stage))
+        found.append(of_mesh)
+    flat = _refusal(weft.replicate, parallel(ctx.mesh["tensor"]), ctx, flat=True)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parallelize_module(model, ctx.mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    meta = _refusal(weft.fully_shard, model, ctx)
     plain, _ = weft.fully_shard(_net(), ctx)
-    return found, _train(plain, _x().chunk(2)[ctx.data_rank])
+    return *found, flat, meta, _train(plain, _x().chunk(2)[ctx.data_rank])
 
 
-def test_parameters_cut_over_another_axis_are_refused_and_plain_ones_beside_it_are_trained():
+def test_parameters_along_an_axis_of_the_strategy_are_refused_and_plain_ones_beside_it_are_trained():
     expected = _train(_net(), _x())
-    for found, parameters in run_ranks(_cut_by_torch, 4, mesh={"data": 2, "tensor": 2}):
+    for ours, foreign, flat, meta, parameters in run_ranks(_cut_by_torch, 4, mesh={"data": 2, "tensor": 2}):
         assert largest_difference(parameters, expected) < 1e-12
-        for kind, text in found:
-            assert kind == "ContractError" and "DTensors already, cut over tensor" in text, text
+        for kind, text in ours:
+            assert kind == "AlreadyApplied" and "DTensors over 'data'" in text, text
             assert "0.weight, 0.bias, 1.weight, 1.bias" in text and "fix: " in text
+        for kind, text in foreign:
+            assert kind == "ContractError" and "no axis of the context" in text, text
+        assert flat[0] == "ValueError" and "flat=True" in flat[1] and "0.weight" in flat[1]
+        assert meta[0] == "ValueError" and "0.weight" in meta[1] and 'weights="later"' in meta[1]
 
 
 def _copied(ctx):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from weft.context.distcontext import DistContext
 
-__all__ = ["along_axes", "mesh_along", "new_axis_group", "of_ranks", "one_rank"]
+__all__ = ["along_axes", "mesh_along", "mesh_view", "new_axis_group", "of_ranks", "one_rank"]
 
 
 def along_axes(ctx: DistContext, axis: str | Sequence[str]) -> DistContext:
@@ -77,13 +77,18 @@ def mesh_along(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     Raises:
         ContextError: Axes that are to be one dimension do not lie beside each other.
     """
+    return mesh_view(ctx, dims)[tuple(_dim_name(ctx, axes) for axes in dims)]
+
+
+def mesh_view(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
+    """Torch's mesh over all ranks, in which each of some sets of axes is one dimension; see `mesh_along`."""
     assert ctx.mesh is not None
     if all(len(axes) == 1 for axes in dims):
-        return ctx.mesh[tuple(axes[0] for axes in dims)]
+        return ctx.mesh
     order = [name for name, size in ctx.axes if size > 1]
     joined: dict[str, tuple[str, ...]] = {}
     for axes in dims:
-        wide = tuple(name for name in order if name in axes) or tuple(axes[:1])
+        wide = tuple(_dim_name(ctx, axes).split("+"))
         joined["+".join(wide)] = wide
         at = [order.index(name) for name in wide if name in order]
         if at and at[-1] - at[0] >= len(at):
@@ -97,11 +102,15 @@ def mesh_along(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     whole: dict[str, int] = {}
     for name, size in ctx.axes:
         key = next((key for key, wide in joined.items() if name in wide), name)
-        if size > 1 or key in joined:
-            whole[key] = whole.get(key, 1) * size
+        whole[key] = whole.get(key, 1) * size
     mesh = device_mesh(ctx.world, tuple(whole.items()), ctx.device.type)
     assert mesh is not None
-    return mesh[tuple(joined)]
+    return mesh
+
+
+def _dim_name(ctx: DistContext, axes: Sequence[str]) -> str:
+    """What some axes are called that are one dimension of a mesh."""
+    return "+".join(name for name, size in ctx.axes if size > 1 and name in axes) or axes[0]
 
 
 def new_axis_group(ctx: DistContext, names: Sequence[str]) -> World:

@@ -31,6 +31,7 @@ from weft.contract.module_checks import (
     check_methods,
     check_not_elsewhere,
     check_plain_module,
+    check_strategy_module,
     reduce_dtype,
     wrapper_of_torch,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "check_methods",
     "check_not_elsewhere",
     "check_plain_module",
+    "check_strategy_module",
     "compose",
     "forget",
     "gradient_axes",

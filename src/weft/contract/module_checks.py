@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
-from weft.contract.layout import gradient_axes
+from weft.contract.layout import axes_of_dims, gradient_axes, layouts
 from weft.contract.marks import marks_of, offered
 from weft.contract.protocols import KeepsParameters, ReducesIn
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, exchange
-from weft.tensors.dtensor import axes_of, is_fsdp, is_sharded
+from weft.tensors.dtensor import is_fsdp, is_sharded
 
 __all__ = [
     "agree_on_parameters",
@@ -24,6 +25,7 @@ __all__ = [
     "check_methods",
     "check_not_elsewhere",
     "check_plain_module",
+    "check_strategy_module",
     "reduce_dtype",
     "wrapper_of_torch",
 ]
@@ -150,24 +152,72 @@ def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Seque
 
 
 def check_plain_module(what: str, module: nn.Module) -> None:
-    """Check that this is a module none of whose parameters is sharded or replicated.
+    """Check that this is a module of plain parameters that no strategy has.
 
     Raises:
-        AlreadyApplied: One is, or torch reduces the gradients.
+        AlreadyApplied: One is sharded or replicated, or torch reduces the gradients.
         ContractError: One is a DTensor, cut over another axis, as by torch's `parallelize_module`.
         TypeError: Not a module.
         ValueError: A parameter has no shape yet.
     """
-    check_module(what, module)
-    _check_not_wrapped(what, module)
-    _check_whole(what, module)
-    taken = [name for name, p in module.named_parameters() if is_reduced(p)]
+    _check_free(what, module)
+    cut = [name for name, p in module.named_parameters() if is_sharded(p)]
+    if cut:
+        raise ContractError(
+            f"{what}: parameters of {type(module).__name__} are DTensors, cut over another axis",
+            found=listed(cut),
+            expected="plain parameters: this engine knows no others",
+            fix=f'weft.{what}(..., engine="torch")',
+        )
+
+
+def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names: Sequence[str]) -> None:
+    """Check that no parameter of a module lies along the axes of a strategy already.
+
+    Parameters may be DTensors over other axes, as `parallelize_module` makes them; and over one of `names`, if their
+    gradients are not summed over it, as those of experts.
+
+    Args:
+        what: Name of the strategy.
+        module: What it is applied to.
+        ctx: Where we run.
+        names: Its axes.
+
+    Raises:
+        AlreadyApplied: One is sharded over an axis of the strategy, or replicated; or torch reduces the gradients.
+        ContractError: One lies over ranks that are no axis of `ctx`.
+        TypeError: Not a module.
+        ValueError: A parameter has no shape yet.
+    """
+    _check_free(what, module)
+    found = layouts(module, ctx)
+    taken: dict[str, str] = {}
+    for name, parameter in module.named_parameters():
+        placed: Any = parameter
+        for axes in axes_of_dims(placed.device_mesh, ctx) if is_sharded(parameter) else ():
+            if any(axis in names and axis in found[name].reduce_over for axis in axes):
+                taken[name] = " and ".join(map(repr, axes))
     if taken:
         raise AlreadyApplied(
-            f"{what}: parameters of {type(module).__name__} are replicated already",
+            f"{what}: parameters of {type(module).__name__} are DTensors over {listed(dict.fromkeys(taken.values()))}",
             found=listed(taken),
+            expected=f"parameters that lie along no axis of {what}: {', '.join(map(repr, names))}",
+            fix="parallelize_module(model, ctx.mesh['tensor'], plan), over an axis of its own",
+        )
+
+
+def _check_free(what: str, module: nn.Module) -> None:
+    """Raise if a strategy has this module already, or cannot have it."""
+    check_module(what, module)
+    _check_not_wrapped(what, module)
+    sharded = [name for name, p in module.named_parameters() if is_sharded(p)] if is_fsdp(module) else []
+    taken = [name for name, p in module.named_parameters() if is_reduced(p)]
+    if sharded or taken:
+        raise AlreadyApplied(
+            f"{what}: parameters of {type(module).__name__} are {'sharded' if sharded else 'replicated'} already",
+            found=listed(sharded or taken),
             expected="each parameter in one sharded or replicated module: the outermost",
-            fix=f"call weft.{what} once, on the whole model",
+            fix=f"call weft.{what} once, on the whole model" + (", which nobody has sharded" if sharded else ""),
         )
     check_not_lazy(what, module)
 
@@ -176,25 +226,3 @@ def reduce_dtype(module: nn.Module) -> torch.dtype | None:
     """The dtype in which gradients travel, as `with_precision` chose it; None: their own."""
     dtypes = [offer.reduce_dtype for offer in offered(module, ReducesIn)]
     return dtypes[-1] if dtypes else None
-
-
-def _check_whole(what: str, module: nn.Module) -> None:
-    """Raise if parameters of `module` are sharded already."""
-    cut = {name: p for name, p in module.named_parameters() if is_sharded(p)}
-    if not cut:
-        return
-    kind = type(module).__name__
-    if is_fsdp(module):
-        raise AlreadyApplied(
-            f"{what}: parameters of {kind} are sharded already",
-            found=listed(cut),
-            expected="each parameter in one sharded or replicated module: the outermost",
-            fix=f"call weft.{what} once, on the whole model, which nobody has sharded",
-        )
-    axes = dict.fromkeys(axes_of(p) for p in cut.values())
-    raise ContractError(
-        f"{what}: parameters of {kind} are DTensors already, cut over {listed(axes)}",
-        found=f"{listed(cut)}; by torch's parallelize_module or distribute_tensor, say",
-        expected="plain parameters: weft does not yet combine its strategies with parameters cut over another axis",
-        fix="torch.distributed.fsdp.fully_shard(model, mesh=ctx.mesh['data']), which does",
-    )

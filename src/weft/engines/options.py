@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.checks import check_choice, check_count
 from weft.precision import LossScaling
@@ -21,14 +23,36 @@ __all__ = [
     "CastOptions",
     "CompileOptions",
     "Offload",
+    "OtherMesh",
     "RecomputeOptions",
     "ReduceOptions",
+    "Reduction",
     "ShardOptions",
+    "StepMeshes",
     "StrategyOptions",
 ]
 
 Place = str | os.PathLike[str]
+# By parameter: over which mesh the rows of what a rank holds are cut, if they are, and which has cut the parameter.
+StepMeshes = Mapping[nn.Parameter, tuple[DeviceMesh | None, DeviceMesh | None]]
 Offload = Place | Mapping[Literal["optimizer", "parameters"], Place] | None  # "cpu" or a directory; where state lies
+
+
+class Reduction(NamedTuple):
+    """How the gradient of one parameter is reduced that is not reduced together with the others.
+
+    Attributes:
+        group: The ranks over which it is summed, and those that hold copies of the parameter, a DTensor, along other
+            axes, where the gradient may arrive as partial sums; None: this rank alone.
+        divide: The number of ranks over which it is summed: what arrives is divided by it.
+        first: Whether this rank counts where those with copies have equal gradients.
+        scale: What arrives is multiplied by it, where fewer ranks add up than gradients are averaged over.
+    """
+
+    group: dist.ProcessGroup | None
+    divide: int
+    first: bool = True
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +66,8 @@ class StrategyOptions:
             lets them differ.
         methods: Methods besides forward that use the parameters.
         dtype: Gradients are rounded to it for the way; None sends them as they are.
+        apart: Parameters by name that are not reduced with the others: DTensors over other axes, and those
+            whose gradients are summed over other ranks.
         strategy: Name of the transform, for errors.
 
     Raises:
@@ -52,6 +78,7 @@ class StrategyOptions:
     buffers: Literal["broadcast", "local"] = "broadcast"
     methods: tuple[str, ...] = ()
     dtype: torch.dtype | None = field(default=None, compare=False)  # that of `with_precision`, which has agreed on it
+    apart: Mapping[str, Reduction] = field(default_factory=dict, compare=False)
     strategy: str = field(compare=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +129,18 @@ class CastOptions(NamedTuple):
     methods: tuple[str, ...] = ()
 
 
+class OtherMesh(NamedTuple):
+    """Where one unit is sharded that is sharded over other ranks than the others.
+
+    Attributes:
+        mesh: Of one axis, or two (replica, shard).
+        divide: Gradients are summed over its ranks and divided by this.
+    """
+
+    mesh: DeviceMesh
+    divide: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(StrategyOptions):
     """How a module is sharded.
@@ -113,6 +152,9 @@ class ShardOptions(StrategyOptions):
         ignored: Names of parameters that stay whole on every rank; their gradients are averaged.
         units: The parts that are gathered and freed together, inner ones first; a unit of several
             modules shares parameters. The module itself is the last unit and is not listed.
+        other_meshes: Of units, by number; that of the module itself is `len(units)`.
+        specs: Mesh and placements with which the module computes, by name of parameters that are DTensors over other
+            axes.
         make_real: Called with a part before it is sharded, if the module is on meta.
     """
 
@@ -120,6 +162,8 @@ class ShardOptions(StrategyOptions):
     offload: bool = False
     ignored: tuple[str, ...] = ()
     units: tuple[tuple[nn.Module, ...], ...] = field(default=(), compare=False)
+    other_meshes: Mapping[int, OtherMesh] = field(default_factory=dict, compare=False)
+    specs: Mapping[str, object] = field(default_factory=dict, compare=False)
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
     strategy: str = field(default="fully_shard", compare=False)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions, StepMeshes
 from weft.engines.peers import Peers
 from weft.engines.results import Axes, Held, ReducedModule, Undoable
 from weft.engines.torch.amp.autocast import PreciseModule
@@ -63,7 +63,7 @@ class Engine(Protocol):
 
     # -- strategies
 
-    def broadcast_state(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the group's first rank, where they have any."""
 
     def reduce_gradients(
@@ -90,11 +90,15 @@ class Engine(Protocol):
 
     # -- optimizers and gradients
 
-    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+    def partition_step(
+        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
+    ) -> Undoable:
         """Step on this rank's shards, and on its rows of whole parameters, of which the others' are gathered."""
         ...
 
-    def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+    def whole_step(
+        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
+    ) -> Undoable:
         """Step on whole parameters, one after the other; keep state sharded, over `mesh` where they are not."""
         ...
 

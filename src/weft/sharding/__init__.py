@@ -5,19 +5,25 @@ Shared by the transforms that shard.
 shard_checks.py  modules, options and optimizers that cannot be sharded
 units.py         which parts are gathered and freed together
 meta.py          real tensors for modules on meta
+other_axes.py    parameters that lie along other axes, or whose gradients are summed over others
 shard_module.py  all of it in its order, and the engine
 """
 
 from weft.sharding.meta import WeightSource
-from weft.sharding.shard_checks import check_optimizers, layouts, optimizers_in
+from weft.sharding.other_axes import broadcast_state, facts_of, reductions, step_meshes
+from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
 
 __all__ = [
     "WeightSource",
+    "broadcast_state",
     "check_optimizers",
     "exchange_parameters",
-    "layouts",
+    "facts_of",
+    "groups_of",
     "optimizers_in",
+    "reductions",
     "shard_module",
     "sharding_axes",
+    "step_meshes",
 ]

@@ -17,12 +17,14 @@ from weft.engines.torch.optim.step_watch import optimizers_of
 from weft.errors import OrderError, listed, type_error, value_error
 from weft.sharding.meta import WeightSource, is_meta
 from weft.sharding.units import owner_units
+from weft.tensors.dtensor import is_sharded
 
 __all__ = [
+    "check_drawn",
     "check_optimizers",
     "check_options",
     "check_parameters",
-    "layouts",
+    "groups_of",
     "optimizers_in",
     "reshard_of",
 ]
@@ -58,6 +60,22 @@ def check_options(what: str, module: nn.Module, ctx: DistContext, options: Shard
             fix="weft.load_weights(model, path, ctx)" if weights == "later" else "model.load_state_dict(weights)",
         )
     check_methods(what, module, options.methods)
+
+
+def check_drawn(what: str, module: nn.Module) -> None:
+    """Raise if values are to be made for DTensors on meta.
+
+    Raises:
+        ValueError: There are some; the text names them.
+    """
+    cut = [name for name, p in module.named_parameters() if is_sharded(p)]
+    if cut:
+        raise value_error(
+            f"{what}: parameters on meta that are cut over other axes cannot be drawn, or sent from the first rank",
+            found=listed(cut),
+            expected='weights="later", and then load_weights, of which each rank reads its own part',
+            fix=f'model, ctx = weft.{what}(model, ctx, weights="later"); weft.load_weights(model, path, ctx)',
+        )
 
 
 def reshard_of(what: str, ctx: DistContext, axes: tuple[tuple[str, ...], ...], reshard: bool | int) -> bool | int:
@@ -114,7 +132,7 @@ def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> Non
         )
 
 
-def layouts(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[object]:
+def groups_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[object]:
     """What the ranks have to agree on about optimizers: kinds, and parameters per group, by name."""
     names = {id(p): name for name, p in module.named_parameters()}
     return [

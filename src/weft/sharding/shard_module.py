@@ -9,24 +9,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.context.sub_contexts import mesh_along
-from weft.contract import agree_on_parameters, check_data_axes, check_plain_module, gradient_axes, reduce_dtype
+from weft.contract import (
+    agree_on_parameters,
+    check_data_axes,
+    check_strategy_module,
+    gradient_axes,
+    layouts,
+    reduce_dtype,
+)
 from weft.contract.select_modules import Selection
-from weft.engines.options import ShardOptions
+from weft.engines.options import OtherMesh, ShardOptions
 from weft.errors import ContextError, listed
 from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
 from weft.sharding.meta import Source, WeightSource, is_meta, place_real
+from weft.sharding.other_axes import Dims, broadcast_state, facts_of, other_dims, put_on_our_mesh, reductions
 from weft.sharding.shard_checks import (
+    check_drawn,
     check_optimizers,
     check_options,
     check_parameters,
-    layouts,
+    groups_of,
     reshard_of,
 )
-from weft.sharding.units import ignored_in, units_of
+from weft.sharding.units import ignored_in, owner_units, parts_apart, units_of
 
 __all__ = ["exchange_parameters", "shard_module", "sharding_axes"]
 
@@ -67,15 +77,17 @@ def shard_module(
         TypeError: Not a module.
         ValueError: An option is out of range.
     """
-    check_plain_module(what, module)
     flat = [name for together in axes for name in together]
+    check_strategy_module(what, module, ctx, flat)
     sub = ctx.on(flat)
     check_options(what, module, ctx, options, weights)
+    others = other_dims(layouts(module, ctx), ctx, axes)
+    whole = ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
     options = replace(
         options,
         reshard_after_forward=reshard_of(what, ctx, axes, options.reshard_after_forward),
-        units=units_of(what, module, units),
-        ignored=ignored_in(what, module, ignored),
+        units=units_of(what, module, units, parts_apart(what, module, others, whole)),
+        ignored=whole,
         dtype=reduce_dtype(module),
     )
     if sub.world_size > 1:
@@ -87,7 +99,8 @@ def shard_module(
     facts = options.facts() | {
         "axes": list(map(list, axes)),
         "units": [[names[id(part)] for part in group] for group in options.units],
-        "rebind": layouts(module, rebind),
+        "rebind": groups_of(module, rebind),
+        **facts_of(module, ctx),
         "later": [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta] if later else False,
     }
     if sub.world_size > 1:
@@ -95,6 +108,8 @@ def shard_module(
         agree_on_parameters(what, module, ctx, facts)
         # The first rank may bring a real module, and the others one on meta.
         on_meta = any(entry["meta"] for entry in exchange(world, f"{what}: meta", {"meta": on_meta}))
+    if on_meta and not later:
+        check_drawn(what, module)
     source = Source(what, module, ctx, sub, weights) if on_meta and not later else None
     old = dict(module.named_parameters())
     if source is None:
@@ -103,11 +118,17 @@ def shard_module(
         else:
             place_module(what, module, ctx)
         if sub.group is not None:
-            ctx.engine.broadcast_state(module, sub.group)
+            broadcast_state(module, ctx, flat)
     sharded: Any = None
     if sub.world_size > 1:
         assert sub.group is not None
-        options = replace(options, make_real=None if source is None else source.make_real)
+        options = replace(
+            options,
+            make_real=None if source is None else source.make_real,
+            apart=reductions(module, ctx, flat, options.ignored),
+            other_meshes=_other_meshes(module, ctx, options, others, sub.world_size),
+            specs=put_on_our_mesh(module, ctx, axes, options.ignored),
+        )
         sharded = ctx.engine.shard(module, mesh_along(ctx, axes), sub.group, options, Ledger(sub.world, what))
     else:
         if source is not None:
@@ -117,6 +138,25 @@ def shard_module(
         sharded = apply_layout(module, ctx, flat, "all")
     exchange_parameters(module, ctx, old, rebind)
     return sharded
+
+
+def _other_meshes(
+    module: nn.Module, ctx: DistContext, options: ShardOptions, others: Mapping[str, Dims], mean_over: int
+) -> dict[int, OtherMesh]:
+    """The meshes of the units whose parameters are sharded over other axes, by number."""
+    owner = owner_units(module, [part for unit in options.units for part in unit])
+    found: dict[int, OtherMesh] = {}
+    dims_of_unit = {
+        owner[id(part)]: others.get(name)
+        for prefix, part in module.named_modules()
+        for name, _ in part.named_parameters(prefix, recurse=False)
+        if name not in options.ignored
+    }
+    for number, unit in enumerate((*options.units, (module,))):
+        dims = next((dims for part in unit if (dims := dims_of_unit.get(id(part)))), None)
+        if dims:
+            found[number] = OtherMesh(mesh_along(ctx, dims), mean_over)
+    return found
 
 
 def exchange_parameters(
@@ -151,12 +191,14 @@ def sharding_axes(
     Raises:
         ContextError: There is no such axis, there are more than two, or one of `gradient_axes` is left out.
     """
+    check_module(what, module)
     more: tuple[str, ...] = ()
     if axis is None:
         names = tuple(ctx.data_axes)
-        if len(names) > 2:
-            names = tuple(name for name in names if ctx.axis_size(name) > 1) or names[:1]
         more = tuple(name for name in gradient_axes(module, ctx) if name not in names)
+        # Along these some parameters are cut already, so that they cannot be those of copies.
+        own = {axis for one in layouts(module, ctx).values() for axis in names if axis not in one.reduce_over}
+        more, names = (*more, *(name for name in names if name in own)), tuple(n for n in names if n not in own)
     else:
         names = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in names:

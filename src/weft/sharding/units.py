@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from weft.contract.select_modules import Selection, select
-from weft.errors import listed, value_error
+from weft.errors import ContractError, listed, value_error
 
-__all__ = ["ignored_in", "owner_units", "units_of"]
+__all__ = ["ignored_in", "owner_units", "parts_apart", "units_of"]
 
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
 
 
-def units_of(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tuple[nn.Module, ...], ...]:
+def units_of(
+    what: str, module: nn.Module, chosen: Selection | None, own: Sequence[nn.Module] = ()
+) -> tuple[tuple[nn.Module, ...], ...]:
     """The units, inner ones first; modules that share parameters are one unit.
 
     The projection of torch's attention is none, because it is never called: the attention reads its weights.
+
+    Args:
+        what: Name of the transform, for errors.
+        module: Whose.
+        chosen: What the user has chosen.
+        own: Parts that are units in any case.
 
     Raises:
         ValueError: A choice chooses nothing, or a part without forward.
@@ -36,6 +44,7 @@ def units_of(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tu
                 expected="parts that have a forward, around which they are gathered and freed",
                 fix=f'weft.{what}(..., units="{uncalled[0]}.*")',
             )
+    parts += [part for part in own if not any(part is one for one in parts)]
     read = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
     parts = [part for part in parts if id(part) not in read and any(True for _ in part.parameters())]
     order = {id(part): place for place, part in enumerate(module.modules())}
@@ -52,6 +61,42 @@ def units_of(what: str, module: nn.Module, chosen: Selection | None) -> tuple[tu
         if not lost:
             return _joined(parts, shared, order)
         parts = [part for part in parts if id(part) not in lost]
+
+
+def parts_apart(what: str, module: nn.Module, kinds: Mapping[str, object], besides: Collection[str]) -> list[nn.Module]:
+    """The outermost parts all of whose parameters are of one kind besides None, so that each can be a unit.
+
+    Args:
+        what: Name of the transform, for errors.
+        module: Whose.
+        kinds: What distinguishes parameters, by name; None, or left out: nothing does.
+        besides: Names of parameters that do not count.
+
+    Raises:
+        ContractError: Parameters of two kinds lie in one part.
+    """
+    found: list[nn.Module] = []
+
+    def visit(part: nn.Module, prefix: str) -> None:
+        own = {name: kinds.get(name) for name, _ in part.named_parameters(prefix) if name not in besides}
+        if not any(own.values()):
+            return
+        if len(set(own.values())) == 1 and (_has_forward(part) or part is module):
+            found.append(part)
+            return
+        mixed = [name for name, _ in part.named_parameters(prefix, recurse=False) if name in own]
+        if any(own[name] for name in mixed):
+            raise ContractError(
+                f"{what}: parameters of one part are to be sharded over different ranks",
+                found=listed(f"{name} over {own[name] or 'the axes of the strategy'}" for name in mixed),
+                expected="a part of its own for parameters whose gradients are summed over other axes",
+                fix="put the experts into a module of their own",
+            )
+        for name, child in part.named_children():
+            visit(child, f"{prefix}.{name}" if prefix else name)
+
+    visit(module, "")
+    return found
 
 
 def _has_forward(part: nn.Module) -> bool:
@@ -133,8 +178,8 @@ def _sharers(module: nn.Module, owner: Mapping[int, int]) -> dict[int, list[int]
     return holders
 
 
-def ignored_in(what: str, module: nn.Module, chosen: Selection | None) -> tuple[str, ...]:
-    """Names of the parameters that stay whole: those asked for, and what FSDP2 cannot cut.
+def ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the parameters that FSDP2 leaves alone: those asked for, some more, and what it cannot cut.
 
     That are single numbers, parameters without elements, and before torch 2.13 also integers.
     """
@@ -144,7 +189,7 @@ def ignored_in(what: str, module: nn.Module, chosen: Selection | None) -> tuple[
     return tuple(
         name
         for name, p in module.named_parameters()
-        if id(p) in whole or not p.dim() or not p.numel() or (_is_integer(p) and not integers)
+        if id(p) in whole or name in more or not p.dim() or not p.numel() or (_is_integer(p) and not integers)
     )
 
 

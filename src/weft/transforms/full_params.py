@@ -10,8 +10,8 @@ from torch import nn
 
 from weft.checks import check_module
 from weft.context import DistContext
-from weft.contract import ComputesAlone, KeepsParameters, offered
-from weft.errors import ContractError
+from weft.contract import ComputesAlone, KeepsParameters, layouts, offered
+from weft.errors import ContractError, listed
 
 __all__ = ["full_params"]
 
@@ -51,7 +51,8 @@ def full_params(
 
     Raises:
         TypeError: `module` is no module.
-        ContractError: With `forward`, an engine gathers the parameters in each call (DeepSpeed's stage 3).
+        ContractError: With `forward`, an engine gathers the parameters in each call (DeepSpeed's stage 3), or
+            other axes cut them.
         CollectiveRefused: The context speaks for some ranks only.
 
     Example:
@@ -70,6 +71,14 @@ def full_params(
             found="parameters that another engine keeps between steps, and gathers in each call",
             expected="fully_shard, or zero_partition of torch's engine",
             fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
+        )
+    cut = [name for name, one in layouts(module, ctx).items() if not set(one.cut).issubset(one.reduce_over)]
+    if forward and cut:
+        raise ContractError(
+            f"full_params: a {type(module).__name__} cannot be called by one rank alone",
+            found=f"parameters that are cut over other axes than those of a strategy: {listed(cut)}",
+            expected="a module whose calls take no other ranks",
+            fix="with weft.full_params(model, ctx): ...  # to look at weights; call the model on all ranks",
         )
     group = ctx.require_collective("full_params").group if write else None
     return _gathered(module, ctx, group, write=write, forward=forward)

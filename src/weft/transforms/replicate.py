@@ -6,24 +6,30 @@ Arguments and agreement of the ranks are here; the reduction itself is the engin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from torch import nn
 
+from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.contract import (
     agree_on_parameters,
     check_data_axes,
     check_methods,
-    check_plain_module,
+    check_strategy_module,
     gradient_axes,
+    layouts,
     reduce_dtype,
     transform,
 )
 from weft.engines.options import ReduceOptions
 from weft.engines.torch.ddp.trained import check_hooks
+from weft.errors import listed, value_error
 from weft.peers.ledger import Ledger
+from weft.sharding import broadcast_state, facts_of, reductions
+from weft.tensors.dtensor import is_sharded
 
 __all__ = ["replicate"]
 
@@ -104,9 +110,10 @@ def replicate(
         methods=tuple(methods),
         dtype=reduce_dtype(module),
     )
-    check_plain_module("replicate", module)
+    check_module("replicate", module)
     names = gradient_axes(module, ctx) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     check_data_axes("replicate", module, ctx, names)
+    check_strategy_module("replicate", module, ctx, names)
     sub = ctx.on(names)
     check_methods("replicate", module, methods)
     if sub.world_size == 1:
@@ -114,10 +121,28 @@ def replicate(
         layout = apply_layout(module, ctx, [name for name, _ in sub.axes], "no")
         return module, ctx if layout is None else ctx.offering(layout)
     ctx.require_collective("replicate")
+    _check_flat(module, ctx, names, flat=flat)
     check_hooks("replicate", type(module).__name__, module.named_parameters())
-    agree_on_parameters("replicate", module, ctx, options.facts())
+    agree_on_parameters("replicate", module, ctx, {**options.facts(), **facts_of(module, ctx)})
+    options = replace(options, apart=reductions(module, ctx, names))
     place_module("replicate", module, ctx)
     assert sub.group is not None
-    ctx.engine.broadcast_state(module, sub.group)
+    broadcast_state(module, ctx, names)
     peers = Ledger(sub.world, "replicate")
     return module, ctx.offering(ctx.engine.reduce_gradients(module, sub.group, options, peers))
+
+
+def _check_flat(module: nn.Module, ctx: DistContext, names: Sequence[str], *, flat: bool) -> None:
+    usual = set(names)
+    apart = [
+        name
+        for (name, one), p in zip(layouts(module, ctx).items(), module.parameters(), strict=True)
+        if is_sharded(p) or not usual.issuperset(one.reduce_over) or set(one.cut) & usual
+    ]
+    if flat and apart:
+        raise value_error(
+            "replicate: flat=True keeps plain parameters only, whose gradients travel together",
+            found=f"{listed(apart)}, cut over other axes, or reduced over others",
+            expected="flat=False with them",
+            fix="model, ctx = weft.replicate(model, ctx)",
+        )

@@ -12,7 +12,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import Undoable, check_known, forget, offered
 from weft.peers.agreement import disagree
-from weft.sharding import check_optimizers, exchange_parameters, layouts, optimizers_in
+from weft.sharding import check_optimizers, exchange_parameters, groups_of, optimizers_in
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["undo"]
@@ -64,7 +64,7 @@ def undo(
     except Exception as error:
         disagree(ctx.world, error)
         raise
-    ctx.agree("undo", {"transforms": [type(one).__name__ for one in undoable], "rebind": layouts(module, optimizers)})
+    ctx.agree("undo", {"transforms": [type(one).__name__ for one in undoable], "rebind": groups_of(module, optimizers)})
     for one in (module, *optimizers):
         ctx = forget(one, ctx)
     old = dict(module.named_parameters())

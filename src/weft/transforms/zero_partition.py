@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,16 +15,16 @@ from weft.checks import check_choice, check_module, check_optimizer
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.context.sub_contexts import mesh_along
-from weft.contract import agree_on_parameters, check_methods, check_plain_module, reduce_dtype, transform
+from weft.contract import agree_on_parameters, check_methods, check_strategy_module, reduce_dtype, transform
 from weft.contract.select_modules import Selection
 from weft.engines import guest
-from weft.engines.options import Offload, ReduceOptions, ShardOptions
+from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
 from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.engines.torch.ddp.trained import check_hooks
 from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContractError, listed, value_error
 from weft.peers.ledger import Ledger
-from weft.sharding import layouts, shard_module, sharding_axes
+from weft.sharding import broadcast_state, facts_of, groups_of, reductions, shard_module, sharding_axes, step_meshes
 
 __all__ = ["zero_partition"]
 
@@ -169,7 +170,8 @@ def zero_partition(
             expected="units with stage=2 or 3, which gather parameters unit by unit",
             fix=_CALL,
         )
-    check_plain_module("zero_partition", module)
+    flat = [name for together in axes for name in together]
+    check_strategy_module("zero_partition", module, ctx, flat)
     check_methods("zero_partition", module, methods)
     options = ReduceOptions(
         bucket_bytes=bucket_bytes,
@@ -179,7 +181,6 @@ def zero_partition(
         dtype=reduce_dtype(module),
         strategy="zero_partition",
     )
-    flat = [name for together in axes for name in together]
     sub = ctx.on(flat)
     if sub.world_size == 1:
         place_module("zero_partition", module, ctx)
@@ -191,21 +192,30 @@ def zero_partition(
         "stage": stage,
         "axes": list(map(list, axes)),
         **options.facts(),
-        "optimizer": layouts(module, [optimizer]),
+        "optimizer": groups_of(module, [optimizer]),
+        **facts_of(module, ctx),
     }
     agree_on_parameters("zero_partition", module, ctx, facts)
     place_module("zero_partition", module, ctx)
     assert sub.group is not None
-    ctx.engine.broadcast_state(module, sub.group)
+    broadcast_state(module, ctx, flat)
+    options = replace(options, apart=reductions(module, ctx, flat))
     reducer = ctx.engine.reduce_gradients(module, sub.group, options, Ledger(sub.world, "zero_partition"))
-    return module, optimizer, ctx.offering(reducer, _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:])))
+    others = step_meshes(module, ctx, axes[-1:])
+    return module, optimizer, ctx.offering(reducer, _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:]), others))
 
 
-def _step(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: DistContext, mesh: DeviceMesh | None) -> object:
+def _step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ctx: DistContext,
+    mesh: DeviceMesh | None,
+    others: StepMeshes | None = None,
+) -> object:
     """Let it step on this rank's part of each parameter if it can, else on all of one parameter after the other."""
     if is_elementwise(optimizer) and not sparse_gradients(module):
-        return ctx.engine.partition_step(optimizer, mesh)
-    return ctx.engine.whole_step(optimizer, mesh)
+        return ctx.engine.partition_step(optimizer, mesh, others)
+    return ctx.engine.whole_step(optimizer, mesh, others)
 
 
 def _check_for_deepspeed_alone(offload: Offload, config: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.context import DistContext
-from weft.tensors.dtensor import is_sharded
+from weft.tensors.dtensor import block_of, is_sharded
 
 __all__ = ["Block", "Held", "hold", "holders", "memory_of", "overlap", "whole", "writers"]
 
@@ -80,11 +80,9 @@ def hold(name: str, tensor: torch.Tensor) -> Held:
     """What this rank holds of a tensor."""
     if not is_sharded(tensor):
         return Held(name, tensor, is_sharded=False, block=whole(tensor.shape), local=tensor.detach())
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
-
     cut: Any = tensor
-    shape, offsets = compute_local_shape_and_global_offset(cut.shape, cut.device_mesh, cut.placements)
-    block = Block(tuple(offsets), tuple(shape))
+    shape, offsets = block_of(cut.shape, cut.device_mesh, cut.placements)
+    block = Block(offsets, shape)
     return Held(name, tensor, is_sharded=True, block=block, local=cut.detach().to_local())
 
 

@@ -24,7 +24,7 @@ from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
-from weft.sharding import check_optimizers, exchange_parameters, layouts, sharding_axes
+from weft.sharding import check_optimizers, exchange_parameters, groups_of, sharding_axes
 from weft.sharding.meta import Source, is_meta
 
 __all__ = ["zero_partition"]
@@ -99,7 +99,7 @@ def zero_partition(
         "methods": list(methods),
         "offload": sorted(places),
         "config": repr(completed),
-        "optimizer": layouts(module, [optimizer]),
+        "optimizer": groups_of(module, [optimizer]),
         "meta": on_meta,
     }
     agree_on_parameters("zero_partition", module, ctx, agreed)
@@ -107,7 +107,7 @@ def zero_partition(
     source = Source("zero_partition", module, ctx, sub, None) if on_meta else None
     if source is None:
         place_module("zero_partition", module, ctx)
-        ctx.engine.broadcast_state(module, sub.group)
+        ctx.engine.broadcast_state([*module.parameters(), *module.buffers()], sub.group)
     options = PartitionOptions(
         stage=stage,
         config=completed,

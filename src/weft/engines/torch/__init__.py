@@ -1,14 +1,15 @@
 """The default engine: plain torch on CPU, CUDA, MPS and XPU.
 
-engine.py    what transforms ask for
-strategy.py  what ddp and fsdp have in common
-ddp/         gradients averaged during backward
-fsdp/        parameters in shards
-optim/       what happens around an optimizer's step
-amp/         mixed precision
-compute/     activation checkpointing, torch.compile
-hooks/       seeing what a module and its gradients do
-device/      devices, and batches brought to them
+engine.py         what transforms ask for
+strategy.py       what ddp and fsdp have in common
+reduced_apart.py  parameters whose gradients are averaged apart from the others
+ddp/              gradients averaged during backward
+fsdp/             parameters in shards
+optim/            what happens around an optimizer's step
+amp/              mixed precision
+compute/          activation checkpointing, torch.compile
+hooks/            seeing what a module and its gradients do
+device/           devices, and batches brought to them
 """
 
 from weft.engines.torch.engine import TorchEngine

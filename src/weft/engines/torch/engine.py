@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions, StepMeshes
 from weft.engines.peers import Peers
 from weft.engines.results import ReducedModule, Undoable
 from weft.engines.torch.amp.autocast import PreciseModule
@@ -28,6 +28,7 @@ from weft.engines.torch.optim.flat_step import FlatStep, flat_buffer_of
 from weft.engines.torch.optim.grad_norm import Gradients
 from weft.engines.torch.optim.skip_step import SkippingStep
 from weft.engines.torch.strategy import broadcast
+from weft.tensors.dtensor import local
 
 __all__ = ["TorchEngine"]
 
@@ -68,9 +69,9 @@ class TorchEngine:
         """Average the gradients of `module` over `group` in every backward pass."""
         return GradientReducer(module, group, options, peers)
 
-    def broadcast_state(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the group's first rank, where they have any."""
-        state = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+        state = [local(tensor) for tensor in tensors if not tensor.is_meta]
         if state:
             broadcast(state, group)
 
@@ -96,17 +97,21 @@ class TorchEngine:
 
         return ShardedModule(module, mesh, group, options, peers)
 
-    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+    def partition_step(
+        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
+    ) -> Undoable:
         """Step on this rank's shards, and on its rows of whole parameters, of which the others' are gathered."""
         from weft.engines.torch.optim.zero1_step import PartitionedStep  # noqa: PLC0415  (as in `shard`)
 
-        return PartitionedStep(optimizer, mesh)
+        return PartitionedStep(optimizer, mesh, others or {})
 
-    def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+    def whole_step(
+        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
+    ) -> Undoable:
         """Step on whole parameters, one after the other; keep state cut, over `mesh` where they are not."""
         from weft.engines.torch.optim.full_param_step import WholeStep  # noqa: PLC0415  (as in `shard`)
 
-        return WholeStep(optimizer, mesh)
+        return WholeStep(optimizer, mesh, others or {})
 
     def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:
         """Keep averages of what this rank holds of the weights of `module`."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions
+from weft.engines.options import CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions, StepMeshes
 from weft.engines.peers import Peers
 from weft.engines.protocol import Engine
 from weft.engines.results import Axes, Held, ReducedModule, Undoable
@@ -145,9 +145,9 @@ class XlaEngine(TorchEngine):
             lay(self._lib, self._mesh, objects)
         self._lib.torch_xla.sync(wait=True)
 
-    def broadcast_state(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the first host."""
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors:
             values = tensor.detach().cpu()
             dist.broadcast(values, group=group, group_src=0)
             with torch.no_grad():
@@ -165,11 +165,15 @@ class XlaEngine(TorchEngine):
         """Cut a module over the devices of all hosts."""
         return _of_hosts(self, module, list(mesh.mesh_dim_names or ()), "all", group)
 
-    def whole_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+    def whole_step(
+        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
+    ) -> Undoable:
         """Every optimizer sees whole parameters."""
         return _Nothing()
 
-    def partition_step(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> Undoable:
+    def partition_step(
+        self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
+    ) -> Undoable:
         """State is laid out in the first step, see [Note: marks get lost]."""
         return _Nothing()
 
@@ -181,7 +185,7 @@ class XlaEngine(TorchEngine):
         yield
         if write:
             if group is not None:
-                self.broadcast_state(module, group)
+                self.broadcast_state([*module.parameters(), *module.buffers()], group)
             self.values_replaced([module])
 
     # -- what is computed ------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.past_forward import raise_past_forward
 from weft.engines.torch.optim.step_watch import raise_step_inside
+from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
 
 __all__ = ["GradientReducer"]
@@ -61,6 +62,7 @@ class GradientReducer(Strategy):
         # Buckets finish in a callback of their own, which has to be over before ours.
         self._session = BackwardSession(self._begin, self._end, rounds=0 if options.flat else 1)
         self._trained = Trained()
+        self._apart = ReducedApart(options.apart, options.dtype)
         self._parameter_watch = ParameterWatch(self._what, module)
         self._removable.add(self._undo)
         self._take_parameters(module)
@@ -94,6 +96,7 @@ class GradientReducer(Strategy):
 
     def _undo(self) -> None:
         self._trained.release()
+        self._apart.release()
         if self.transport.channel is not None:
             self.transport.channel.undo()
 
@@ -120,8 +123,7 @@ class GradientReducer(Strategy):
             trained.forget()  # zero_grad: what a window that was left early used is gone
         if with_gradients:
             self._called_at = trained.parameters[0]._version
-            if self.transport.channel is not None:
-                self.transport.channel.prepare()
+            self.transport.prepare()
         return self.transport.expect(output, enabled=self.enabled) if self.finds_unused else output
 
     @torch._disable_dynamo
@@ -154,8 +156,9 @@ class GradientReducer(Strategy):
     def _take_parameters(self, module: nn.Module) -> None:
         """Average the gradients of the parameters that are trained now."""
         named = self._parameter_watch.trained
-        self.transport.take(module, named)
+        self.transport.take(module, {name: p for name, p in named.items() if name not in self._apart.how})
         self._trained.take(named, self._session.flag, weakref.ref(self))
+        self._apart.take(named)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -180,15 +183,16 @@ class GradientReducer(Strategy):
                 trained.forget()  # else a parameter used so far is used in the window
             trained.note_pending()
             return
-        transport.armed = False
         missing = [] if self.finds_unused else trained.missing()
-        if missing and not self._options.flat:
+        lacking = trained.named(missing, besides=self._apart.named) if missing else []
+        if lacking and not self._options.flat:
             # Peers wait for the buckets of these parameters, and shall not find out by waiting.
             self._session.flag[0] = 1  # it is no pass of its own
-            bring_zeros([p for p, got in zip(trained.parameters, trained.got, strict=True) if not got])
+            bring_zeros(lacking)
             self._session.flag[0] = 0
-        assert transport.channel is not None
-        transport.channel.end(trained.got)
+        transport.end(trained.got)
+        if self._apart.named:
+            self._apart.average(forget_unused=self.finds_unused)
         trained.forget()
         self._note_reduction()
         trained.note_reduced()
@@ -207,14 +211,14 @@ class GradientReducer(Strategy):
         if not pending:
             trained.forget()
             self._peers.count(number, 1)
-        used = [p for p, got in zip(trained.parameters, trained.got, strict=True) if got or not self.finds_unused]
+        used = [n for n, got in zip(trained.names, trained.got, strict=True) if got or not self.finds_unused]
         self._called_at = trained.parameters[0]._version
-        assert transport.channel is not None
-        transport.channel.prepare()
+        transport.prepare()
         if not self.finds_unused:
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
-            zeros = zeros_for([] if self._options.flat else used, trained.parameters[0], self._session.enter)
+            bucketed = [] if self._options.flat else trained.named(used, besides=self._apart.named)
+            zeros = zeros_for(bucketed, self._anchor(), self._session.enter)
             if not transport.armed:
                 transport.arm([zeros])
             enabled, due, self.enabled = self.enabled, self._due, True  # it may be in the middle of a window
@@ -225,6 +229,12 @@ class GradientReducer(Strategy):
                 trained.parameters[i].grad = None
         elif pending and without and not self.finds_unused:
             self._raise_unused([trained.names[i] for i in without])
+
+    def _anchor(self) -> torch.Tensor:
+        """A tensor from which a backward pass can come: a parameter, unless all are reduced apart, as DTensors are."""
+        trained = self._trained
+        plain = trained.named(trained.names, besides=self._apart.named)
+        return plain[0] if plain else torch.zeros((), requires_grad=True)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -241,5 +251,7 @@ class GradientReducer(Strategy):
                 self._reduce_now()
         fresh = self._reductions != self._stepped_at.get(optimizer, 0) and not trained.has_pending()
         if not fresh and self._group is not None:
-            trained.check_same_gradients(self._what, optimizer, self._peers)
+            # Of parameters that fewer ranks add up, the others have other parts.
+            others = [name for name, how in self._apart.how.items() if how.scale != 1]
+            trained.check_same_gradients(self._what, optimizer, self._peers, others)
         self._stepped_at[optimizer] = self._reductions

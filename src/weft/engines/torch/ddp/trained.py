@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -69,6 +69,11 @@ class Trained:
         """Names of those that got no gradient."""
         return [] if all(self.got) else [name for name, got in zip(self.names, self.got, strict=True) if not got]
 
+    def named(self, names: Collection[str], *, besides: Collection[str] = ()) -> list[nn.Parameter]:
+        """The parameters of these names, without some."""
+        wanted = set(names).difference(besides)
+        return [p for name, p in zip(self.names, self.parameters, strict=True) if name in wanted]
+
     def without_gradient(self) -> list[int]:
         """Those whose `.grad` is None."""
         return [i for i, p in enumerate(self.parameters) if p.grad is None]
@@ -116,10 +121,20 @@ class Trained:
             self._unreduced_versions = None
         return stepped
 
-    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
-        """Raise if gradients that `optimizer` is about to use differ between the ranks; a meeting."""
+    def check_same_gradients(
+        self, what: str, optimizer: torch.optim.Optimizer, peers: Peers, besides: Collection[str]
+    ) -> None:
+        """Raise if gradients that `optimizer` is about to use differ between the ranks; a meeting.
+
+        Args:
+            what: Name of the strategy.
+            optimizer: About to step.
+            peers: The same strategy on the other ranks.
+            besides: Names of parameters that are not compared.
+        """
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
-        ours = [(n, p) for n, p in zip(self.names, self.parameters, strict=True) if id(p) in held]
+        named = zip(self.names, self.parameters, strict=True)
+        ours = [(name, p) for name, p in named if id(p) in held and name not in besides]
         check_same_gradients(what, ours, peers)  # also without any: the other ranks may have some
         if any(p.grad is not None for _, p in ours):
             self.pending = False

@@ -39,7 +39,7 @@ class Transport:
     """The channel of one module.
 
     Attributes:
-        channel: None without trained parameters, and when the context was closed.
+        channel: None where there is nothing to carry, and when the context was closed.
         armed: Whether the channel expects a backward pass that communicates.
     """
 
@@ -58,8 +58,8 @@ class Transport:
         self._named = dict(named)
         if isinstance(self.channel, FlatBuffer):
             self.channel.take(list(named.values()))
-        elif named:
-            self.channel = self._make_channel(module)
+        else:
+            self.channel = self._make_channel(module) if named else None
 
     def expect(self, output: Any, *, enabled: bool) -> Any:
         """Find the parameters that the outputs of a forward pass do not depend on."""
@@ -72,6 +72,11 @@ class Transport:
         if enabled and self._outputs:
             self.arm([t for t in (ref() for ref in self._outputs) if t is not None])
         return output
+
+    def prepare(self) -> None:
+        """Forward was called: a backward pass is to be expected."""
+        if self.channel is not None:
+            self.channel.prepare()
 
     def begin(self) -> None:
         """A backward pass that communicates begins.
@@ -92,7 +97,7 @@ class Transport:
 
     def arm(self, outputs: list[torch.Tensor]) -> None:
         """Expect a backward pass through these outputs; through anything, where none are given."""
-        if self.channel is None:
+        if self._group is None:
             what = self._options.strategy
             raise NotSynchronized(
                 f"{what}: backward through {self._class_name} after its context was closed",
@@ -100,8 +105,15 @@ class Transport:
                 expected="backward inside of `with weft.start() as ctx:`",
                 fix="model, ctx = weft.undo(model, ctx)  # before the context is closed",
             )
-        self.channel.begin(outputs)
+        if self.channel is not None:
+            self.channel.begin(outputs)
         self.armed = True
+
+    def end(self, got: bytearray) -> None:
+        """A backward pass that communicates has ended; `got[i]` tells whether parameter i got a gradient."""
+        self.armed = False
+        if self.channel is not None:
+            self.channel.end(got)
 
     def forget_outputs(self) -> None:
         """Their graph is done."""
@@ -117,7 +129,7 @@ class Transport:
         """Expect nothing any more."""
         module = self._module()
         self.armed = False
-        if module is not None and not isinstance(self.channel, FlatBuffer) and self._group is not None:
+        if module is not None and isinstance(self.channel, Buckets) and self._group is not None:
             self.channel = self._make_channel(module)
 
     def release(self) -> None:

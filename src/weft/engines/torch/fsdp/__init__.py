@@ -4,7 +4,6 @@ fsdp2.py           FSDP2 attached to a module
 units.py           what it gathers and frees together
 held_gradients.py  gradients of a window, which it keeps
 trained.py         its trained parameters
-unsharded.py       parameters that stay full on every rank
 unused.py          parameters that get no gradient
 gather_order.py    do all ranks gather the same units in the same order?
 refusals.py        what a sharded module cannot do

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from weft.engines.options import ShardOptions
+from weft.engines.options import Reduction, ShardOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.fsdp.gather_order import watch_order
@@ -34,16 +34,17 @@ from weft.engines.torch.fsdp.refusals import (
     check_without_gradients,
     refuse_copies,
 )
-from weft.engines.torch.fsdp.remove import replace_parameters, take_fsdp_off, whole_parameter
+from weft.engines.torch.fsdp.remove import replace_parameters, take_fsdp_off, unsharded_parameter
 from weft.engines.torch.fsdp.trained import Trained
 from weft.engines.torch.fsdp.units import Units, without_views
-from weft.engines.torch.fsdp.unsharded import Unsharded
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.optim.full_param_step import check_steps_on_shards
+from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
+from weft.tensors.dtensor import spec_of
 from weft.tensors.nested import tensors
 
 __all__ = ["ShardedModule"]
@@ -66,7 +67,9 @@ class ShardedModule(Strategy):
         refuse_copies(self._what, module)
         self._held = HeldGradients(self._what, self._class_name, self._units, peers)
         self._unused = Unused(mesh.device_type)
-        unsharded = Unsharded(options.ignored, options.dtype)
+        whole = Reduction(group, self.mean_over)
+        how = {name: options.apart.get(name, whole) for name in options.ignored}
+        unsharded = ReducedApart(how, options.dtype)
         self._trained = Trained(self._what, module, self._units, unsharded, self._entrance)
         groups = list(self._units.groups())
         self._order = watch_order(self._what, module, groups, group, peers, mesh.device_type)
@@ -102,15 +105,18 @@ class ShardedModule(Strategy):
         self._order.release()
 
     def undo(self) -> None:
-        """Make the parameters full again and take FSDP2 off. Collectives: one all-gather per parameter."""
+        """Make the parameters what they were, and take FSDP2 off. Collectives: one all-gather per parameter."""
         module = self._module()
         if module is None:
             return
         self._units.reshard()
         self._trained.unsharded.release()
         self._removable.remove()
-        sharded = [p for p in module.parameters() if isinstance(p, DTensor)]
-        replace_parameters(module, {p: whole_parameter(p) for p in sharded})
+        specs = {one._param_fqn: spec_of(one) for one in self._units.parameters()}
+        sharded = [
+            (p, specs[name]) for name, p in module.named_parameters() if name in specs and isinstance(p, DTensor)
+        ]
+        replace_parameters(module, {p: unsharded_parameter(p, spec) for p, spec in sharded})
         for part in module.modules():
             take_fsdp_off(part)
         allow_copies(module)
@@ -214,7 +220,7 @@ class ShardedModule(Strategy):
         self._order.end()
         self._note_reduction()
         self._held.pending = False
-        unused = self._unused.names().union(self._trained.unsharded.average(self._group))
+        unused = self._unused.names().union(self._trained.unsharded.average())
         if self.finds_unused:
             self._unused.forget(unused, self._trained.named(), self._group)
         self._pass_on_buffers(lambda: self._retains_graph)

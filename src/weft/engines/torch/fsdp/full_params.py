@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.engines.torch.optim.rebind import like
-from weft.tensors.dtensor import local, resting_parameters
+from weft.tensors.dtensor import full_tensor, local, resting_parameters
 
 __all__ = ["gathered"]
 
@@ -35,6 +36,7 @@ def gathered(
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     for unit in units:
         unit.unshard()
+    cut = _put_whole(module)
     try:
         yield
         if write:
@@ -42,16 +44,33 @@ def gathered(
                 for name, whole_one in module.named_parameters():
                     shard = shards[name]
                     if isinstance(shard, DTensor) and id(shard) in wanted:
-                        _spread(whole_one.data, shard)
+                        _spread(whole_one.data, shard, group)
                         local(shard).copy_(local(like(whole_one.detach(), shard)))
                 for p in plain if group is not None else ():
                     dist.broadcast(p.data, group=group, group_src=0)
     finally:
+        for slots, name, parameter in cut:
+            slots[name] = parameter
         for unit in units:
             unit.reshard()
 
 
-def _spread(values: torch.Tensor, shard: DTensor) -> None:
-    """Give all ranks of the mesh the values of its first."""
+def _put_whole(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Exchange what is a DTensor even when FSDP2 has gathered it for plain parameters; returns what was where."""
+    held: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+    cut = [(slots, name, p) for slots in held for name, p in slots.items() if isinstance(p, DTensor)]
+    whole = {id(p): nn.Parameter(full_tensor(p.detach()), requires_grad=p.requires_grad) for _, _, p in cut}
+    for slots, name, parameter in cut:
+        slots[name] = whole[id(parameter)]
+    return cut
+
+
+def _spread(values: torch.Tensor, shard: DTensor, group: dist.ProcessGroup | None) -> None:
+    """Give all ranks the values of the first: those of the group, or where that has fewer, those of the mesh."""
+    if group is not None and set(shard.device_mesh.mesh.flatten().tolist()).issubset(
+        dist.get_process_group_ranks(group)
+    ):
+        dist.broadcast(values, group=group, group_src=0)
+        return
     for axis in range(shard.device_mesh.ndim):
         dist.broadcast(values, group=shard.device_mesh.get_group(axis), group_src=0)

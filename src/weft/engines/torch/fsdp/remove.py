@@ -14,7 +14,9 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["replace_parameters", "take_fsdp_off", "whole_parameter"]
+from weft.tensors.dtensor import whole_along
+
+__all__ = ["replace_parameters", "take_fsdp_off", "unsharded_parameter"]
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 _HOOKS = (
@@ -26,12 +28,18 @@ _HOOKS = (
 )
 
 
-def whole_parameter(parameter: DTensor) -> nn.Parameter:
-    """A plain parameter with the values and the gradient of a cut one. Collectives: all-gathers."""
-    values: Any = parameter.detach()
-    whole = nn.Parameter(values.full_tensor(), requires_grad=parameter.requires_grad)
+def unsharded_parameter(parameter: DTensor, spec: Any) -> nn.Parameter:
+    """A parameter with the values and the gradient of a sharded one. Collectives: all-gathers.
+
+    Args:
+        parameter: As FSDP2 has sharded it.
+        spec: Mesh and placements of the parameter before that; None: it was a plain one.
+    """
+    mesh = None if spec is None else spec.mesh
+    count = parameter.device_mesh.ndim - (0 if mesh is None else mesh.ndim)
+    whole = nn.Parameter(whole_along(parameter, count, mesh), requires_grad=parameter.requires_grad)
     if isinstance(parameter.grad, DTensor):
-        whole.grad = parameter.grad.full_tensor()
+        whole.grad = whole_along(parameter.grad, count, mesh)
     return whole
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.refusals import check_loaded
 from weft.engines.torch.fsdp.units import Units
-from weft.engines.torch.fsdp.unsharded import Unsharded
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.optim.step_watch import Steps
+from weft.engines.torch.reduced_apart import ReducedApart
 
 __all__ = ["Trained"]
 
@@ -22,7 +22,7 @@ class Trained:
     """Such parameters.
 
     Attributes:
-        unsharded: Those that stay full.
+        unsharded: Those that FSDP2 does not cut.
         on_meta: Whether the module waits for `load_weights`.
     """
 
@@ -31,7 +31,7 @@ class Trained:
         what: str,
         module: nn.Module,
         units: Units,
-        unsharded: Unsharded,
+        unsharded: ReducedApart,
         entrance: Callable[[], Callable[[torch.Tensor], Any]],
     ) -> None:
         self.unsharded = unsharded
@@ -41,7 +41,7 @@ class Trained:
         self._entrance = entrance
         self._watch = ParameterWatch(what, module, stands_in=units.stands_in)
         self._first: nn.Parameter | None = None  # whose version tells of steps
-        unsharded.take(module, entrance)
+        unsharded.take(dict(module.named_parameters()), entrance)
 
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters an optimizer sees, by name."""
@@ -59,7 +59,7 @@ class Trained:
         """Use what `load_weights` has put in the place of tensors on meta."""
         check_loaded(self._what, class_name, module)
         self._watch.look(module)
-        self.unsharded.take(module, self._entrance)
+        self.unsharded.take(dict(module.named_parameters()), self._entrance)
         self.on_meta = False
 
     def look(self, module: nn.Module, peers: Peers) -> None:
@@ -71,7 +71,7 @@ class Trained:
         if self._watch.changed_flags():
             self._watch.look(module)
             peers.agree("trained parameters", {"trained": list(self._watch.trained)})
-            self.unsharded.take(module, self._entrance)
+            self.unsharded.take(dict(module.named_parameters()), self._entrance)
 
     @torch._disable_dynamo
     def look_for_optimizers(self, steps: Steps) -> None:

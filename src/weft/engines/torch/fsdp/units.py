@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.engines.options import ShardOptions
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.tensors.dtensor import groups_of, reset_units
+from weft.tensors.dtensor import groups_of, reset_units, set_spec_of
 from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["Units", "without_views"]
@@ -29,10 +29,18 @@ class Units:
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, options: ShardOptions, removable: Removable) -> None:
-        for unit in (*options.units, (module,)):
-            _shard_unit(unit, module, mesh, options, removable)
+        for number, unit in enumerate((*options.units, (module,))):
+            other = options.other_meshes.get(number)
+            _shard_unit(unit, module, mesh if other is None else other.mesh, options, removable)
+            if other is not None:
+                for part in cast("tuple[FSDPModule, ...]", unit):
+                    part.set_gradient_divide_factor(other.divide)
+                    part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale on the way
         self.alone = False
         self._units = [weakref.ref(part) for part in module.modules() if isinstance(part, FSDPModule)]
+        names = {id(p): name for name, p in module.named_parameters()}
+        for parameter in self.parameters():
+            set_spec_of(parameter, options.specs.get(names[id(parameter.sharded_param)]))
 
     def __iter__(self) -> Iterator[FSDPModule]:
         """Those that are alive."""

@@ -3,6 +3,7 @@
 step_watch.py       every step of the optimizers of a strategy is seen before it changes anything
 closures.py         the closure that a step may be given
 rebind.py           optimizers moved to parameters that were replaced
+state_layout.py     where state lies between steps
 zero1_step.py       the step on this rank's rows (ZeRO stage 1)
 full_param_step.py  the step on whole parameters, where they are in shards
 flat_step.py        the step on one flat buffer

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from weft.errors import ContractError, listed, value_error
-from weft.tensors.dtensor import is_sharded
+from weft.tensors.dtensor import cut_like, is_sharded
 
 __all__ = ["WeightAverages"]
 
@@ -217,6 +217,4 @@ def _part_like(given: torch.Tensor, tensor: Any) -> torch.Tensor:
     """This rank's part of `given`, which is whole or cut like `tensor`."""
     if not is_sharded(tensor) or is_sharded(given):
         return _local(given)
-    distribute: Any = sys.modules["torch.distributed.tensor"].distribute_tensor
-    # Every rank has the whole tensor: each takes its part, none sends.
-    return _local(distribute(given.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None))
+    return _local(cut_like(given, tensor))  # every rank has the whole tensor: each takes its part, none sends

@@ -11,17 +11,20 @@ each parameter, and after the optimizer's own step, which finds no gradients, so
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from weft.engines.options import StepMeshes
 from weft.engines.torch.optim.closures import check_no_closure
 from weft.engines.torch.optim.rebind import like
+from weft.engines.torch.optim.state_layout import state_layout
 from weft.engines.torch.optim.zero1_step import PartitionedStep
 from weft.errors import OrderError
+from weft.tensors.dtensor import full_tensor
 
 __all__ = ["WholeStep", "check_steps_on_shards"]
 
@@ -32,13 +35,15 @@ _FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kern
 class WholeStep:
     """The hooks on one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes) -> None:
         """Hang it on.
 
         Args:
             optimizer: Over plain or sharded parameters.
             mesh: State of plain parameters is cut over it between steps; None: it stays whole.
+            others: Parameters for which that is otherwise.
         """
+        self._others = others
         self._mesh = mesh
         self._optimizer = weakref.ref(optimizer)
         self._step = _plain_step(optimizer)
@@ -57,8 +62,9 @@ class WholeStep:
             handle.remove()
         optimizer = self._optimizer()
         for parameter, state in optimizer.state.items() if optimizer is not None else ():
-            if not isinstance(parameter, DTensor):
-                state.update({key: _whole(value) for key, value in state.items()})
+            for key, value in state.items():
+                if isinstance(value, DTensor) and (not isinstance(parameter, DTensor) or parameter in self._others):
+                    state[key] = like(value, parameter)
 
     def _cut_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only this rank's part of state that is there already."""
@@ -108,10 +114,11 @@ class WholeStep:
     def _cut(self, value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != parameter.shape:
             return value
-        value = _whole(value)
-        if self._mesh is None or isinstance(parameter, DTensor):
+        rows, cut = self._others.get(cast("nn.Parameter", parameter), (self._mesh, None))
+        if rows is None or (isinstance(parameter, DTensor) and cut is None):
             return like(value, parameter)
-        return distribute_tensor(value, self._mesh, [Shard(0)], src_data_rank=None)
+        layout = state_layout(parameter, rows, cut)
+        return like(value, parameter) if layout is None else layout.dtensor(layout.part(value))
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for parameter, gradient in self._gradients:
@@ -158,7 +165,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return full_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Any:

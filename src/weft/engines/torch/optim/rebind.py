@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from weft.tensors.dtensor import cut_like, full_tensor
 
 __all__ = ["like", "rebind"]
 
@@ -42,9 +44,7 @@ def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     A tensor of another shape than `parameter` is made whole.
     """
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = full_tensor(value)
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
-    cut: Any = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    shard: torch.Tensor = cut.detach()
-    return shard
+    return cut_like(whole, parameter)

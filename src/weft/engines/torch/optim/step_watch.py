@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from weft.engines.peers import Peers
 from weft.engines.torch.optim.closures import replace_closure
 from weft.errors import NotSynchronized, OrderError, listed
+from weft.tensors.dtensor import local
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
 
@@ -247,7 +248,8 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
 def _sum(gradient: torch.Tensor | None) -> torch.Tensor:
     if gradient is None:
         return torch.tensor(-0.0, dtype=torch.float64)
-    values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+    gradient = local(gradient.detach())
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.double().sum() + 0.0
 

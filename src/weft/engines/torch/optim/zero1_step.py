@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from weft.engines.options import StepMeshes
 from weft.engines.torch.ddp.pairwise import PairGather, as_real
 from weft.engines.torch.optim.closures import after_closure
 from weft.engines.torch.optim.rebind import like
+from weft.engines.torch.optim.state_layout import StateLayout, state_layout
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
 
@@ -96,45 +98,52 @@ class _Shard(_Part):
 
 
 class _Rows(_Part):
-    """The rows of one whole parameter."""
+    """The rows of what this rank holds of one parameter: of all of it, or of its part of a DTensor."""
 
-    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        size, rank = mesh.size(), mesh.get_local_rank()
-        total = parameter.shape[0]
-        self.per_rank = -(-total // size)  # as torch.chunk and FSDP2 cut
-        start = min(rank * self.per_rank, total)
-        self._start, self._count = start, min(start + self.per_rank, total) - start
-        super().__init__(parameter, self.mine(parameter.data))
-        self.nbytes = parameter.numel() * parameter.element_size()
+    def __init__(self, parameter: nn.Parameter, layout: StateLayout, mesh: DeviceMesh) -> None:
+        self._layout = layout
+        self._is_cut = isinstance(parameter, DTensor)
+        self.mesh = mesh
+        self.whole = self._held(parameter.data)
+        total = self.whole.shape[0]
+        self.per_rank = -(-total // mesh.size())  # as torch.chunk and FSDP2 cut
+        super().__init__(parameter, layout.mine(self.whole))
+        self.nbytes = self.whole.numel() * self.whole.element_size()
         # Whether all ranks hold as many rows, enough of them to be sent without packing.
-        self.is_large = total == self.per_rank * size and parameter.is_contiguous() and self.nbytes >= _LARGE_BYTES
-        self.place = parameter.data_ptr()
+        self.is_large = (
+            total == self.per_rank * mesh.size() and self.whole.is_contiguous() and self.nbytes >= _LARGE_BYTES
+        )
+        self.place = self.whole.data_ptr()
         self._gradient: tuple[int, torch.Tensor] | None = None
         self._exchange: tuple[int, PairGather] | None = None
 
-    def mine(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor of the parameter's shape, in the same memory."""
-        return tensor.narrow(0, self._start, self._count)
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        return local(tensor).detach() if self._is_cut else tensor
 
     def follow(self) -> None:
-        if self.place != self.parameter.data_ptr():
-            self.values.data = self.mine(self.parameter.data)
-            self.place = self.parameter.data_ptr()
+        # The parameter itself is asked where it is plain, which is most of the time.
+        if self._is_cut or self.place != self.parameter.data_ptr():
+            whole = self._held(self.parameter.data)
+            if self.place != whole.data_ptr():
+                self.whole, self.place = whole, whole.data_ptr()
+                self.values.data = self._layout.mine(whole)
         gradient = self.parameter.grad
         if gradient is None:
             self.values.grad = None
-        elif self._gradient is not None and self._gradient[0] == gradient.data_ptr():
+            return
+        gradient = self._held(gradient)
+        if self._gradient is not None and self._gradient[0] == gradient.data_ptr():
             self.values.grad = self._gradient[1]
         else:
-            self.values.grad = self.mine(gradient)
+            self.values.grad = self._layout.mine(gradient)
             # A view of a bucket comes back step after step; anything else is to be freed.
-            self._gradient = (gradient.data_ptr(), self.values.grad) if gradient._is_view() else None
+            is_kept = gradient._is_view() and not self._is_cut
+            self._gradient = (gradient.data_ptr(), self.values.grad) if is_kept else None
 
     def exchange(self, group: dist.ProcessGroup) -> PairGather:
         """Fills the other ranks' rows in place, where `is_large`."""
         if self._exchange is None or self._exchange[0] != self.place:
-            self._exchange = (self.place, PairGather(group, as_real(self.parameter.data.view(-1))))
+            self._exchange = (self.place, PairGather(group, as_real(self.whole.view(-1))))
         return self._exchange[1]
 
     def forget_group(self) -> None:
@@ -142,36 +151,32 @@ class _Rows(_Part):
         self._exchange = None
 
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
-        whole = self.parameter
-        return DTensor.from_local(
-            value, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        return self._layout.dtensor(value)
 
     def hidden(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != self.parameter.shape:
             return value
-        if isinstance(value, DTensor):
-            value = value.full_tensor() if value.placements != (Shard(0),) else value.to_local()
-            return self.mine(value).clone() if value.shape != self.values.shape else value
-        return self.mine(value).clone()
+        return self._layout.part(value)
 
 
 class PartitionedStep:
     """The hooks on one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes) -> None:
         """Hang it on.
 
         Args:
             optimizer: Over plain or sharded parameters.
             mesh: The rows of plain parameters are shared out over it; None: each rank steps on all of them.
+            others: Parameters for which that is otherwise.
         """
-        self._mesh = mesh
-        self._group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
-        self._parts = [[_part(p, mesh) for p in entry["params"]] for entry in optimizer.param_groups]
+        self._released = False
+        self._parts = [[_part(p, mesh, others) for p in entry["params"]] for entry in optimizer.param_groups]
+        found = [part.mesh for part in self._all() if isinstance(part, _Rows)]
+        self._meshes = list({id(one): one for one in found}.values())  # over which rows are gathered
         self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
         self._plain: list[list[torch.Tensor]] | None = None
-        self._kept: tuple[list[int], _Message] | None = None
+        self._kept: dict[int, tuple[list[int], _Message]] = {}
         self._take_state(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -182,8 +187,8 @@ class PartitionedStep:
 
     def release(self) -> None:
         """Let the process group go."""
-        self._group = None
-        self._kept = None
+        self._released = True
+        self._kept.clear()
         for part in self._all():
             if isinstance(part, _Rows):
                 part.forget_group()
@@ -273,27 +278,36 @@ class PartitionedStep:
     def _gather(self, stepped: list[_Rows]) -> None:
         if not stepped:
             return
-        assert self._group is not None
-        assert self._mesh is not None
-        PairGather.run([rows.exchange(self._group) for rows in stepped if rows.is_large])
+        assert not self._released
+        for mesh in self._meshes:
+            self._gather_over(
+                mesh, stepped if len(self._meshes) == 1 else [rows for rows in stepped if rows.mesh is mesh]
+            )
+
+    def _gather_over(self, mesh: DeviceMesh, stepped: list[_Rows]) -> None:
+        group = mesh.get_group()
+        PairGather.run([rows.exchange(group) for rows in stepped if rows.is_large])
         small = [rows for rows in stepped if not rows.is_large]
         places = [rows.place for rows in small]
-        if self._kept is not None and self._kept[0] == places:
-            self._kept[1].gather()
+        kept = self._kept.pop(id(mesh), None)
+        if kept is not None and kept[0] == places:
+            self._kept[id(mesh)] = kept
+            kept[1].gather()
             return
-        self._kept = None
         buckets = _cut(small)
         for bucket in buckets:
-            sent = _Message(bucket, self._mesh, self._group)
+            sent = _Message(bucket, mesh, group)
             sent.gather()
             if len(buckets) == 1 and sum(rows.nbytes for rows in bucket) <= _KEPT_BYTES:
-                self._kept = (places, sent)
+                self._kept[id(mesh)] = (places, sent)
 
 
-def _part(parameter: nn.Parameter, mesh: DeviceMesh | None) -> _Part | None:
-    if isinstance(parameter, DTensor):
+def _part(parameter: nn.Parameter, mesh: DeviceMesh | None, others: StepMeshes) -> _Part | None:
+    rows, cut = others.get(parameter, (mesh, None))
+    if isinstance(parameter, DTensor) and (rows is None or cut is None or not parameter.dim()):
         return _Shard(parameter)
-    return None if mesh is None or not parameter.dim() else _Rows(parameter, mesh)
+    layout = None if rows is None else state_layout(parameter, rows, cut)
+    return None if layout is None or rows is None else _Rows(parameter, layout, rows)
 
 
 def _cut(small: list[_Rows]) -> list[list[_Rows]]:
@@ -314,7 +328,7 @@ class _Message:
 
     def __init__(self, bucket: list[_Rows], mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         size, rank = mesh.size(), mesh.get_local_rank()
-        wholes = [rows.parameter.data for rows in bucket]
+        wholes = [rows.whole for rows in bucket]
         widths = [
             rows.per_rank * (whole.numel() // max(whole.shape[0], 1))
             for rows, whole in zip(bucket, wholes, strict=True)

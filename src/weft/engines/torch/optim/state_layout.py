@@ -1,0 +1,86 @@
+"""Where the state of a parameter lies between steps: cut as the parameter is, and over the rows of what is left."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from weft.tensors.dtensor import cut_like, full_tensor, local
+
+__all__ = ["StateLayout", "state_layout"]
+
+
+class StateLayout(NamedTuple):
+    """Mesh and placements of state of the shape of one parameter.
+
+    Attributes:
+        parameter: Plain, or a DTensor over other axes than `rows`.
+        rows: The rows of what a rank holds of it are cut over this mesh; None: they are not.
+        mesh: Of the state.
+        placements: Of the state.
+    """
+
+    parameter: torch.Tensor
+    rows: DeviceMesh | None
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def mine(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of what it holds of a tensor of the parameter's shape, in the same memory."""
+        if self.rows is None:
+            return part
+        start, count = self.place(part.shape[0])
+        return part.narrow(0, start, count)
+
+    def place(self, total: int) -> tuple[int, int]:
+        """Where its rows begin, and how many there are, of so many; as torch.chunk and FSDP2 cut."""
+        if self.rows is None:
+            return 0, total
+        per_rank = -(-total // self.rows.size())
+        start = min(self.rows.get_local_rank() * per_rank, total)
+        return start, min(start + per_rank, total) - start
+
+    def dtensor(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's part of state as others see it."""
+        of = self.parameter
+        return DTensor.from_local(rows, self.mesh, self.placements, run_check=False, shape=of.shape, stride=of.stride())
+
+    def part(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of state that is whole, or cut in any way. Collectives: if it is cut in another way."""
+        if isinstance(value, DTensor) and value.placements == self.placements and value.device_mesh == self.mesh:
+            return value.to_local()
+        whole = full_tensor(value)
+        held = local(cut_like(whole, self.parameter)) if isinstance(self.parameter, DTensor) else whole
+        return self.mine(held).clone()
+
+
+def state_layout(parameter: torch.Tensor, rows: DeviceMesh | None, cut: DeviceMesh | None) -> StateLayout | None:
+    """Where the state of a parameter lies; None if it is whole on every rank.
+
+    Args:
+        parameter: Plain, or a DTensor.
+        rows: Over which the rows of what a rank holds are cut; None: they are not.
+        cut: The part of our mesh that has cut a DTensor.
+    """
+    if not isinstance(parameter, DTensor):
+        return None if rows is None or not parameter.dim() else StateLayout(parameter, rows, rows, (Shard(0),))
+    assert cut is not None
+    if rows is None or not parameter.dim():
+        return StateLayout(parameter, None, cut, tuple(parameter.placements))
+    pieces = math.prod(cut.size(dim) for dim, one in enumerate(parameter.placements) if one == Shard(0))
+    first = Shard(0) if pieces == 1 else _StridedShard(0, split_factor=pieces)
+    return StateLayout(parameter, rows, _joined(rows, cut), (first, *parameter.placements))
+
+
+def _joined(rows: DeviceMesh, cut: DeviceMesh) -> DeviceMesh:
+    """Two parts of one mesh as one."""
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([rows, cut])
+    whole: Any = rows._get_root_mesh()  # type: ignore[unreachable, unused-ignore]  # torch before 2.10
+    found: DeviceMesh = whole[(*(rows.mesh_dim_names or ()), *(cut.mesh_dim_names or ()))]
+    return found

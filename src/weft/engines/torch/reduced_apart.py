@@ -1,0 +1,131 @@
+"""Parameters whose gradients are averaged at the end of a backward pass, apart from the others.
+
+Those are DTensors over axes that are not the strategy's own, parameters whose gradients are summed over other ranks
+than the others', and what `fully_shard` leaves whole. Parts that lie on this rank travel, all of those that go to
+the same ranks in one message.
+
+[Note: gradients that are there] All of a gradient is averaged: what was reduced before is equal on all ranks, and
+stays what it is. So a gradient that is summed over fewer ranks than the strategy averages over is scaled when it
+arrives, and not at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engines.options import Reduction
+from weft.engines.torch.ddp.pairwise import as_real
+from weft.engines.torch.hooks.method_hooks import Removable
+from weft.tensors.dtensor import is_sharded
+
+__all__ = ["ReducedApart"]
+
+
+class ReducedApart:
+    """Such parameters of one module.
+
+    Attributes:
+        named: Those that are trained now, by name.
+    """
+
+    def __init__(self, how: Mapping[str, Reduction], dtype: torch.dtype | None) -> None:
+        self.named: dict[str, nn.Parameter] = {}
+        self.how = dict(how)
+        self._dtype = dtype  # in which gradients travel
+        self._hooks = Removable()
+
+    def take(
+        self,
+        named: Mapping[str, nn.Parameter],
+        entrance: Callable[[], Callable[[torch.Tensor], Any]] | None = None,
+    ) -> None:
+        """Average the gradients of those that are trained now; `entrance()` is a hook that sees a gradient."""
+        self.release()
+        self.named = {name: p for name, p in named.items() if name in self.how and p.requires_grad}
+        for name, p in self.named.items():
+            if entrance is not None:
+                self._hooks.add(p.register_post_accumulate_grad_hook(entrance()).remove)
+            if self.how[name].scale != 1:
+                self._hooks.add(p.register_hook(_scaling(self.how[name].scale)).remove)
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        self._hooks.remove()
+
+    @torch.no_grad()
+    def average(self, *, forget_unused: bool = False) -> list[str]:
+        """Average the gradients; returns the names of the parameters without one, which count as zero.
+
+        Args:
+            forget_unused: A parameter that has no gradient on any rank keeps none.
+        """
+        missing = [name for name, p in self.named.items() if p.grad is None]
+        for name in missing:
+            self.named[name].grad = torch.zeros_like(self.named[name])
+        messages: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[str]] = {}
+        for name, p in self.named.items():
+            messages.setdefault((self.how[name].group, p.dtype), []).append(name)
+        for (group, _), names in messages.items():
+            flags = [float(name not in missing) for name in names] if forget_unused else []
+            if group is not None:
+                flags = self._send(names, flags, group)
+            for name, somewhere in zip(names, flags, strict=False):
+                if not somewhere:
+                    self.named[name].grad = None
+        for p in self.named.values():
+            if not p.numel():
+                p.grad = None  # torch's clip_grad_norm_ would refuse a plain one among DTensors
+        return missing
+
+    def _send(self, names: list[str], flags: list[float], group: dist.ProcessGroup) -> list[float]:
+        """Average the gradients of some parameters over a group; returns how many ranks set each flag."""
+        parts = [self._part(name) for name in names]
+        mine = [
+            part.reshape(-1) / self.how[name].divide if counts else torch.zeros_like(part).view(-1)
+            for name, (part, counts) in zip(names, parts, strict=True)
+        ]
+        flat = as_real(torch.cat(mine))
+        length = flat.numel()
+        flat = torch.cat([flat, flat.new_tensor(flags)]) if flags else flat
+        flat = flat if self._dtype is None else flat.to(self._dtype)
+        dist.all_reduce(flat, group=group)
+        averaged = flat[:length].to(mine[0].dtype.to_real())
+        whole = torch.view_as_complex(averaged.view(-1, 2)) if mine[0].is_complex() else averaged
+        for name, (part, _), values in zip(names, parts, whole.split([one.numel() for one in mine]), strict=True):
+            part.copy_(values.view_as(part))
+            _put(self.named[name], part)
+        return flat[length:].tolist() if flags else []
+
+    def _part(self, name: str) -> tuple[torch.Tensor, bool]:
+        """What of one gradient lies here, in its memory, and whether it counts."""
+        parameter: Any = self.named[name]
+        gradient: Any = parameter.grad
+        if not is_sharded(gradient):
+            return gradient, True
+        is_partial = any(placement.is_partial() for placement in gradient.placements)
+        if not is_partial and gradient.placements != parameter.placements:
+            parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+        return gradient.to_local(), is_partial or self.how[name].first
+
+
+def _put(parameter: Any, part: torch.Tensor) -> None:
+    """Let a gradient that arrived as partial sums be what it is now, when they have been added up."""
+    gradient: Any = parameter.grad
+    if is_sharded(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = type(gradient).from_local(
+            part,
+            gradient.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
+
+
+def _scaling(scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda gradient: gradient * scale

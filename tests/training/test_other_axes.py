@@ -1,0 +1,449 @@
+"""Strategies over modules that arrive cut over another axis, against one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+import weft
+from weft.contract import Layout
+from weft.testing import run_ranks
+
+WIDTH, HEADS, WORDS = 8, 4, 30
+STRATEGIES = ["replicate", "fully_shard", "zero1", "zero2", "zero3"]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        size = WIDTH // HEADS
+        q, k, v = (part(x).unflatten(-1, (-1, size)).transpose(1, 2) for part in self.qkv)
+        return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.second, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        x = x + self.attention(self.first(x))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+class Net(nn.Module):
+    """A small transformer; `last` is in no plan, and stays plain."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words):
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def parallel(net, mesh, *, sequence):
+    """Cut by torch; with `sequence`, the norms of blocks get partial sums as gradients."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan = {}
+    for number in range(len(net.blocks)):
+        at = f"blocks.{number}."
+        plan |= {f"{at}attention.qkv.{i}": ColwiseParallel() for i in range(3)}
+        if sequence:
+            plan |= {at + "first": SequenceParallel(), at + "second": SequenceParallel()}
+            one, other = Shard(1), Replicate()
+            plan[at + "attention"] = PrepareModuleInput(input_layouts=(one,), desired_input_layouts=(other,))
+            plan[at + "attention.out"] = RowwiseParallel(output_layouts=one)
+            plan[at + "up"] = ColwiseParallel(input_layouts=one)
+            plan[at + "down"] = RowwiseParallel(output_layouts=one)
+        else:
+            plan[at + "attention.out"], plan[at + "up"], plan[at + "down"] = (
+                RowwiseParallel(),
+                ColwiseParallel(),
+                RowwiseParallel(),
+            )
+    if sequence:
+        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan["last"] = SequenceParallel()
+        plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    return parallelize_module(net, mesh, plan)
+
+
+def words(step, rows=8):
+    return torch.randint(0, WORDS, (rows, 9), generator=torch.Generator().manual_seed(100 + step))
+
+
+def loss_of(net, batch):
+    return functional.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def strategy_on(net, optimizer, ctx, strategy, **options):
+    if strategy.startswith("zero"):
+        return weft.zero_partition(net, optimizer, ctx, stage=int(strategy[-1]), **options)
+    if strategy == "fully_shard":
+        net, ctx = weft.fully_shard(net, ctx, units=Block, rebind=optimizer, **options)
+    elif strategy == "replicate":
+        net, ctx = weft.replicate(net, ctx, **options)
+    return net, optimizer, ctx
+
+
+def alone(steps=3):
+    net = build()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = loss_of(net, words(step))
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def close(found, expected):
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _train(ctx, strategy, sequence, own_mesh=False):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"] if own_mesh else ctx.mesh["tensor"]
+    net = parallel(build(), mesh, sequence=sequence)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer, ctx = strategy_on(net, optimizer, ctx, strategy)
+    losses, norms = [], []
+    for step in range(3):
+        loss = loss_of(net, words(step).chunk(ctx.data_size)[ctx.data_rank])
+        loss.backward()
+        norms.append(weft.clip_grads(net, ctx, max_norm=0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(weft.reduce(loss.detach(), ctx.on(ctx.data_axes), "mean").item())
+    with weft.full_params(net, ctx):
+        return losses, norms, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def _train_all(ctx, sequence, own_mesh, strategies):
+    return {strategy: _train(ctx, strategy, sequence, own_mesh) for strategy in strategies}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "own_mesh", "strategies"),
+    [
+        (True, False, STRATEGIES),
+        pytest.param(False, False, STRATEGIES, marks=pytest.mark.slow),
+        pytest.param(True, True, ["replicate", "fully_shard", "zero1"], marks=pytest.mark.slow),
+    ],
+    ids=["sequence", "plain", "a mesh of the user's own"],
+)
+def test_a_transformer_cut_by_torch_is_trained_as_in_one_process(sequence, own_mesh, strategies):
+    losses, norms, parameters = alone()
+    mesh = {"shard": 2, "tensor": 2} if own_mesh else {"data": 2, "tensor": 2}
+    for of_rank in run_ranks(_train_all, 4, sequence, own_mesh, strategies, mesh=mesh):
+        for found in of_rank.values():
+            assert found[0] == pytest.approx(losses, abs=1e-12)
+            assert found[1] == pytest.approx(norms, abs=1e-12)
+            close(found[2], parameters)
+
+
+# -- windows, averages, undo, checkpoints ------------------------------------------------------------
+
+
+def _everything(ctx, strategy, directory, resume):
+    """Windows of 3 with a ragged tail, clipping and averages; saved in the middle, or resumed from there."""
+    net = build()
+    if "tensor" in dict(ctx.axes):
+        net = parallel(net, ctx.mesh["tensor"], sequence=True)
+    loader = torch.utils.data.DataLoader(words(7, rows=28), batch_size=4 // ctx.data_size)
+    loader, ctx = weft.shard_data(loader, ctx)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer, ctx = strategy_on(net, optimizer, ctx, strategy)
+    net, ctx = weft.average_weights(net, ctx, decay=0.5)
+    net, loader, ctx = weft.accumulate_grads(net, loader, ctx, steps=3)
+    state, ctx = weft.checkpointable({"net": net, "optimizer": optimizer, "loader": loader}, ctx)
+    if resume:
+        weft.restore(state, directory, ctx)
+    for number, window in enumerate(loader, 1 if resume else 0):
+        for batch in window:
+            (loss_of(net, batch) * window.share).backward()
+        weft.clip_grads(net, ctx, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        weft.averages(net).update()
+        if number == 0 and directory is not None and not resume:
+            weft.save(state, directory, 1, ctx)
+    with weft.full_params(net, ctx):
+        found = {name: p.detach().clone() for name, p in net.named_parameters()}
+    with weft.averages(net).swapped(), weft.full_params(net, ctx):
+        return found, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+MESHES = {
+    "one": ({"data": 1}, 1, "none"),
+    "replicate": ({"data": 2, "tensor": 2}, 4, "replicate"),
+    "fully_shard": ({"shard": 2, "tensor": 2}, 4, "fully_shard"),
+    "zero1": ({"data": 2, "tensor": 2}, 4, "zero1"),
+    "data": ({"data": 2}, 2, "fully_shard"),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        ("replicate", "fully_shard"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("fully_shard", "zero1"),
+                ("zero1", "one"),
+                ("one", "replicate"),
+                ("data", "fully_shard"),
+                ("fully_shard", "data"),
+            )
+        ),
+    ],
+)
+def test_a_checkpoint_of_one_mesh_is_resumed_on_another(saved, restored, tmp_path):
+    expected = run_ranks(_everything, 1, "none", None, False)[0]
+    for name, resume in ((saved, False), (restored, True)):
+        mesh, ranks, strategy = MESHES[name]
+        for parameters, averages in run_ranks(_everything, ranks, strategy, tmp_path, resume, mesh=mesh):
+            close(parameters, expected[0])
+            close(averages, expected[1])
+
+
+def _undone(ctx, strategy):
+    net = parallel(build(), ctx.mesh["tensor"], sequence=True)
+    before = {name: (p.device_mesh, p.placements) for name, p in net.named_parameters() if isinstance(p, DTensor)}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer, ctx = strategy_on(net, optimizer, ctx, strategy)
+    for step in range(2):
+        loss_of(net, words(step).chunk(ctx.data_size)[ctx.data_rank]).backward()
+        weft.clip_grads(net, ctx, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    net, ctx = weft.undo(net, ctx, rebind=optimizer)
+    after = {name: (p.device_mesh, p.placements) for name, p in net.named_parameters() if isinstance(p, DTensor)}
+    assert after == before
+    for p, state in optimizer.state.items():
+        assert all(type(v) is type(p) or type(v) is torch.Tensor for v in state.values())
+        if isinstance(p, DTensor):
+            assert state["exp_avg"].placements == p.placements
+    copy.deepcopy(net)
+    # The next strategy continues with it.
+    net, ctx = weft.fully_shard(net, ctx, units=Block, rebind=optimizer)
+    loss_of(net, words(2).chunk(ctx.data_size)[ctx.data_rank]).backward()
+    weft.clip_grads(net, ctx, max_norm=0.5)
+    gradients = weft.full_grads(net, ctx)
+    optimizer.step()
+    with weft.full_params(net, ctx):
+        return gradients, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fully_shard", *(pytest.param(one, marks=pytest.mark.slow) for one in STRATEGIES if one[0] != "f")]
+)
+def test_undo_leaves_what_the_strategy_has_not_cut(strategy):
+    expected = alone()
+    for gradients, parameters in run_ranks(_undone, 4, strategy, mesh={"data": 2, "tensor": 2}):
+        close(parameters, expected[2])
+        assert not any(isinstance(one, DTensor) for one in gradients.values())
+
+
+# -- experts: gradients that are summed over fewer axes ----------------------------------------------
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of all ranks of a group, and in backward the sum of what they say of this rank's."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        pieces = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(pieces, x.contiguous(), group=group)
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        rank, size = torch.distributed.get_rank(ctx.group), torch.distributed.get_world_size(ctx.group)
+        return gradient.chunk(size)[rank], None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group, of which this rank keeps its rows; backward gives every rank all rows."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        x = x.contiguous()
+        torch.distributed.all_reduce(x, group=group)
+        rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        return x.chunk(size)[rank].clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        pieces = [torch.empty_like(gradient) for _ in range(torch.distributed.get_world_size(ctx.group))]
+        torch.distributed.all_gather(pieces, gradient.contiguous(), group=ctx.group)
+        return torch.cat(pieces), None
+
+
+class Experts(nn.Module):
+    """Four experts, each of which gets a share of every row; `group` holds others of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 5) / 2)
+        self.down = nn.Parameter(torch.randn(4, 5, 6) / 2)
+        self.group = None
+
+    def forward(self, x, shares):
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        if self.group is not None:
+            x, shares = _Rows.apply(x, self.group), _Rows.apply(shares, self.group)
+            rank = torch.distributed.get_rank(self.group)
+            shares = shares.chunk(torch.distributed.get_world_size(self.group), dim=1)[rank]
+        hidden = torch.tanh(torch.einsum("ni,eij->enj", x, up))
+        y = torch.einsum("ne,enj,eji->ni", shares, hidden, down)
+        return y if self.group is None else _Sum.apply(y, self.group)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.router, self.experts = nn.Linear(6, 6), nn.Linear(6, 4), Experts()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        x = torch.tanh(self.before(x))
+        return self.scale * (x + self.experts(x, self.router(x).softmax(-1)))
+
+
+class _Placed:
+    def layout(self, name):
+        return Layout(cut=("expert",), reduce_over=("data",)) if "experts" in name else None
+
+
+@weft.transform(before={"replicate", "fully_shard", "zero_partition"})
+def cut_experts(module, ctx):
+    for part in (m for m in module.modules() if isinstance(m, Experts)):
+        part.group = ctx.on("expert").group
+        for name, p in list(part._parameters.items()):
+            cut = distribute_tensor(p.detach(), ctx.mesh["expert"], [Shard(0)])
+            part._parameters[name] = nn.Parameter(cut, requires_grad=p.requires_grad)
+    return module, ctx.offering(_Placed())
+
+
+def mixture():
+    torch.manual_seed(3)
+    return nn.Sequential(Mixture(), Mixture()).double()
+
+
+def rows(step):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def _mixture_alone():
+    net = mixture()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    norms = []
+    for step in range(3):
+        for part in rows(step).chunk(2):  # two backward passes per step
+            (net(part).square().mean() / 2).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def _train_mixture(ctx, strategy, directory=None, resume=False):
+    net = mixture()
+    if "expert" in dict(ctx.axes):
+        net, ctx = cut_experts(net, ctx)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    if strategy == "fully_shard":
+        net, ctx = weft.fully_shard(net, ctx, units=Mixture, rebind=optimizer)
+    else:
+        net, optimizer, ctx = strategy_on(net, optimizer, ctx, strategy)
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters() if p.dim() == 3)
+    state, ctx = weft.checkpointable({"net": net, "optimizer": optimizer}, ctx)
+    if resume:
+        weft.restore(state, directory, ctx)
+    norms = []
+    for step in range(2 if resume else 0, 3):
+        for part in rows(step).chunk(2):  # the second adds to a gradient that is averaged already
+            mine = part.chunk(ctx.data_size)[ctx.data_rank]
+            (net(mine).square().mean() / 2).backward()
+        norms.append(weft.clip_grads(net, ctx, max_norm=0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and directory is not None:
+            weft.save(state, directory, 2, ctx)
+    moments = sum(
+        v.to_local().numel() if isinstance(v, DTensor) else v.numel()
+        for p, s in optimizer.state.items()
+        for k, v in s.items()
+        if k == "exp_avg" and p.dim() == 3
+    )
+    with weft.full_params(net, ctx):
+        return norms, held, moments, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def _train_mixtures(ctx):
+    return {strategy: _train_mixture(ctx, strategy) for strategy in STRATEGIES}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"expert": 2}, marks=pytest.mark.slow), {"data": 2, "expert": 2}], ids=str
+)
+def test_gradients_of_experts_are_summed_over_their_own_axes(mesh):
+    norms, expected = _mixture_alone()
+    ranks = 2 * mesh.get("data", 1)
+    total = sum(p.numel() for p in expected.values() if p.dim() == 3)
+    for of_rank in run_ranks(_train_mixtures, ranks, mesh=mesh):
+        for strategy, (found, held, moments, parameters) in of_rank.items():
+            assert found == pytest.approx(norms, abs=1e-12)
+            close(parameters, expected)
+            assert held == total // (2 if strategy in ("replicate", "zero1") else ranks)
+            assert moments == total // (2 if strategy == "replicate" else ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "restored"), [("replicate", "zero3"), ("fully_shard", "zero1"), ("zero1", "none")])
+def test_experts_are_saved_and_resumed_on_another_mesh(saved, restored, tmp_path):
+    norms, expected = _mixture_alone()
+    run_ranks(_train_mixture, 4, saved, tmp_path, mesh={"data": 2, "expert": 2})
+    ranks = 1 if restored == "none" else 2
+    mesh = {"data": 1} if restored == "none" else {"expert": 2}
+    for found, _, _, parameters in run_ranks(_train_mixture, ranks, restored, tmp_path, True, mesh=mesh):
+        assert found == pytest.approx(norms[2:], abs=1e-12)
+        close(parameters, expected)
