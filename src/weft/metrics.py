@@ -59,8 +59,9 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
     Which rows count is said by `ids`, which came with the batch; no state of a "last batch" is
     involved. Call it per batch, or once per epoch with the lists of all batches.
 
-    Changes: nothing. Collectives: one small all-gather, and one for each tensor that does not fit into it,
-    over the data axes: ranks that see the same batches count once.
+    Changes: nothing. Collectives: one small all-gather, and one for each tensor that does not fit into it; two more
+    instead where ranks bring lists, or tensors of other shapes. Over the data axes: ranks that see the same batches
+    count once.
 
     Args:
         values: Tensors [rows, ...] and lists of one entry per row (strings, numbers, dicts, tensors of
@@ -102,11 +103,10 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
 
 def _columns(batches: Sequence[tuple[Any, SampleIds]]) -> tuple[Any, str, list[Any], torch.Tensor]:
     """An example of the structure, also as text; one tensor or list per leaf, of the rows that count; and their ids."""
-    found: list[list[Any]] = []
-    shape: Any = None
+    found: list[list[Any]] = []  # by batch
     structure = "no batches"
     ids: list[torch.Tensor] = []
-    for number, (value, rows) in enumerate(batches):
+    for value, rows in batches:
         every = bool(rows.valid.all())
         ids.append(rows.ids if every else rows.ids[rows.valid])
         keep = None if every else rows.valid.nonzero().flatten().tolist()
@@ -123,14 +123,11 @@ def _columns(batches: Sequence[tuple[Any, SampleIds]]) -> tuple[Any, str, list[A
                 expected="tensors [rows, ...] and lists of one entry per row",
                 fix="weft.metrics.gather_metrics({'loss': losses}, ctx, ids=ids)  # losses: one per sample",
             )
-        picked = [leaf if keep is None else _pick(leaf, keep) for _, leaf in leaf_list]
-        if number == 0:
-            shape, found = value, [[leaf] for leaf in picked]
+        if not found:
             structure = "; ".join([".".join(path) for path, _ in leaf_list])
-        else:
-            for column, leaf in zip(found, picked, strict=True):
-                column.append(leaf)
-    return shape, structure, [_joined(column) for column in found], _joined_ids(ids)
+        found.append([leaf if keep is None else _pick(leaf, keep) for _, leaf in leaf_list])
+    columns = [_joined(list(column)) for column in zip(*found, strict=True)]
+    return batches[0][0] if batches else None, structure, columns, _joined_ids(ids)
 
 
 def _joined_ids(ids: list[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-import types
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Self
 
@@ -137,9 +136,7 @@ class Seeded:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
 

@@ -10,7 +10,7 @@ rows.py           reduce_scatter, all_to_all
 exchange.py       the messages of the last two, and their gradients
 objects.py        broadcast, scatter, gather_objects
 encoding.py       objects as JSON
-packed_gather.py  tensors of different shapes in one message
+packed_gather.py  tensors of all ranks in one message
 barriers.py       barrier, all_or_none, main_first, any_rank, on_rank
 on_all_ranks.py   work that fails on one rank fails on all
 

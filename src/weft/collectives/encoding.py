@@ -83,7 +83,7 @@ class Packed(NamedTuple):
     """A value as bytes.
 
     Attributes:
-        body: Its text and then its tensors; uint8 [n] on the CPU.
+        body: Its text and then its tensors; uint8 [n].
         text_size: How many bytes are text.
     """
 
@@ -91,14 +91,14 @@ class Packed(NamedTuple):
     text_size: int
 
 
-def pack(what: str, value: object) -> Packed:
-    """A value as bytes, see `encode`; `decode` is the way back.
+def pack(what: str, value: object, device: torch.device, *, grad: bool = False) -> Packed:
+    """A value as bytes on a device, see `encode`; `decode` is the way back.
 
     Raises:
         TypeError: Something in it cannot be sent.
     """
-    text, parts = encode(what, value)
-    return Packed(torch.cat([bytes_tensor(text), *(part.cpu() for part in parts)]), len(text))
+    text, parts = encode(what, value, grad=grad)
+    return Packed(torch.cat([one.to(device) for one in (bytes_tensor(text), *parts)]), len(text))
 
 
 class _Encoder:

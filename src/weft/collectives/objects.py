@@ -16,7 +16,7 @@ from weft.context import DistContext, World
 from weft.errors import value_error
 from weft.peers.liveness import exception_text, peer_error
 
-__all__ = ["broadcast", "gather_objects", "scatter", "scatter_made"]
+__all__ = ["broadcast", "gather_objects", "gather_packed", "scatter", "scatter_made"]
 
 T = TypeVar("T")
 _NOTHING = Packed(torch.empty(0, dtype=torch.uint8), 0)
@@ -50,14 +50,14 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     _check_source("broadcast", source, ctx)
     world = enter("broadcast", ctx, None, {"source": source})
     if world.group is None:
-        pack("broadcast", value)
+        pack("broadcast", value, ctx.device)
         return value
     with peers_named("broadcast", world):
         return cast("T", _broadcast_packed(value, ctx, world, source))
 
 
 def _broadcast_packed(value: Any, ctx: DistContext, world: World, source: int) -> Any:
-    mine, failure = _packed("broadcast", value) if ctx.rank == source else (_NOTHING, None)
+    mine, failure = _packed("broadcast", value, ctx) if ctx.rank == source else (_NOTHING, None)
     # A negative size says that the value cannot be sent.
     sizes = torch.tensor([-1 if failure else mine.text_size, len(mine.body)], device=ctx.device)
     _send(sizes, world, source)
@@ -66,15 +66,15 @@ def _broadcast_packed(value: Any, ctx: DistContext, world: World, source: int) -
     text_size, size = sizes.tolist()
     if text_size < 0:
         raise TypeError(f"broadcast: rank {source} brought a value that cannot be sent; see its error")
-    body = mine.body.to(ctx.device) if ctx.rank == source else torch.empty(size, dtype=torch.uint8, device=ctx.device)
+    body = mine.body if ctx.rank == source else torch.empty(size, dtype=torch.uint8, device=ctx.device)
     _send(body, world, source)
     return value if ctx.rank == source else decode(body, text_size, ctx.device)
 
 
-def _packed(what: str, value: object) -> tuple[Packed, TypeError | None]:
+def _packed(what: str, value: object, ctx: DistContext, *, grad: bool = False) -> tuple[Packed, TypeError | None]:
     """A value as bytes, or why it cannot be sent: the other ranks have to learn of it first."""
     try:
-        return pack(what, value), None
+        return pack(what, value, ctx.device, grad=grad), None
     except TypeError as error:
         return _NOTHING, error
 
@@ -107,16 +107,27 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
     """
     world = enter("gather_objects", ctx, None, {})
     if world.group is None:
-        return [decode(*pack("gather_objects", value), ctx.device)]
-    mine, failure = _packed("gather_objects", value)
+        return [decode(*pack("gather_objects", value, ctx.device), ctx.device)]
     with peers_named("gather_objects", world):
-        heads = all_gather_words([int(failure is not None), mine.text_size, len(mine.body)], world, ctx, 3)
-        if failure is not None:
-            raise failure
-        bad = [rank for rank, head in enumerate(heads) if head[0]]
-        if bad:
-            raise TypeError(f"gather_objects: rank {bad[0]} brought a value that cannot be sent; see its error")
-        bodies = all_gather_bytes(mine.body, [head[2] for head in heads], world, ctx)
+        return gather_packed("gather_objects", value, world, ctx)
+
+
+def gather_packed(
+    what: str, value: Any, world: World, ctx: DistContext, *, grad: bool = False, each: str = "a value"
+) -> list[Any]:
+    """The messages of `gather_objects`.
+
+    Raises:
+        TypeError: On all ranks, if a rank's value cannot be sent.
+    """
+    mine, failure = _packed(what, value, ctx, grad=grad)
+    heads = all_gather_words([int(failure is not None), mine.text_size, len(mine.body)], world, ctx, 3)
+    if failure is not None:
+        raise failure
+    bad = [rank for rank, head in enumerate(heads) if head[0]]
+    if bad:
+        raise TypeError(f"{what}: rank {bad[0]} brought {each} that cannot be sent; see its error")
+    bodies = all_gather_bytes(mine.body, [head[2] for head in heads], world, ctx)
     return [decode(body, head[1], ctx.device) for body, head in zip(bodies, heads, strict=True)]
 
 
@@ -161,7 +172,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
         return given
 
     if ctx.world_size == 1:
-        return cast("T", decode(*pack("scatter", make()[0]), ctx.device))
+        return cast("T", decode(*pack("scatter", make()[0], ctx.device), ctx.device))
     return cast("T", scatter_made(make, ctx, "scatter", source))
 
 
@@ -187,7 +198,7 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
     if ctx.rank == source:
         try:
             values = make()
-            packed = [pack(what, value) for value in values or ()]
+            packed = [pack(what, value, ctx.device) for value in values or ()]
         except Exception as error:  # noqa: BLE001  (raised once the others know)
             failure, text = error, bytes_tensor(exception_text(error).encode())
     head = torch.zeros(2 + 2 * ctx.world_size, dtype=torch.int64)
@@ -202,7 +213,7 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
             _send(text, world, source)
         elif there:
             mine = torch.empty(max(sizes[1::2]), dtype=torch.uint8, device=ctx.device)
-            rows = [nn.functional.pad(each.body, (0, len(mine) - len(each.body))).to(ctx.device) for each in packed]
+            rows = [nn.functional.pad(each.body, (0, len(mine) - len(each.body))) for each in packed]
             work = dist.scatter(mine, rows or None, group=world.group, group_src=source, async_op=True)
             finish(work, world)
     if failure is not None:

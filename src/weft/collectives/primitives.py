@@ -24,7 +24,6 @@ from weft.tensors.nested import leaves, map_tensors
 __all__ = [
     "HEADER_WORDS",
     "all_gather_bytes",
-    "all_gather_flat",
     "all_gather_rows",
     "all_gather_words",
     "as_bytes",
@@ -49,12 +48,11 @@ HEADER_WORDS = 64  # of int64 in a first message: one size fits nearly all calls
 
 def all_gather_words(words: list[int], world: World, ctx: DistContext, length: int = HEADER_WORDS) -> list[list[int]]:
     """Gather up to `length` integers from every rank; short rows are filled up with zeros."""
-    mine = torch.zeros(length, dtype=torch.int64, device=ctx.device)
-    mine[: len(words)] = torch.tensor(words, dtype=torch.int64)
-    everyone = mine.new_empty(length * ctx.world_size)
-    all_gather_flat(everyone, mine, world)
-    rows: list[list[int]] = everyone.view(ctx.world_size, length).tolist()
-    return rows
+    rows = torch.zeros(ctx.world_size, length, dtype=torch.int64, device=ctx.device)
+    rows[ctx.rank, : len(words)] = torch.tensor(words, dtype=torch.int64)
+    all_gather_rows(rows, world)
+    found: list[list[int]] = rows.tolist()
+    return found
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -137,13 +135,6 @@ def _describe(what: str, value: object) -> str:
         return f"[rows, {', '.join(map(str, leaf.shape[1:]))}]" if what in _ANY_ROWS else str(list(leaf.shape))
 
     return "; ".join(f"{'.'.join(path) or 'value'}: {shape(leaf)} {leaf.dtype}" for path, leaf in leaves(value))
-
-
-def all_gather_flat(everything: torch.Tensor, mine: torch.Tensor, world: World) -> None:
-    """Fill `everything` [ranks * n] with every rank's `mine` [n]."""
-    rows = everything.view(world.size, -1)
-    rows[world.rank] = mine
-    all_gather_rows(rows, world)
 
 
 def all_gather_rows(rows: torch.Tensor, world: World) -> None:

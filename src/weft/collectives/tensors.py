@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weft.checks import check_choice
 from weft.collectives.exchange import Gathering, Routes, Summing
-from weft.collectives.primitives import (
-    HEADER_WORDS,
-    all_gather_bytes,
-    all_gather_words,
-    as_bytes,
-    enter,
-    finish,
-    num_bytes,
-    only_tensors,
-    peers_named,
-    rebuilt,
-    tensor_of,
-    tensors_of,
-)
+from weft.collectives.objects import gather_packed
+from weft.collectives.primitives import enter, finish, only_tensors, peers_named, rebuilt, tensors_of
 from weft.context import DistContext, World
 from weft.errors import ContextError, type_error, value_error
-from weft.peers.agreement import compare_values
+from weft.peers.agreement import compare
 from weft.tensors.nested import leaves, map_tensors
 
 __all__ = ["ReduceOp", "check_op", "gather", "mean_dtype", "pad_across", "reduce"]
@@ -161,68 +149,47 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
     if world.group is None:
         return rebuilt(value, [tensor.clone() for tensor in found])
     with peers_named("gather", world):
-        shapes = _exchange_shapes("gather", found, value, tracked, world, ctx)
-        _check_inner(found, shapes)
-
-        def run() -> list[torch.Tensor]:
-            return _gather_packed([tensor.detach() for tensor in found], shapes, world, ctx)
-
-        if not tracked:
-            return rebuilt(value, run())
-        rows = [[row[index][0] for row in shapes] for index in range(len(found))]
-        sent = [[each[ctx.rank]] * ctx.world_size for each in rows]
-        return rebuilt(value, Gathering.apply(run, Routes("gather", world, sent, rows, ctx.device), *found))  # type: ignore[no-untyped-call]
+        everyone = _of_all("gather", value, found, [tensor.detach() for tensor in found], tracked, world, ctx)
+    parts = list(zip(*everyone, strict=True))  # by tensor and rank
+    _check_inner(parts)
+    joined = [_joined(pieces, tensor) for pieces, tensor in zip(parts, found, strict=True)]
+    if not tracked:
+        return rebuilt(value, joined)
+    rows = [[len(piece) for piece in pieces] for pieces in parts]
+    routes = Routes("gather", world, [[each[ctx.rank]] * ctx.world_size for each in rows], rows, ctx.device)
+    return rebuilt(value, Gathering.apply(lambda: joined, routes, *found))  # type: ignore[no-untyped-call]
 
 
-def _gather_packed(
-    found: list[torch.Tensor], shapes: list[list[list[int]]], world: World, ctx: DistContext
-) -> list[torch.Tensor]:
-    sizes = [[num_bytes(shape, t.dtype) for shape, t in zip(row, found, strict=True)] for row in shapes]
-    packed = torch.cat([as_bytes(tensor).to(ctx.device) for tensor in found]) if found else torch.empty(0)
-    everything = all_gather_bytes(packed, [sum(each) for each in sizes], world, ctx)
-    parts = [row.split(each) for row, each in zip(everything, sizes, strict=True)]
-    joined = []
-    for index, tensor in enumerate(found):
-        pieces = [
-            tensor_of(data[index], row[index], tensor.dtype)
-            for data, row in zip(parts, shapes, strict=True)
-            if len(data[index])
-        ]
-        rows = sum(row[index][0] for row in shapes)
-        joined.append(
-            torch.cat(pieces).to(tensor.device) if pieces else tensor.new_empty([rows, *shapes[0][index][1:]])
-        )
-    return joined
+def _of_all(
+    what: str,
+    value: object,
+    found: Sequence[torch.Tensor],
+    mine: list[Any],
+    tracked: str,
+    world: World,
+    ctx: DistContext,
+) -> list[list[Any]]:
+    """What every rank brings for its tensors; raises on all of them if structures, dtypes or dimensions differ."""
+    paths = [".".join(path) or "value" for path, _ in leaves(value)]
+    named = [f"{path}: {t.dtype}, {t.dim()}-d" for path, t in zip(paths, found, strict=True)]
+    everyone = gather_packed(what, ["; ".join(named) + tracked, mine], world, ctx)
+    compare(what, [{"value": text} for text, _ in everyone])
+    return [theirs for _, theirs in everyone]
 
 
-def _exchange_shapes(
-    what: str, found: list[torch.Tensor], value: object, tracked: str, world: World, ctx: DistContext
-) -> list[list[list[int]]]:
-    """Every rank's shapes; raises on every rank if structures, dtypes or numbers of dimensions differ."""
-    named = zip(leaves(value), found, strict=True)
-    structure = "; ".join(f"{'.'.join(path) or 'value'}: {t.dtype}, {t.dim()}-d" for (path, _), t in named) + tracked
-    dims = [size for tensor in found for size in tensor.shape]
-    words = [zlib.crc32(structure.encode()), len(dims), *dims]
-    heads = all_gather_words(words[:HEADER_WORDS], world, ctx)
-    if any(head[:2] != heads[0][:2] for head in heads):
-        compare_values(world, what, structure)
-    if len(words) > HEADER_WORDS:
-        rests = all_gather_words(words[HEADER_WORDS:], world, ctx, len(words) - HEADER_WORDS)
-        heads = [[*head, *rest] for head, rest in zip(heads, rests, strict=True)]
-    shapes: list[list[list[int]]] = []
-    for head in heads:
-        numbers = iter(head[2:])
-        shapes.append([[next(numbers) for _ in tensor.shape] for tensor in found])
-    return shapes
+def _joined(pieces: Sequence[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks; those without any may differ in further dimensions."""
+    filled = [piece for piece in pieces if piece.numel()]
+    rows = sum(map(len, pieces))
+    return torch.cat(filled).to(mine.device) if filled else mine.new_empty([rows, *pieces[0].shape[1:]])
 
 
-def _check_inner(found: list[torch.Tensor], shapes: list[list[list[int]]]) -> None:
-    for index in range(len(found)):
-        inner = {tuple(row[index][1:]) for row in shapes if row[index] and 0 not in row[index]}
-        if len(inner) > 1:
+def _check_inner(parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    for pieces in parts:
+        if len({piece.shape[1:] for piece in pieces if piece.numel()}) > 1:
             raise ContextError(
                 "gather: the ranks bring rows of different shapes",
-                found=", ".join(f"{tuple(row[index])} on rank {rank}" for rank, row in enumerate(shapes)),
+                found=", ".join(f"{tuple(piece.shape)} on rank {rank}" for rank, piece in enumerate(pieces)),
                 expected="shapes that are equal but for the first dimension",
                 fix="value = weft.collectives.pad_across(value, ctx, dim=1)",
             )
@@ -269,7 +236,7 @@ def pad_across(
     if world.group is None:
         return value
     with peers_named("pad_across", world):
-        rows = _exchange_shapes("pad_across", found, value, "", world, ctx)
+        rows = _of_all("pad_across", value, found, [list(tensor.shape) for tensor in found], "", world, ctx)
     sizes = [[row[index] for row in rows] for index in range(len(found))]
     longest = iter([max(shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape in each) for each in sizes])
 

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -235,9 +234,7 @@ class DistContext(RankFacts):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         shutdown.close_after(self.world.root, error)
 
     def __getstate__(self) -> dict[str, object]:

@@ -19,6 +19,7 @@ __all__ = [
     "Setting",
     "Settings",
     "check_same_settings",
+    "layered",
     "mesh_axes",
     "resolve",
     "timeout_of",
@@ -149,22 +150,44 @@ def resolve(
             expected="one of " + ", ".join(sorted(known)),
             fix=f"unset {unknown[0]}",
         )
-    path, of_file = file
-    values: dict[str, Any] = {}
-    sources: list[tuple[str, str]] = [("rank, world_size", place_source)]
-    for name, setting in SETTINGS.items():
-        if arguments.get(name) is not None:
-            values[name], source = arguments[name], "argument"
-        elif env.get(setting.variable, "") != "":
-            values[name], source = _parsed(setting, env[setting.variable]), f"environment {setting.variable}"
-        elif name in of_file:
-            values[name], source = of_file[name], f"file {path}"
-        else:
-            values[name], source = setting.default, "default"
-        sources.append((name, source))
+    values, sources = layered(SETTINGS, ("argument", arguments), env, (f"file {file[0]}", file[1]))
     values["device"] = None if values["device"] is None else str(values["device"])
     _check_ranges(values)
-    return Settings(**values, sources=tuple(sources))
+    return Settings(**values, sources=(("rank, world_size", place_source), *sources.items()))
+
+
+def layered(
+    settings: Mapping[str, Setting],
+    given: tuple[str, Mapping[str, Any]],
+    env: Mapping[str, str],
+    file: tuple[str, Mapping[str, Any]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Take each setting from its highest layer.
+
+    Args:
+        settings: By name.
+        given: The highest layer, and what it is called; None means "not given".
+        env: Environment variables.
+        file: What a configuration file has, and what it is called.
+
+    Returns:
+        The values by name, and where each came from.
+
+    Raises:
+        ContextError: A variable cannot be read.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, setting in settings.items():
+        if given[1].get(name) is not None:
+            sources[name], values[name] = given[0], given[1][name]
+        elif env.get(setting.variable, "") != "":
+            sources[name], values[name] = f"environment {setting.variable}", _parsed(setting, env[setting.variable])
+        elif name in file[1]:
+            sources[name], values[name] = file[0], file[1][name]
+        else:
+            sources[name], values[name] = "default", setting.default
+    return values, sources
 
 
 def _parsed(setting: Setting, text: str) -> Any:

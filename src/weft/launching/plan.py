@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 
 from weft.context.config import LAUNCH, Config, is_nodes
+from weft.context.settings import layered
 from weft.errors import ContextError
 
 __all__ = ["FLAGS", "MEETING_S", "Plan", "cores_of", "make_plan"]
@@ -141,23 +142,14 @@ def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_
     Raises:
         ContextError: Numbers out of range, or several nodes without `rdzv`.
     """
-    of_file = file.launch if file is not None else {}
-    values: dict[str, Any] = {}
-    sources: list[tuple[str, str]] = []
-    for name, key in LAUNCH.items():
-        if given.get(name) is not None:
-            values[name], source = given[name], "the command line"
-        elif name in of_file and file is not None:
-            values[name], source = of_file[name], file.path
-        else:
-            values[name], source = key.default, "default"
-        if name == "threads" and values[name] is None:
-            values[name], source = _threads(omp_num_threads, cores, values["nproc"])
-        sources.append((name, source))
+    of_file = ("", {}) if file is None else (file.path, file.launch)
+    values, sources = layered(LAUNCH, ("the command line", given), {}, of_file)
+    if values["threads"] is None:
+        values["threads"], sources["threads"] = _threads(omp_num_threads, cores, values["nproc"])
     least, most = _nodes(values["nnodes"])
     _check(values, least, most)
     del values["nnodes"]
-    return Plan(**values, least_nodes=least, most_nodes=most, sources=tuple(sources))
+    return Plan(**values, least_nodes=least, most_nodes=most, sources=tuple(sources.items()))
 
 
 def _threads(variable: str | None, cores: int, nproc: int) -> tuple[int, str]:

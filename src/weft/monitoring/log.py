@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,11 +11,11 @@ from weft.checks import check_count
 from weft.collectives import reduce
 from weft.context import DistContext
 from weft.errors import ContextError, listed, value_error
-from weft.monitoring.values import Tracker, numbers_of
+from weft.monitoring.values import Tracker, numbers_of, seal_of
 
 __all__ = ["averaged", "chosen", "every", "log"]
 
-_ROOM = 32  # numbers are reduced in vectors of such lengths, so that ranks with another number of names still meet
+_PADDED_TO = 32  # numbers are reduced in vectors of such lengths, so that ranks with another number of names still meet
 
 
 def log(
@@ -77,9 +76,9 @@ def _averages(numbers: Mapping[str, float], ctx: DistContext, weight: float) -> 
     there = ctx.on(ctx.data_axes) if ctx.data_axes else None
     if there is None or there.world_size == 1:
         return dict(numbers)
-    seal = float(int.from_bytes(hashlib.sha256("\0".join(numbers).encode()).digest()[:5]))  # exact in float64
+    seal = seal_of(numbers)
     sums = [weight, seal, *(weight * value if weight else 0.0 for value in numbers.values())]
-    sums += [0.0] * (-len(sums) % _ROOM)
+    sums += [0.0] * (-len(sums) % _PADDED_TO)
     total = reduce(torch.tensor(sums, dtype=torch.float64, device=ctx.device), there).tolist()
     if total[1] != seal * there.world_size:
         raise ContextError(

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.profiler
@@ -118,9 +117,7 @@ class Profile:
         self.profiler.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A cycle of which no active step is over, unless something went wrong in the first.
         self._dropped = error is None and (self._steps - self._begins[0]) % self._cycle == self._begins[1] % self._cycle
         self.profiler.stop()

@@ -72,14 +72,10 @@ def _compare(expected: object, found: object, where: str, rtol: float, atol: flo
                 torch.as_tensor(one),
                 rtol=rtol,
                 atol=atol,
-                msg=functools.partial(_placed, f"{where}: {place}"),
+                msg=functools.partial("{}\n{}".format, f"{where}: {place}"),
             )
         else:
             assert one == two, f"{where}: {place} is {two!r}, not {one!r}"
-
-
-def _placed(place: str, text: str) -> str:
-    return f"{place}\n{text}"
 
 
 def largest_difference(one: object, two: object) -> float:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from weft.checks import import_extra
-from weft.monitoring.values import Histogram, HParams, Image, Tracker, numbers_of
+from weft.monitoring.values import Histogram, HParams, Image, numbers_of
 
 __all__ = ["EventFile", "tensorboard"]
-
-
-class EventFile(Tracker, Protocol):
-    """What `tensorboard` gives."""
-
-    def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
-        """Write values of a step."""
-
-    def close(self) -> None:
-        """Write everything, and close the file."""
 
 
 def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: int = 10) -> EventFile:
@@ -50,10 +40,12 @@ def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: i
         >>> tracker = tensorboard("runs/example")
         >>> tracker.close()  # nothing was written: there is no file
     """
-    return _Events(Path(folder), purge_step, flush_s)
+    return EventFile(Path(folder), purge_step, flush_s)
 
 
-class _Events:
+class EventFile:
+    """A tracker that writes event files; made by `tensorboard`."""
+
     def __init__(self, folder: Path, purge_step: int | None, flush_s: int) -> None:
         problem, expected = "tensorboard: the package tensorboard is not installed", "the package tensorboard"
         events = import_extra("torch.utils.tensorboard.writer", problem, expected=expected, extra="tracking")
@@ -65,6 +57,7 @@ class _Events:
         self._end: Any = None
 
     def __call__(self, values: dict[str, Any], /, *, step: int) -> None:
+        """Write values of a step."""
         if self._writer is None:
             self._writer = self._make(self._folder, **self._options)
             self._end = weakref.finalize(self, self._writer.close)  # also at the end of the program
@@ -86,5 +79,6 @@ class _Events:
             writer.flush()
 
     def close(self) -> None:
+        """Write everything, and close the file."""
         if self._end is not None:
             self._end()
