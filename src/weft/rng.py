@@ -178,9 +178,8 @@ def set_seed(
     seeds = (
         seeds_for(seed, 0, ctx.data_rank, 0) if ranks == "distinct" else Seeds(seed, (seed % 2**32, seed >> 32), seed)
     )
-    random.seed(seeds.python)
-    np.random.seed(seeds.numpy)
-    torch.manual_seed(seeds.torch)
+    seeds.apply()
+    torch.manual_seed(seeds.torch)  # of all devices
     ctx.engine.seed(ctx.device, seeds.torch)
     if not deterministic:
         return Seeded(seeds, None)

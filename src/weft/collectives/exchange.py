@@ -76,15 +76,15 @@ class _Swap(torch.autograd.Function):
 
 
 class Gathering(torch.autograd.Function):
-    """An all-gather `run`; backward adds up on each rank what the others found for its rows."""
+    """What an all-gather gave; backward adds up on each rank what the others found for its rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[], list[torch.Tensor]], routes: Routes, *tensors: torch.Tensor
+        ctx: Any, gathered: list[torch.Tensor], routes: Routes, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Run it; `routes` are those of rows that every rank gets."""
+        """`gathered` was made of `tensors`; `routes` are those of rows that every rank gets."""
         ctx.routes, ctx.shapes = routes, [tensor.shape for tensor in tensors]
-        return _noted(ctx, 2, run())
+        return _noted(ctx, 2, gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

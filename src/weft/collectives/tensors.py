@@ -157,7 +157,7 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
         return rebuilt(value, joined)
     rows = [[len(piece) for piece in pieces] for pieces in parts]
     routes = Routes("gather", world, [[each[ctx.rank]] * ctx.world_size for each in rows], rows, ctx.device)
-    return rebuilt(value, Gathering.apply(lambda: joined, routes, *found))  # type: ignore[no-untyped-call]
+    return rebuilt(value, Gathering.apply(joined, routes, *found))  # type: ignore[no-untyped-call]
 
 
 def _of_all(

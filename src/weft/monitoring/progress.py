@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
@@ -60,10 +61,26 @@ def progress(
         return
     where = sys.stderr if file is None else file
     bar = _bar(where) if where.isatty() else None
-    if bar is None:
-        yield from _with_lines(steps, count, done, title or "step", show, every_s, where)
-    else:
-        yield from _with_bar(steps, count, done, title, show, bar)
+    text = show or str  # an empty one
+    said, last = -1, time.monotonic() - every_s
+
+    def say() -> None:
+        nonlocal said, last
+        said, last = done, time.monotonic()
+        of = "" if count is None else f" of {count}"
+        print(f"{title or 'step'}: {done}{of}{'' if show is None else '  ' + text()}", file=where, flush=True)
+
+    with contextlib.nullcontext() if bar is None else bar:
+        task = None if bar is None else bar.add_task(title, total=count, completed=done, text="")
+        for step in steps:
+            yield step
+            done += 1
+            if bar is not None:
+                bar.update(task, advance=1, text=text())
+            elif time.monotonic() - last >= every_s:
+                say()
+    if bar is None and said != done:
+        say()
 
 
 def _length(steps: Iterable[Any], done: int) -> int | None:
@@ -71,42 +88,6 @@ def _length(steps: Iterable[Any], done: int) -> int | None:
         return done + len(steps)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def _with_lines(
-    steps: Iterable[T],
-    count: int | None,
-    done: int,
-    title: str,
-    show: Callable[[], str] | None,
-    every_s: float,
-    file: TextIO,
-) -> Iterator[T]:
-    said, last = -1, time.monotonic() - every_s
-
-    def say() -> None:
-        nonlocal said, last
-        said, last = done, time.monotonic()
-        of = f" of {count}" if count is not None else ""
-        print(f"{title}: {done}{of}{'  ' + show() if show is not None else ''}", file=file, flush=True)
-
-    for step in steps:
-        yield step
-        done += 1
-        if time.monotonic() - last >= every_s:
-            say()
-    if said != done:
-        say()
-
-
-def _with_bar(
-    steps: Iterable[T], count: int | None, done: int, title: str, show: Callable[[], str] | None, bar: Any
-) -> Iterator[T]:
-    with bar:
-        task = bar.add_task(title, total=count, completed=done, text="")
-        for step in steps:
-            yield step
-            bar.update(task, advance=1, text=show() if show is not None else "")
 
 
 def _bar(file: TextIO) -> Any:

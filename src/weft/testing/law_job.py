@@ -23,11 +23,11 @@ __all__ = [
     "Model",
     "Parts",
     "Row",
-    "apply_to_optimizer",
     "build",
     "finish_step",
     "loss_of",
     "plain_loader",
+    "prepare",
     "reference",
     "train",
 ]
@@ -169,9 +169,8 @@ def reference(job: Job, steps: int = 1, device: str = "cpu") -> list[torch.Tenso
 def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]:
     """Parameters after the same training with `rows` applied in order, on the ranks of `ctx`."""
     torch.manual_seed(ctx.rank)  # whatever the ranks draw, training must not depend on it
-    parts, ctx = build(ctx, job, [row for row in rows if not row.on_optimizer])
-    parts.optimizer = parts.optimizer or job.optimizer(parts.module)
-    ctx = apply_to_optimizer(parts, ctx, rows)
+    parts, ctx = prepare(ctx, job, rows)
+    assert parts.optimizer is not None
     ranks = ([sync.mean_over for sync in offered(parts.module, GradSync)] or [1])[-1]
     for _ in range(job.epochs):
         for window in parts.loader:
@@ -216,14 +215,22 @@ def finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, c
 
 
 def build(ctx: DistContext, job: Job, rows: Sequence[Row]) -> tuple[Parts, DistContext]:
-    """The parts of a job, with `rows` applied to them."""
+    """The parts of a job, with `rows` applied to them, but for those that take the optimizer alone."""
+    rows = [row for row in rows if not row.on_optimizer]
     parts = Parts(job.model().to(ctx.device), plain_loader(ctx, job, rows))
     for number, row in enumerate(rows):
         if row.on_both and parts.optimizer is None:
             parts.optimizer = job.optimizer(parts.module)
-            ctx = apply_to_optimizer(parts, ctx, rows[:number])
+            ctx = _apply_to_optimizer(parts, ctx, rows[:number])
         ctx = row.apply(parts, ctx)
     return parts, ctx
+
+
+def prepare(ctx: DistContext, job: Job, rows: Sequence[Row]) -> tuple[Parts, DistContext]:
+    """The parts of a job and its optimizer, with all of `rows` applied to them."""
+    parts, ctx = build(ctx, job, rows)
+    parts.optimizer = parts.optimizer or job.optimizer(parts.module)
+    return parts, _apply_to_optimizer(parts, ctx, rows)
 
 
 def plain_loader(ctx: DistContext, job: Job, rows: Sequence[Row]) -> DataLoader[Any]:
@@ -236,7 +243,7 @@ def plain_loader(ctx: DistContext, job: Job, rows: Sequence[Row]) -> DataLoader[
     return DataLoader(dataset, batch_sampler=mine)
 
 
-def apply_to_optimizer(parts: Parts, ctx: DistContext, rows: Sequence[Row]) -> DistContext:
+def _apply_to_optimizer(parts: Parts, ctx: DistContext, rows: Sequence[Row]) -> DistContext:
     """Apply what `rows` do to the optimizer, or need there, once."""
     chosen = [row.apply for row in rows if row.on_optimizer]
     needed = [row.then for row in rows if row.then is not None and row.then not in chosen]

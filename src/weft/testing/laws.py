@@ -47,11 +47,11 @@ from weft.testing.law_job import (
     Model,
     Parts,
     Row,
-    apply_to_optimizer,
     build,
     finish_step,
     loss_of,
     plain_loader,
+    prepare,
     reference,
     train,
 )
@@ -107,8 +107,7 @@ def names_stay(row: Row, ranks: int = 2) -> None:
 def _check_names(ctx: DistContext, row: Row) -> None:
     job = Job(dtype=row.dtype)
     before, untouched = job.model().to(ctx.device), plain_loader(ctx, job, _with_needs(row))
-    parts, ctx = build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
-    _apply_on_optimizer(parts, ctx, row, job)
+    parts, ctx = prepare(ctx, job, _with_needs(row))
     module = parts.module
     assert isinstance(module, Model), f"{row.name}: the class became {type(module)}"
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in before.named_parameters()], row.name
@@ -126,11 +125,6 @@ def _check_names(ctx: DistContext, row: Row) -> None:
     with torch.no_grad():
         assert torch.allclose(copied(x), before.to(x.dtype)(x), atol=0.05) or ctx.rank, f"{row.name}: the copy differs"
     pickle.loads(pickle.dumps(module))
-
-
-def _apply_on_optimizer(parts: Parts, ctx: DistContext, row: Row, job: Job) -> DistContext:
-    parts.optimizer = parts.optimizer or job.optimizer(parts.module)
-    return apply_to_optimizer(parts, ctx, _with_needs(row))
 
 
 def _world(row: Row, ranks: int) -> dict[str, Any]:
@@ -219,8 +213,7 @@ def leaves_no_trace(row: Row, ranks: int = 2) -> None:
 def _check_trace(ctx: DistContext, row: Row) -> None:
     job = Job(dtype=row.dtype)
     before = _process_state()
-    parts, after = build(ctx, job, [r for r in _with_needs(row) if not r.on_optimizer])
-    after = _apply_on_optimizer(parts, after, row, job)
+    parts, after = prepare(ctx, job, _with_needs(row))
     if any(r.synchronizes for r in _with_needs(row)):
         _train_once(parts, job, after)
     changed = [name for name, value in _process_state().items() if value != before[name]]
