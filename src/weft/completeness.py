@@ -16,6 +16,7 @@ from torch.utils import data
 
 from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, wrapper_of_torch
+from weft.contract.layout import axes_of_dims
 from weft.data.loader_copy import split_already
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import ContractError, listed
@@ -144,7 +145,7 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding
         alone = [
             name
             for name, p in module.named_parameters()
-            if p.requires_grad and id(p) not in covered and not (is_reduced(p) or is_sharded(p))
+            if p.requires_grad and id(p) not in covered and not (is_reduced(p) or _spans(p, axes, ctx))
         ]
         if alone:
             found.append(
@@ -155,6 +156,14 @@ def find_modules(modules: Iterable[nn.Module], ctx: DistContext) -> list[Finding
                 )
             )
     return found
+
+
+def _spans(parameter: nn.Parameter, axes: Sequence[str], ctx: DistContext) -> bool:
+    """Whether it is a DTensor over one of some axes, whose gradients are its own affair."""
+    placed: Any = parameter
+    return is_sharded(parameter) and any(
+        axis in axes for together in axes_of_dims(placed.device_mesh, ctx) for axis in together
+    )
 
 
 def _dead_optimizers(modules: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[Finding]:

@@ -106,7 +106,8 @@ def strategy_on(net, optimizer, ctx, strategy, **options):
     if strategy.startswith("zero"):
         return weft.zero_partition(net, optimizer, ctx, stage=int(strategy[-1]), **options)
     if strategy == "fully_shard":
-        net, ctx = weft.fully_shard(net, ctx, units=Block, rebind=optimizer, **options)
+        units = next((kind for kind in (Block, Mixture) if any(isinstance(part, kind) for part in net.modules())), None)
+        net, ctx = weft.fully_shard(net, ctx, units=units, rebind=optimizer, **options)
     elif strategy == "replicate":
         net, ctx = weft.replicate(net, ctx, **options)
     return net, optimizer, ctx
@@ -390,10 +391,7 @@ def _train_mixture(ctx, strategy, directory=None, resume=False):
     if "expert" in dict(ctx.axes):
         net, ctx = cut_experts(net, ctx)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    if strategy == "fully_shard":
-        net, ctx = weft.fully_shard(net, ctx, units=Mixture, rebind=optimizer)
-    else:
-        net, optimizer, ctx = strategy_on(net, optimizer, ctx, strategy)
+    net, optimizer, ctx = strategy_on(net, optimizer, ctx, strategy)
     held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters() if p.dim() == 3)
     state, ctx = weft.checkpointable({"net": net, "optimizer": optimizer}, ctx)
     if resume:
@@ -447,3 +445,309 @@ def test_experts_are_saved_and_resumed_on_another_mesh(saved, restored, tmp_path
     for found, _, _, parameters in run_ranks(_train_mixture, ranks, restored, tmp_path, True, mesh=mesh):
         assert found == pytest.approx(norms[2:], abs=1e-12)
         close(parameters, expected)
+
+
+# -- gradients that are summed over more axes --------------------------------------------------------
+
+
+class _Whole(torch.autograd.Function):
+    """Rows of all ranks of a group, which do the same with them."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        pieces = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(pieces, x.contiguous(), group=group)
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rank, size = torch.distributed.get_rank(ctx.group), torch.distributed.get_world_size(ctx.group)
+        return gradient.chunk(size)[rank], None
+
+
+class Split(nn.Module):
+    """Ranks along an axis compute the first layer with other rows, and the last with all of them."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Linear(6, 4, dtype=torch.float64), nn.Linear(4, 1, dtype=torch.float64)
+        self.group = group
+
+    def forward(self, x):
+        if self.group is None:
+            return self.last(torch.tanh(self.first(x)))
+        part = x.chunk(torch.distributed.get_world_size(self.group))[torch.distributed.get_rank(self.group)]
+        return self.last(_Whole.apply(torch.tanh(self.first(part)), self.group))
+
+
+class _Summed:
+    def layout(self, name):
+        return Layout(reduce_over=("data", "tensor")) if name.startswith("first") else None
+
+
+@weft.transform(before={"replicate", "fully_shard", "zero_partition"})
+def summed(module, ctx):
+    return module, ctx.offering(_Summed())
+
+
+def _sums(ctx):
+    found = {}
+    for strategy in STRATEGIES:
+        net, at = summed(Split(ctx.on("tensor").group), ctx)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer, at = strategy_on(net, optimizer, at, strategy)
+        for step in range(2):  # the second adds to what is reduced already
+            net(rows(step).chunk(2)[ctx.data_rank]).square().mean().backward()
+        optimizer.step()
+        with weft.full_params(net, at):
+            found[strategy] = {name: p.detach().clone() for name, p in net.named_parameters()}
+    return found
+
+
+def test_gradients_may_be_summed_over_more_axes_than_those_of_the_strategy():
+    net = Split()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        net(rows(step)).square().mean().backward()
+    optimizer.step()
+    for of_rank in run_ranks(_sums, 4, mesh={"data": 2, "tensor": 2}):
+        for found in of_rank.values():
+            close(found, dict(net.named_parameters()))
+
+
+# -- parameters without gradient, skipped micro-batches ----------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two column-parallel layers, of which a call uses one, both, or none."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 1)
+
+    def forward(self, x, use=("one", "two")):
+        return self.last(x).sum() + sum(getattr(self, name)(x).square().sum() for name in use)
+
+
+def _branches(ctx, **options):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(1)
+    net = Branches().double()
+    style = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("one", "two")}
+    parallelize_module(net, ctx.mesh["tensor"], style)
+    return weft.replicate(net, ctx, **options)
+
+
+def _unused(ctx):
+    x = torch.full((2, 6), float(ctx.data_rank + 1), dtype=torch.float64)
+    found = {}
+    net, at = _branches(ctx, unused="zero")
+    net(x, ("one",) if ctx.data_rank else ("one", "two")).backward()
+    found["used by one rank"] = {name: full.clone() for name, full in weft.full_grads(net, at).items()}
+    net.zero_grad()
+    net(x, ("one",)).backward()
+    found["used by none"] = sorted(weft.full_grads(net, at))
+    net, at = _branches(ctx)
+    try:
+        net(x, ("one",)).backward()
+    except weft.errors.UnusedParameters as error:
+        found["error"] = str(error)
+    return found
+
+
+def test_parameters_without_gradient_are_zero_or_named_also_where_they_are_cut():
+    torch.manual_seed(1)
+    net = Branches().double()
+    for rank, use in enumerate((("one", "two"), ("one",))):
+        (net(torch.full((2, 6), rank + 1.0, dtype=torch.float64), use) / 2).backward()
+    expected = {name: p.grad for name, p in net.named_parameters()}
+    for found in run_ranks(_unused, 4, mesh={"data": 2, "tensor": 2}):
+        close(found["used by one rank"], expected)
+        assert found["used by none"] == ["last.bias", "last.weight", "one.bias", "one.weight"]
+        assert "two.weight" in found["error"] and "two.bias" in found["error"]
+
+
+def _skipping(ctx):
+    """The first rank skips its last micro-batch; then all skip a whole window."""
+    net, ctx = _branches(ctx)
+    loader = [torch.full((2, 6), 1.0 + number, dtype=torch.float64) for number in range(4)]
+    net, loader, ctx = weft.accumulate_grads(net, loader, ctx, steps=2)
+    found = []
+    for number, window in enumerate(loader):  # one per step of the optimizer
+        for place, x in enumerate(window):
+            if number == 0 and (place == 0 or ctx.data_rank):
+                net(x).backward()
+        found.append({name: full.clone() for name, full in weft.full_grads(net, ctx).items()})
+        net.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:accumulate_grads")
+def test_a_rank_that_skips_its_last_micro_batch_meets_the_others():
+    torch.manual_seed(1)
+    net = Branches().double()
+    for value, times in ((1.0, 2), (2.0, 1)):
+        (net(torch.full((2, 6), value, dtype=torch.float64)) * times / 2).backward()
+    for found in run_ranks(_skipping, 4, mesh={"data": 2, "tensor": 2}):
+        close(found[0], {name: p.grad for name, p in net.named_parameters()})
+        assert found[1] == {}
+
+
+# -- other optimizers, precisions, weights -----------------------------------------------------------
+
+
+def _optimizers(ctx):
+    found = {}
+    for kind, strategies in (
+        (torch.optim.Adafactor, ["zero1", "zero3"]),
+        (torch.optim.Adagrad, ["zero1", "fully_shard"]),
+    ):
+        for strategy in strategies:
+            net = parallel(build(), ctx.mesh["tensor"], sequence=True)
+            optimizer = kind(net.parameters(), lr=1e-2)
+            net, optimizer, at = strategy_on(net, optimizer, ctx, strategy)
+            for step in range(2):
+                loss_of(net, words(step).chunk(ctx.data_size)[ctx.data_rank]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with weft.full_params(net, at):
+                found[kind.__name__, strategy] = {name: p.detach().clone() for name, p in net.named_parameters()}
+    return found
+
+
+@pytest.mark.slow
+def test_optimizers_that_look_at_whole_tensors_and_those_that_do_not():
+    expected = {}
+    for kind in (torch.optim.Adafactor, torch.optim.Adagrad):
+        net = build()
+        optimizer = kind(net.parameters(), lr=1e-2)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(net, words(step)).backward()
+            optimizer.step()
+        expected[kind.__name__] = dict(net.named_parameters())
+    for found in run_ranks(_optimizers, 4, mesh={"data": 2, "tensor": 2}):
+        for (kind, _), parameters in found.items():
+            close(parameters, expected[kind])
+
+
+def _precisions(ctx, policies):
+    found = {}
+    for policy in policies:
+        for strategy in ("none",) if ctx.world_size == 1 else STRATEGIES:
+            net = build().float()
+            if ctx.world_size > 1:
+                net = parallel(net, ctx.mesh["tensor"], sequence=True)
+            net, at = weft.with_precision(net, ctx, policy)
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+            net, optimizer, at = strategy_on(net, optimizer, at, strategy)
+            for step in range(2):
+                loss_of(net, words(step).chunk(ctx.data_size)[ctx.data_rank]).backward()
+                optimizer.zero_grad() if step == 0 else None
+            with weft.full_params(net, at):
+                found[policy, strategy] = weft.full_grads(net, at)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "tolerance"), [("fp32", 1e-6), ("bf16", 2e-2)])
+def test_precisions_are_those_of_one_process(policy, tolerance):
+    expected = run_ranks(_precisions, 1, [policy])[0][policy, "none"]
+    for found in run_ranks(_precisions, 4, [policy], mesh={"data": 2, "tensor": 2}):
+        for gradients in found.values():
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance)
+
+
+def _weights(ctx, path):
+    net = parallel(build(), ctx.mesh["tensor"], sequence=True)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    net, ctx = weft.fully_shard(net, ctx, units=Block)
+    weft.load_weights(net, path, ctx)
+    with weft.full_params(net, ctx):
+        found = {name: p.detach().clone() for name, p in net.named_parameters()}
+    with weft.full_params(net, ctx, write=True), torch.no_grad():
+        for p in net.parameters():
+            p.mul_(2 if ctx.rank == 0 else 3)
+    with weft.full_params(net, ctx):
+        doubled = {name: p.detach().clone() for name, p in net.named_parameters()}
+    try:
+        weft.full_params(net, ctx, forward=True)
+        refused = ""
+    except weft.errors.ContractError as error:
+        refused = str(error)
+    return found, doubled, refused
+
+
+def test_weights_are_loaded_and_written_by_hand(tmp_path):
+    pytest.importorskip("safetensors")
+    from safetensors.torch import save_file
+
+    expected = {name: p.detach() for name, p in build().named_parameters()}
+    save_file(expected, tmp_path / "model.safetensors")
+    for found, doubled, refused in run_ranks(
+        _weights, 4, tmp_path / "model.safetensors", mesh={"data": 2, "tensor": 2}
+    ):
+        close(found, expected)
+        close(doubled, {name: 2 * value for name, value in expected.items()})
+        assert "cut over other axes" in refused and "attention.qkv.0.weight" in refused
+
+
+# -- three kinds of axes -----------------------------------------------------------------------------
+
+
+class _Parts:
+    axes = ("context",)
+
+
+@weft.transform(before={"replicate", "fully_shard", "zero_partition"})
+def in_parts(module, ctx):
+    return module, ctx.offering(_Parts())
+
+
+def _three(ctx, strategies):
+    found = {}
+    for strategy in strategies:
+        net = parallel(build(), ctx.mesh["tensor"], sequence=True)
+        at = ctx
+        if "context" in dict(ctx.axes):
+            net, at = in_parts(net, ctx)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        net, optimizer, at = strategy_on(net, optimizer, at, strategy)
+        for step in range(3):
+            mine = words(step).chunk(4)[ctx.rank // 2]
+            loss_of(net, mine).backward()
+            weft.clip_grads(net, at, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters())
+        with weft.full_params(net, at):
+            found[strategy] = held, {name: p.detach().clone() for name, p in net.named_parameters()}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "context": 2, "tensor": 2}, {"replica": 2, "shard": 2, "tensor": 2}], ids=str
+)
+def test_three_axes(mesh):
+    _, _, expected = alone()
+    for of_rank in run_ranks(_three, 8, STRATEGIES, mesh=mesh):
+        for _, parameters in of_rank.values():
+            close(parameters, expected)
+
+
+def _apart(ctx):
+    net, ctx = in_parts(parallel(build(), ctx.mesh["tensor"], sequence=True), ctx)
+    weft.fully_shard(net, ctx)
+
+
+@pytest.mark.slow
+def test_axes_that_are_sharded_together_lie_beside_each_other():
+    with pytest.raises(weft.testing.RanksFailed, match="do not lie beside each other"):
+        run_ranks(_apart, 8, mesh={"data": 2, "tensor": 2, "context": 2})

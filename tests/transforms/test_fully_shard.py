@@ -1367,6 +1367,9 @@ def _cut_by_torch(ctx):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             of_mesh.append(_refusal(weft.zero_partition, model, optimizer, ctx, stage=stage))
         found.append(of_mesh)
+    model = parallel(ctx.mesh["tensor"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found.append([_refusal(weft.zero_partition, model, optimizer, ctx, stage=2, engine="deepspeed")])
     flat = _refusal(weft.replicate, parallel(ctx.mesh["tensor"]), ctx, flat=True)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -1378,13 +1381,14 @@ def _cut_by_torch(ctx):
 
 def test_parameters_along_an_axis_of_the_strategy_are_refused_and_plain_ones_beside_it_are_trained():
     expected = _train(_net(), _x())
-    for ours, foreign, flat, meta, parameters in run_ranks(_cut_by_torch, 4, mesh={"data": 2, "tensor": 2}):
+    for ours, foreign, deepspeed, flat, meta, parameters in run_ranks(_cut_by_torch, 4, mesh={"data": 2, "tensor": 2}):
         assert largest_difference(parameters, expected) < 1e-12
         for kind, text in ours:
             assert kind == "AlreadyApplied" and "DTensors over 'data'" in text, text
             assert "0.weight, 0.bias, 1.weight, 1.bias" in text and "fix: " in text
         for kind, text in foreign:
             assert kind == "ContractError" and "no axis of the context" in text, text
+        assert deepspeed[0][0] == "ContractError" and 'engine="torch"' in deepspeed[0][1], deepspeed
         assert flat[0] == "ValueError" and "flat=True" in flat[1] and "0.weight" in flat[1]
         assert meta[0] == "ValueError" and "0.weight" in meta[1] and 'weights="later"' in meta[1]
 

@@ -101,7 +101,12 @@ def dims_of(layout: Layout, ctx: DistContext, dims: Dims) -> Dims:
 def other_dims(found: Mapping[str, Layout], ctx: DistContext, dims: Dims) -> dict[str, Dims]:
     """The axes of the parameters that are sharded over other ones than those of `dims`, by name; () if over none."""
     usual = dims_of(Layout(reduce_over=tuple(axis for axes in dims for axis in axes)), ctx, dims)
-    every = {name: dims_of(layout, ctx, dims) for name, layout in found.items()}
+    flat = {axis for axes in dims for axis in axes}
+    every = {
+        # What is summed over further axes is not FSDP2's to reduce.
+        name: dims_of(layout, ctx, dims) if flat.issuperset(_wide(ctx, layout.reduce_over)) else ()
+        for name, layout in found.items()
+    }
     return {name: own for name, own in every.items() if own != usual}
 
 
