@@ -49,6 +49,9 @@ def zero_partition(
 
     Returns:
         What is offered to later transforms; None with one rank and no process group.
+
+    Raises:
+        ContextError: Something is to be offloaded, and there is no process group.
     """
     check_plain_module("zero_partition", module)
     check_methods("zero_partition", module, methods)
