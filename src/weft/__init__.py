@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from weft.transforms.shard_data import shard_data
     from weft.transforms.skip_nonfinite import skip_nonfinite, was_skipped
     from weft.transforms.sync_batch_norm import sync_batch_norm
+    from weft.transforms.tensor_parallel import tensor_parallel, tensor_plan
     from weft.transforms.undo import undo
     from weft.transforms.with_precision import loss_scale, with_precision
     from weft.transforms.zero_partition import zero_partition
@@ -84,6 +85,7 @@ LATER = {
     "transforms.shard_data": "shard_data",
     "transforms.skip_nonfinite": "skip_nonfinite was_skipped",
     "transforms.sync_batch_norm": "sync_batch_norm",
+    "transforms.tensor_parallel": "tensor_parallel tensor_plan",
     "transforms.undo": "undo",
     "transforms.with_precision": "loss_scale with_precision",
     "transforms.zero_partition": "zero_partition",
@@ -148,6 +150,8 @@ __all__ = [
     "skip_nonfinite",
     "start",
     "sync_batch_norm",
+    "tensor_parallel",
+    "tensor_plan",
     "to_device",
     "transform",
     "undo",

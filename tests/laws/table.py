@@ -66,6 +66,12 @@ def fuse_wrong(parts: Parts, ctx):
     return fuse(parts, ctx)
 
 
+def cut_layers(parts: Parts, ctx, **options):
+    plan = {"first": "gather", "second": "gather", "third": "gather"}  # of which two are tied
+    parts.module, ctx = weft.tensor_parallel(parts.module, ctx, **{"plan": plan, **options})
+    return ctx
+
+
 def shard_fully(parts: Parts, ctx, **options):
     parts.module, ctx = weft.fully_shard(parts.module, ctx, **options)
     return ctx
@@ -190,6 +196,13 @@ HYBRID = Row(
     mesh={"replica": -1, "shard": 2},
     break_input=partial(shard_fully, axis=("replica", "shards")),
 )
+TENSOR = Row(
+    name="tensor_parallel",
+    apply=cut_layers,
+    synchronizes=True,
+    mesh={"tensor": -1},
+    break_input=partial(cut_layers, plan={"nowhere": "column"}),
+)
 ZERO1 = Row(
     name="zero_partition[1]",
     apply=partial(partition, stage=1),
@@ -240,7 +253,7 @@ AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average
 
 TABLE = [
     SHARD, SPLIT, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
-    FULLY, HYBRID, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, AVERAGE,
+    FULLY, HYBRID, TENSOR, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, AVERAGE,
 ]  # fmt: skip
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.
 OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
@@ -251,4 +264,6 @@ PAIRS = [
     *itertools.product(ONE_OF_EACH, OTHERS),
     *itertools.product(OTHERS, ONE_OF_EACH),
     *itertools.permutations(OTHERS, 2),
+    *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS]),
+    *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS]),
 ]

@@ -17,6 +17,7 @@ from .table import (
     RECOMPUTE,
     SHARD,
     TABLE,
+    TENSOR,
 )
 
 ROWS = [*TABLE, *(pytest.param(row, marks=pytest.mark.deepspeed) for row in DEEPSPEED)]
@@ -36,14 +37,54 @@ def test_ranks_equal_reference(row, ranks):
 
 # What may not come after each, or not be combined with it at all.
 _NOT_AFTER = {
-    "accumulate_grads": {"fully_shard", "replicate", "shard_data", "sum_gradients", "zero_partition"},
-    "average_weights": {"fully_shard", "replicate", "with_precision", "zero_partition"},
-    "compile": {"fully_shard", "recompute", "replicate", "sync_batch_norm", "with_precision", "zero_partition"},
-    "fully_shard": {"recompute", "replicate", "sum_gradients", "sync_batch_norm", "with_precision", "zero_partition"},
+    "accumulate_grads": {
+        "fully_shard",
+        "replicate",
+        "shard_data",
+        "sum_gradients",
+        "zero_partition",
+        "tensor_parallel",
+    },
+    "average_weights": {"fully_shard", "replicate", "with_precision", "zero_partition", "tensor_parallel"},
+    "compile": {
+        "fully_shard",
+        "recompute",
+        "replicate",
+        "sync_batch_norm",
+        "with_precision",
+        "zero_partition",
+        "tensor_parallel",
+    },
+    "fully_shard": {
+        "recompute",
+        "replicate",
+        "sum_gradients",
+        "sync_batch_norm",
+        "with_precision",
+        "zero_partition",
+        "tensor_parallel",
+    },
     "recompute": {"sync_batch_norm", "with_precision"},
-    "replicate": {"fully_shard", "recompute", "sum_gradients", "sync_batch_norm", "with_precision", "zero_partition"},
+    "replicate": {
+        "fully_shard",
+        "recompute",
+        "sum_gradients",
+        "sync_batch_norm",
+        "with_precision",
+        "zero_partition",
+        "tensor_parallel",
+    },
     "sum_gradients": {"fully_shard", "replicate", "with_precision", "zero_partition"},
-    "zero_partition": {"fully_shard", "recompute", "replicate", "sum_gradients", "sync_batch_norm", "with_precision"},
+    "tensor_parallel": {"recompute", "sync_batch_norm", "with_precision"},
+    "zero_partition": {
+        "fully_shard",
+        "recompute",
+        "replicate",
+        "sum_gradients",
+        "sync_batch_norm",
+        "with_precision",
+        "tensor_parallel",
+    },
 }
 # ... and what DeepSpeed cannot do that torch can.
 _NOT_WITH_DEEPSPEED = {
@@ -63,7 +104,7 @@ DIFFERENT = [(one, two) for one, two in PAIRS if _name(one) != _name(two)]
 
 def _is_other(pair):
     """Pairs with the later transforms belong to the slow suite."""
-    return any(row is other for row in pair for other in OTHERS)
+    return any(row is other for row in pair for other in (*OTHERS, TENSOR))
 
 
 WITH_DEEPSPEED = [

@@ -22,20 +22,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 TRANSFORMS = [
     "accumulate_grads", "average_weights", "compile", "fully_shard", "fuse_step", "gather_step", "recompute",
-    "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm", "with_precision", "zero_partition",
+    "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm", "tensor_parallel", "with_precision",
+    "zero_partition",
 ]  # fmt: skip
 FACADE = [
     *TRANSFORMS, "DistContext", "LossScaling", "Precision", "adopt", "all_or_none", "any_rank", "averages", "barrier",
     "broadcast", "check", "checkpointable", "clip_grads", "compose", "errors", "explain", "export", "full_grads",
     "full_params", "gather", "launch_function", "load_weights", "local", "log", "loss_scale", "main_first",
-    "on_preemption", "progress", "reduce", "restore", "save", "save_async", "start", "to_device", "transform", "undo",
-    "was_skipped",
+    "on_preemption", "progress", "reduce", "restore", "save", "save_async", "start", "tensor_plan", "to_device", "transform",
+    "undo", "was_skipped",
 ]  # fmt: skip
 # What else is public, by module: frozen like the facade.
 MODULES = {
     "checkpoint": "Checkpoint Restored RunningSave checkpointable latest restore save save_async verify",
     "collectives": "all_or_none all_to_all any_rank barrier broadcast gather gather_objects main_first on_rank "
-    "pad_across reduce reduce_scatter scatter",
+    "pad_across reduce reduce_scatter scatter vocab_cross_entropy",
     "data": "BatchMath DataPlan SeekableStream ShardedLoader Window Windows batch_math find_batch_size length_batches "
     "pad_collate padding_share split_between",
     "environments": "Topology first_host topology",

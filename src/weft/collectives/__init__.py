@@ -12,10 +12,11 @@ objects.py        broadcast, scatter, gather_objects
 encoding.py       objects as JSON
 packed_gather.py  tensors of all ranks in one message
 barriers.py       barrier, all_or_none, main_first, any_rank, on_rank
+vocab_loss.py     vocab_cross_entropy
 on_all_ranks.py   work that fails on one rank fails on all
 
 Collective (all ranks of the context call them): reduce, gather, reduce_scatter, all_to_all, pad_across, broadcast,
-scatter, gather_objects, any_rank, barrier, all_or_none, main_first; of metrics.py gather_metrics,
+scatter, gather_objects, any_rank, barrier, all_or_none, main_first, vocab_cross_entropy; of metrics.py gather_metrics,
 weighted_mean, denominator. Local: on_rank.
 """
 
@@ -23,6 +24,7 @@ from weft.collectives.barriers import all_or_none, any_rank, barrier, main_first
 from weft.collectives.objects import broadcast, gather_objects, scatter
 from weft.collectives.rows import all_to_all, reduce_scatter
 from weft.collectives.tensors import gather, pad_across, reduce
+from weft.collectives.vocab_loss import vocab_cross_entropy
 
 __all__ = [
     "all_or_none",
@@ -38,4 +40,5 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "vocab_cross_entropy",
 ]

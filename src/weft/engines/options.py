@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ __all__ = [
     "ShardOptions",
     "StepMeshes",
     "StrategyOptions",
+    "TensorOptions",
 ]
 
 Place = str | os.PathLike[str]
@@ -166,6 +167,29 @@ class ShardOptions(StrategyOptions):
     specs: Mapping[str, object] = field(default_factory=dict, compare=False)
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
     strategy: str = field(default="fully_shard", compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions(StrategyOptions):
+    """How the layers of a module are cut over ranks; all by the names of parts.
+
+    Attributes:
+        styles: A word or a `ParallelStyle` of torch for each part that is cut.
+        gathers: The parts around them whose first argument is made a DTensor once, for all layers in them.
+        blocks: The blocks between which the sequence is cut; empty: it is not.
+        inside: What lies in these blocks.
+        summed: Names of whole parameters of whose gradients each rank has a part.
+        make_real: Called with a part before it is cut, if the module is on meta.
+    """
+
+    styles: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    gathers: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    inside: frozenset[str] = field(default=frozenset(), compare=False)
+    summed: tuple[str, ...] = ()
+    make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
+    buffers: Literal["broadcast", "local"] = "local"
+    strategy: str = field(default="tensor_parallel", compare=False)
 
 
 class RecomputeOptions(NamedTuple):

@@ -14,9 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions, StepMeshes
+from weft.engines.options import (
+    CastOptions,
+    CompileOptions,
+    RecomputeOptions,
+    ReduceOptions,
+    ShardOptions,
+    StepMeshes,
+    TensorOptions,
+)
 from weft.engines.peers import Peers
-from weft.engines.results import Axes, Held, ReducedModule, Undoable
+from weft.engines.results import Axes, Held, ReducedModule, TensorParallel, Undoable
 from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.optim.ema import WeightAverages
@@ -76,6 +84,12 @@ class Engine(Protocol):
         self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: ShardOptions, peers: Peers
     ) -> ReducedModule:
         """Shard a module over a mesh of one axis, or two (replica, shard), whose ranks form `group`."""
+        ...
+
+    def tensor_parallel(
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Peers
+    ) -> TensorParallel:
+        """Cut layers over a mesh of one axis, whose ranks form `group`."""
         ...
 
     def gathered(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Axes", "Held", "ReducedModule", "Undoable"]
+__all__ = ["Axes", "Held", "ReducedModule", "TensorParallel", "Undoable"]
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
 
@@ -36,3 +36,12 @@ class ReducedModule(Undoable, Protocol):
 
     def end_window(self, *, left: bool = False) -> None:
         """The window is over, or was left early."""
+
+
+class TensorParallel(ReducedModule, Protocol):
+    """A module whose layers are cut over ranks."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether there are gradients of which each rank has a part: else there is nothing to reduce."""
+        ...

@@ -7,17 +7,28 @@ units.py         which parts are gathered and freed together
 meta.py          real tensors for modules on meta
 other_axes.py    parameters that lie along other axes, or whose gradients are summed over others
 shard_module.py  all of it in its order, and the engine
+
+and for layers that are cut by a plan
+
+tensor_plan.py     which part is cut in which way
+tensor_checks.py   what cannot be computed exactly
+forward_source.py  what the source code of a `forward` tells
+tensor_layers.py   all of it in its order, and the engine
 """
 
 from weft.sharding.meta import WeightSource
 from weft.sharding.other_axes import broadcast_state, facts_of, reductions, step_meshes
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
+from weft.sharding.tensor_layers import cut_layers
+from weft.sharding.tensor_plan import TensorPlan, tensor_plan
 
 __all__ = [
+    "TensorPlan",
     "WeightSource",
     "broadcast_state",
     "check_optimizers",
+    "cut_layers",
     "exchange_parameters",
     "facts_of",
     "groups_of",
@@ -26,4 +37,5 @@ __all__ = [
     "shard_module",
     "sharding_axes",
     "step_meshes",
+    "tensor_plan",
 ]

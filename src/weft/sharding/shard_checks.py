@@ -24,6 +24,7 @@ __all__ = [
     "check_optimizers",
     "check_options",
     "check_parameters",
+    "check_weights",
     "groups_of",
     "optimizers_in",
     "reshard_of",
@@ -44,6 +45,17 @@ def check_options(what: str, module: nn.Module, ctx: DistContext, options: Shard
             expected="an accelerator, whose memory the shards are to leave",
             fix=f"weft.{what}(..., offload=False)",
         )
+    check_weights(what, module, weights)
+    check_methods(what, module, options.methods)
+
+
+def check_weights(what: str, module: nn.Module, weights: WeightSource) -> None:
+    """Raise if these are no weights, or the module has its own.
+
+    Raises:
+        TypeError: `weights` is of another kind.
+        ValueError: The module is not on meta.
+    """
     if not (weights is None or weights == "later" or callable(weights)) and not isinstance(weights, Mapping):
         raise type_error(
             f"{what}: weights = {weights!r} cannot be used",
@@ -59,7 +71,6 @@ def check_options(what: str, module: nn.Module, ctx: DistContext, options: Shard
             expected="with torch.device('meta'): model = ...",
             fix="weft.load_weights(model, path, ctx)" if weights == "later" else "model.load_state_dict(weights)",
         )
-    check_methods(what, module, options.methods)
 
 
 def check_drawn(what: str, module: nn.Module) -> None:

@@ -178,7 +178,8 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
                 total = window.denominator(lambda batch: len(batch[1]))
                 batches: Iterable[Any] = window
             else:
-                total = float(reduce(torch.tensor(float(len(window[1])), device=ctx.device), ctx)) / ranks
+                everyone = float(reduce(torch.tensor(float(len(window[1])), device=ctx.device), ctx))
+                total = everyone * ctx.data_size / ctx.world_size / ranks  # each batch is on several model ranks
                 batches = [window]
             for batch in batches:
                 features, classes = to_device(batch, ctx)
@@ -204,9 +205,11 @@ def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -
 
 def finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
     """Clip, step, and drop the gradients."""
-    rounds = torch.__version__ < "2.10" and any(map(dtensor.is_sharded, module.parameters()))
-    # Of some modules torch sees no gradients; torch 2.9 takes the norm of shards in float32.
-    if ctx is not None and (offered(module, KeepsParameters) or rounds):
+    cut = set(map(dtensor.is_sharded, module.parameters()))
+    rounds = torch.__version__ < "2.10" and True in cut
+    # Of some modules torch sees no gradients; where only some parameters are cut it refuses; torch 2.9 takes the
+    # norm of shards in float32.
+    if ctx is not None and (offered(module, KeepsParameters) or rounds or len(cut) > 1):
         clip_grads(module, ctx, max_norm=job.clip)
     else:
         torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
@@ -235,11 +238,11 @@ def prepare(ctx: DistContext, job: Job, rows: Sequence[Row]) -> tuple[Parts, Dis
 
 def plain_loader(ctx: DistContext, job: Job, rows: Sequence[Row]) -> DataLoader[Any]:
     """The plain loader: of the whole data if a row will share it out, else of this rank's part."""
-    dataset, per_rank = job.dataset(), job.global_batch // ctx.world_size
+    dataset, per_rank = job.dataset(), job.global_batch // ctx.data_size
     if any(row.name.startswith("shard_data") for row in rows):
         return DataLoader(dataset, batch_size=per_rank)
     order = torch.arange(job.samples).split(job.global_batch)
-    mine = [list(step.tensor_split(ctx.world_size)[ctx.rank]) for step in order]
+    mine = [list(step.tensor_split(ctx.data_size)[ctx.data_rank]) for step in order]
     return DataLoader(dataset, batch_sampler=mine)
 
 

@@ -5,6 +5,7 @@ strategy.py       what ddp and fsdp have in common
 reduced_apart.py  parameters whose gradients are averaged apart from the others
 ddp/              gradients averaged during backward
 fsdp/             parameters in shards
+parallel/         one batch on several ranks: layers cut over them
 optim/            what happens around an optimizer's step
 amp/              mixed precision
 compute/          activation checkpointing, torch.compile

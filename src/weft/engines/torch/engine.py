@@ -12,9 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import CastOptions, CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions, StepMeshes
+from weft.engines.options import (
+    CastOptions,
+    CompileOptions,
+    RecomputeOptions,
+    ReduceOptions,
+    ShardOptions,
+    StepMeshes,
+    TensorOptions,
+)
 from weft.engines.peers import Peers
-from weft.engines.results import ReducedModule, Undoable
+from weft.engines.results import ReducedModule, TensorParallel, Undoable
 from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.compute.activation_checkpoint import Recomputed
@@ -96,6 +104,14 @@ class TorchEngine:
         from weft.engines.torch.fsdp.fsdp2 import ShardedModule  # noqa: PLC0415  (half a second of imports in torch)
 
         return ShardedModule(module, mesh, group, options, peers)
+
+    def tensor_parallel(
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Peers
+    ) -> TensorParallel:
+        """Cut layers over a mesh of one axis, whose ranks form `group`."""
+        from weft.engines.torch.parallel.tensor_module import TensorParallelModule  # noqa: PLC0415  (as in `shard`)
+
+        return TensorParallelModule(module, mesh, group, options, peers)
 
     def partition_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None

@@ -1,0 +1,150 @@
+"""Add up gradients of which each rank has computed a part, in one message at the end of the last backward pass.
+
+[Note: parts of sums] A parameter that every rank holds whole, and uses on its part of the sequence or of the heads,
+has a gradient that is the sum of what the ranks have computed. Until the message it is a part of the sum on every
+rank. What was added up before, by an earlier backward pass, is divided by the number of ranks when the next one
+begins, so that the sum over the ranks restores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.errors import ContractError, listed
+from weft.tensors.dtensor import is_sharded, local, resting_parameters
+
+__all__ = ["PartSums"]
+
+_TOLERANCE = 1e-2  # of norms of gradients that are computed alike on all ranks, or in parts, which differ altogether
+_SMALL = 1e-6  # of the largest norm: below it there is only noise
+
+
+class PartSums:
+    """The parameters of a module whose gradients are parts of sums.
+
+    Attributes:
+        in_parts: Whether gradients are parts of sums at this moment.
+        checked: Whether the gradients of the others were seen to be equal on all ranks.
+    """
+
+    def __init__(self, summed: Collection[str], alike: Collection[str], cut: Collection[str]) -> None:
+        """Remember the names of parameters.
+
+        Args:
+            summed: Whose gradients are parts of sums.
+            alike: DTensors that are alike on all ranks; torch may leave their gradients as parts of sums.
+            cut: DTensors that are cut.
+        """
+        self.in_parts = self.checked = False
+        self._summed = frozenset(summed)
+        self._alike = tuple(alike)
+        self._others = frozenset((*summed, *alike, *cut))
+        self._resting: list[nn.Parameter] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._summed or self._alike)
+
+    def begin(self, module: nn.Module, ranks: int) -> None:
+        """A backward pass begins: see [Note: parts of sums]."""
+        if self.in_parts or not self:
+            return
+        self.in_parts = True
+        with torch.no_grad():
+            earlier = [local(p.grad) for p in self._parameters(module) if p.grad is not None]
+            if earlier:
+                torch._foreach_div_(earlier, ranks)
+
+    def add_up(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """Add the parts up. Collectives: one all-reduce per dtype."""
+        self._resting = []
+        with torch.no_grad():
+            parts = list(self._parts(module))
+            for dtype in dict.fromkeys(part.dtype for part in parts):
+                same = [part for part in parts if part.dtype == dtype]
+                flat = torch.cat([part.reshape(-1) for part in same])
+                dist.all_reduce(flat, group=group)
+                sizes = [part.numel() for part in same]
+                for part, total in zip(same, flat.split(sizes), strict=True):
+                    part.copy_(total.view_as(part))
+        self.in_parts = False
+
+    def _parts(self, module: nn.Module) -> Iterator[torch.Tensor]:
+        for p in self._parameters(module):
+            if p.grad is not None:
+                yield local(p.grad)
+        for name in self._alike:
+            p = module.get_parameter(name)
+            if p.grad is not None and _is_partial(p.grad):
+                p.grad = _as_if_alike(p.grad)
+                yield local(p.grad)
+
+    def has_gradients(self, module: nn.Module) -> bool:
+        """Whether there is something to add up."""
+        return any(p.grad is not None for p in self._parameters(module))
+
+    def _parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        """The parameters as they are between steps."""
+        if not self._resting and self._summed:
+            names = [name for name, _ in module.named_parameters()]
+            resting = dict(zip(names, resting_parameters(module), strict=True))
+            self._resting = [resting[name] for name in names if name in self._summed]
+        return self._resting
+
+    def check_others(self, module: nn.Module, group: dist.ProcessGroup, what: str) -> None:
+        """Raise if gradients differ between the ranks that were not said to; asked after the first backward pass.
+
+        Collectives: one all-gather of a number per parameter.
+
+        Raises:
+            ContractError: On all ranks.
+        """
+        named = {n: p for n, p in module.named_parameters() if n not in self._others and not p.is_meta}
+        named = {name: p for name, p in named.items() if p.requires_grad}
+        gradients = [p.grad for p in named.values()]
+        if named and not any(gradient is not None for gradient in gradients):
+            return
+        self.checked = True
+        if not named:
+            return
+        device = next(iter(named.values())).device
+        norms = torch.stack([_norm(gradient, device) for gradient in gradients])
+        everyone = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, norms, group=group)
+        table = torch.stack(everyone)
+        least, most = table.amin(0), table.amax(0)
+        wrong = ((most - least) > _TOLERANCE * most) & (most > _SMALL * most.max())
+        names = [name for name, bad in zip(named, wrong.tolist(), strict=True) if bad]
+        if names:
+            raise ContractError(
+                f"{what}: gradients of whole parameters differ between the ranks",
+                found=listed(names),
+                expected="a style for each part between a column and a row, which sees this rank's heads alone",
+                fix=f'plan={{..., "{names[0].rpartition(".")[0]}": "replicate"}}',
+            )
+
+
+def _norm(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if gradient is None:
+        return torch.zeros((), device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(local(gradient).detach().float())
+    return norm.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _is_partial(gradient: torch.Tensor) -> bool:
+    cut: Any = gradient
+    return is_sharded(gradient) and any(placement.is_partial() for placement in cut.placements)
+
+
+def _as_if_alike(gradient: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a DTensor that is alike on the ranks over which it will be added up."""
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  (who has a DTensor has imported it)
+
+    cut: Any = gradient.detach()
+    placements = [Replicate() if placement.is_partial() else placement for placement in cut.placements]
+    sizes: dict[str, Any] = {"shape": cut.shape, "stride": cut.stride()}
+    return DTensor.from_local(cut.to_local(), cut.device_mesh, placements, run_check=False, **sizes)

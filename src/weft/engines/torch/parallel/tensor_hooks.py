@@ -1,0 +1,91 @@
+"""What moves around the calls of parts: an argument that is gathered once, a sequence that is cut and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from weft.errors import value_error
+
+__all__ = ["cut_sequence", "gather_argument", "hooks_of", "join_sequence", "take_off"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def gather_argument(mesh: DeviceMesh, arrives: Placement) -> Callable[..., Any]:
+    """A hook that makes the first tensor among the arguments a DTensor, whole on every rank.
+
+    All layers that take it then have one message in forward, and one in backward, instead of one each.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _replaced(args, kwargs, lambda x: _moved(x, mesh, arrives, Replicate()))
+
+    return before
+
+
+def cut_sequence(mesh: DeviceMesh, name: str) -> Callable[..., Any]:
+    """A hook that lets this rank continue with its part of the sequence."""
+
+    def cut(x: torch.Tensor) -> Any:
+        if x.dim() < 3 or x.shape[1] % mesh.size():
+            raise value_error(
+                f"tensor_parallel: a sequence that cannot be cut came to {name}",
+                found=f"shape {tuple(x.shape)}, {mesh.size()} ranks",
+                expected="(batch, length, features), and a length that is divisible by the ranks",
+                fix="pad the batch, or weft.tensor_parallel(..., sequence=False)",
+            )
+        return _moved(x, mesh, Replicate(), Shard(1)).to_local()
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _replaced(args, kwargs, cut)
+
+    return before
+
+
+def join_sequence(mesh: DeviceMesh) -> Callable[..., Any]:
+    """A hook that gives every rank the whole sequence again."""
+
+    def join(x: torch.Tensor) -> Any:
+        return _moved(x, mesh, Shard(1), Replicate()).to_local()
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return (join(output[0]), *output[1:]) if isinstance(output, tuple) else join(output)
+
+    return after
+
+
+def _moved(x: Any, mesh: DeviceMesh, arrives: Placement, wanted: Placement) -> Any:
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [arrives], run_check=False)
+    return x if x.placements == (wanted,) else x.redistribute(placements=[wanted])
+
+
+def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Any], Any]) -> Any:
+    """The arguments with another first floating-point tensor."""
+    for place, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return (*args[:place], change(value), *args[place + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return args, {**kwargs, name: change(value)}
+    return args, kwargs
+
+
+def hooks_of(part: nn.Module) -> list[tuple[nn.Module, str, set[int]]]:
+    """The keys of the hooks that a part and those in it have; for `take_off`."""
+    return [(one, hooks, set(vars(one)[hooks])) for one in part.modules() for hooks in _HOOKS]
+
+
+def take_off(before: list[tuple[nn.Module, str, set[int]]]) -> None:
+    """Remove the hooks that torch has added since: it has no function for that."""
+    for part, hooks, known in before:
+        for key in [key for key in vars(part)[hooks] if key not in known]:
+            for each in (hooks, f"{hooks}_with_kwargs", "_forward_hooks_always_called"):
+                vars(part)[each].pop(key, None)
+        part.__dict__.pop("_distribute_module_applied", None)

@@ -1,0 +1,216 @@
+"""Cut the layers of a module over ranks with torch's styles, and put them together again.
+
+torch's `ColwiseParallel` and `RowwiseParallel` cut the layers and lay the messages around their calls. What torch
+leaves to the user is here: the argument of an attention or an MLP becomes a DTensor once, not once per layer in it
+(`tensor_hooks.py`); the sequence is cut between the first and the last block; tied parameters stay tied; gradients of
+which each rank has a part are added up in one message (`part_sums.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from weft.engines.options import TensorOptions
+from weft.engines.peers import Peers
+from weft.engines.torch.fsdp.remove import replace_parameters, whole_parameter
+from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.method_hooks import attach
+from weft.engines.torch.parallel.part_sums import PartSums
+from weft.engines.torch.parallel.tensor_hooks import (
+    cut_sequence,
+    gather_argument,
+    hooks_of,
+    join_sequence,
+    take_off,
+)
+from weft.engines.torch.strategy import Strategy
+from weft.tensors.nested import tensors
+
+__all__ = ["TensorParallelModule"]
+
+
+class TensorParallelModule(Strategy):
+    """A module whose layers are cut over the ranks of one axis, as later transforms see it."""
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, options: TensorOptions, peers: Peers
+    ) -> None:
+        super().__init__(module, group, options, peers)
+        self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, and averaged over nobody
+        self._mesh = mesh
+        self._cut_layers(module, options)
+        for name in options.gathers:
+            arrives = Shard(1) if name in options.inside else Replicate()
+            attach(module.get_submodule(name), self._removable, before=gather_argument(mesh, arrives))
+        if options.blocks:
+            first, last = (module.get_submodule(options.blocks[at]) for at in (0, -1))
+            attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
+            attach(last, self._removable, after=join_sequence(mesh))
+        mine = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh == mesh}
+        alike = [name for name, p in mine.items() if p.placements[0].is_replicate()]
+        self._sums = PartSums(options.summed, alike, mine)
+        self._session = BackwardSession(self._begin, self._end, rounds=2)
+        self._watch(module, options)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether there are gradients of which each rank has a part."""
+        return bool(self._sums)
+
+    # -- cutting ---------------------------------------------------------------------------------
+
+    def _cut_layers(self, module: nn.Module, options: TensorOptions) -> None:
+        kept = list(module.parameters())  # so that no id is given away
+        ties: dict[int, list[tuple[nn.Module, str]]] = {}
+        for part in module.modules():
+            for name, p in part._parameters.items():
+                if p is not None:
+                    ties.setdefault(id(p), []).append((part, name))
+        for name, style in options.styles.items():
+            part = module.get_submodule(name)
+            if options.make_real is not None:
+                options.make_real(part)
+            torch_style = self._style_of(name, style, options)
+            if torch_style is not None:
+                self._apply(part, torch_style)
+        if options.make_real is not None:
+            options.make_real(module)
+        for (part, name), *others in ties.values():
+            for other, own in others:
+                other._parameters[own] = part._parameters[name]
+        del kept
+
+    def _style_of(self, name: str, style: str | ParallelStyle, options: TensorOptions) -> ParallelStyle | None:
+        """Torch's style; None for a part that stays whole."""
+        if isinstance(style, ParallelStyle):
+            return style
+        inside, gathered = name in options.inside, name.rpartition(".")[0] in options.gathers
+        arrives = Shard(1) if inside and not gathered else Replicate()
+        leaves = Shard(1) if inside else Replicate()
+        if style == "column":
+            return ColwiseParallel(input_layouts=arrives)
+        if style == "gather":
+            return ColwiseParallel(input_layouts=arrives, output_layouts=leaves)
+        if style == "row":
+            return RowwiseParallel(output_layouts=leaves)
+        return RowwiseParallel(input_layouts=Replicate()) if style == "vocab" else None
+
+    def _apply(self, part: nn.Module, style: ParallelStyle) -> None:
+        before = hooks_of(part)
+        trained = {name: p.requires_grad for name, p in part.named_parameters()}
+        parallelize_module(part, self._mesh, style, src_data_rank=None)
+        for name, p in part.named_parameters():
+            p.requires_grad_(trained[name])
+        self._removable.add(lambda: take_off(before))
+
+    def undo(self) -> None:
+        """Make the layers whole. Collectives: one all-gather per cut parameter."""
+        module = self._module()
+        super().undo()
+        if module is not None:
+            cut = [p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh == self._mesh]
+            replace_parameters(module, {p: whole_parameter(p) for p in cut})
+
+    # -- windows and steps -----------------------------------------------------------------------
+
+    @property
+    def owes(self) -> bool:
+        """Whether gradients of the running window are parts of sums."""
+        return super().owes and self._sums.in_parts
+
+    def end_window(self, *, left: bool = False) -> None:
+        """Add up what the window still owes. Collectives: one all-reduce, if its last micro-batch was skipped."""
+        self.enabled = True
+        owes, self._due = self.owes, False
+        if owes and not left:
+            self._add_up()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add up what is pending, so that no step sees parts of sums."""
+        module = self._module()
+        if module is None or not self._sums.in_parts or not self._sums.has_gradients(module):
+            return
+        if not self.enabled:
+            self._raise_in_window()
+        self._add_up()
+
+    # -- forward and backward --------------------------------------------------------------------
+
+    def _watch(self, module: nn.Module, options: TensorOptions) -> None:
+        """Learn when a backward pass comes back through the module, or a part whose gradients are parts of sums."""
+        self._entrance = _entrance(self._session.flag, weakref.ref(self))
+        for name in sorted({name.rpartition(".")[0] for name in options.summed} - {""}):
+            attach(module.get_submodule(name), self._removable, after=_hook_outputs(self._entrance))
+        attach(module, self._removable, after=self._after)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The module was called."""
+        if not torch.is_grad_enabled() or self._group is None or (self._sums.checked and not self._sums):
+            return
+        self._look(module)
+        _hook_outputs(self._entrance)(module, args, output)
+
+    @torch._disable_dynamo
+    def _look(self, module: nn.Module) -> None:
+        if self._session.flag[0]:
+            self._session.was_torn()
+        if self._sums:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            self._steps.look(next(iter(trained), None), lambda: trained)
+
+    def enter(self) -> None:
+        """The first gradient of a backward pass is here."""
+        self._session.enter()
+
+    def _begin(self) -> None:
+        module = self._module()
+        if module is not None:
+            self._sums.begin(module, self._ranks)
+
+    def _end(self) -> None:
+        module = self._module()
+        if module is None or self._group is None:
+            return
+        if not self._sums.checked:
+            self._sums.check_others(module, self._group, self._what)
+        if self.enabled:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        module = self._module()
+        if module is not None and self._group is not None:
+            self._sums.add_up(module, self._group)
+        self._due = False
+
+
+def _hook_outputs(entrance: Callable[[torch.Tensor], None]) -> Callable[..., None]:
+    """A hook on a module; what is compiled is left to the hook around it."""
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(entrance)
+
+    return after
+
+
+def _entrance(flag: bytearray, owner: weakref.ref[TensorParallelModule]) -> Callable[[torch.Tensor], None]:
+    """A hook on a tensor; it must not hold the owner, which may hold the tensor, in C++."""
+
+    def enter(_: torch.Tensor) -> None:
+        if not flag[0]:
+            alive = owner()
+            if alive is not None:
+                alive.enter()
+
+    return enter

@@ -1,0 +1,386 @@
+"""What tensor parallelism cannot compute exactly: refused before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from weft.contract.select_modules import fits_pattern
+from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
+from weft.sharding.forward_source import ForwardSource
+from weft.sharding.tensor_plan import STYLES, parts_of
+from weft.tensors.dtensor import is_sharded
+
+__all__ = ["Styles", "check_computes", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]
+
+Styles = dict[str, Any]  # name of a part to its style: a word, or a ParallelStyle of torch
+_WHAT = "tensor_parallel"
+_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    "column": (nn.Linear,),
+    "row": (nn.Linear,),
+    "gather": (nn.Linear,),
+    "vocab": (nn.Embedding,),
+}
+_HEADS = {
+    *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    *("n_kv_head", "kv_heads", "heads", "nhead", "nheads", "n_local_heads"),
+}
+_HEAD_SIZES = {"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"}
+_MIX_POSITIONS = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+
+
+def styles_of(module: nn.Module, plan: Mapping[str, Any]) -> Styles:
+    """The style of each part that a plan names, in the order of the module.
+
+    Raises:
+        AlreadyApplied: A part is cut already.
+        TypeError: The plan is none, or a part is of a kind that its style cannot cut.
+        ValueError: An unknown style, a pattern that matches nothing, or two styles for one part.
+    """
+    if not isinstance(plan, Mapping) or not plan:
+        raise type_error(
+            f"{_WHAT}: plan = {plan!r} is none",
+            found=type(plan).__name__,
+            expected='"auto", or patterns of names with a style each',
+            fix=f'weft.{_WHAT}(model, ctx, plan={{"blocks.*.up": "column", "blocks.*.down": "row"}})',
+        )
+    chosen: dict[str, list[tuple[str, Any]]] = {}
+    attentions = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
+    for pattern, style in plan.items():
+        _check_style(pattern, style)
+        matched = parts_of(module, pattern)
+        if not matched:
+            _raise_no_match(module, pattern)
+        for name, part in matched.items():
+            _check_kind(name, part, style, attentions)
+            chosen.setdefault(name, []).append((pattern, style))
+    _check_one_style(module, chosen)
+    cut = [name for name in chosen for p in module.get_submodule(name).parameters() if is_sharded(p)]
+    if cut:
+        raise AlreadyApplied(
+            f"{_WHAT}: parts of the plan are cut already",
+            found=listed(dict.fromkeys(cut)),
+            expected="plain parameters in the parts that the plan names",
+            fix="leave them out of the plan, or load the model without a plan of its own",
+        )
+    return {name: chosen[name][0][1] for name, _ in module.named_modules() if name in chosen}
+
+
+def _check_style(pattern: str, style: Any) -> None:
+    from torch.distributed.tensor.parallel import ParallelStyle  # noqa: PLC0415  (half a second of imports in torch)
+
+    if style not in STYLES if isinstance(style, str) else not isinstance(style, ParallelStyle):
+        raise value_error(
+            f"{_WHAT}: the style of {pattern!r} is unknown",
+            found=repr(style),
+            expected=f"{', '.join(map(repr, STYLES))}, or a ParallelStyle of torch",
+            fix=f'weft.{_WHAT}(model, ctx, plan={{..., "{pattern}": "column"}})',
+        )
+
+
+def _raise_no_match(module: nn.Module, pattern: str) -> None:
+    parameters = [name for name, _ in module.named_parameters() if fits_pattern(name, pattern)]
+    raise value_error(
+        f"{_WHAT}: the pattern {pattern!r} matches no part of {type(module).__name__}",
+        found=f"it names parameters: {listed(parameters)}"
+        if parameters
+        else f"parts: {listed(name for name, _ in module.named_modules() if name)}",
+        expected="each pattern to match a part, whose parameters are then cut",
+        fix=f"{parameters[0].rpartition('.')[0]!r}" if parameters else "print(weft.tensor_plan(model))",
+    )
+
+
+def _check_kind(name: str, part: nn.Module, style: Any, attentions: Iterable[nn.MultiheadAttention]) -> None:
+    kinds = _KINDS.get(style) if isinstance(style, str) else None
+    if kinds is None:
+        return
+    if any(part is one.out_proj for one in attentions):
+        raise type_error(
+            f"{_WHAT}: {name} is never called",
+            found="the projection of torch's MultiheadAttention, which reads its weights",
+            expected="layers that are called, around which the messages are",
+            fix="an attention of four linear layers and scaled_dot_product_attention",
+        )
+    special = {key: getattr(part, key, None) for key in ("max_norm", "scale_grad_by_freq", "sparse")}
+    asked = [f"{key}={value}" for key, value in special.items() if value is not None and value is not False]
+    if isinstance(part, kinds) and not asked:
+        return
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    raise type_error(
+        f"{_WHAT}: {name} cannot be cut as {style!r}",
+        found=f"{type(part).__name__}{f' with {listed(asked)}' if asked else ''}",
+        expected=f"{wanted}{' without these options, which need the whole table' if asked else ''}",
+        fix=f"leave {name!r} out of the plan: it stays whole on every rank"
+        if asked or not isinstance(part, nn.Embedding)
+        else f'"{name}": "vocab"',
+    )
+
+
+def _check_one_style(module: nn.Module, chosen: Mapping[str, list[tuple[str, Any]]]) -> None:
+    twice = {name: found for name, found in chosen.items() if any(style != found[0][1] for _, style in found)}
+    lines = [f"{name}: {' and '.join(f'{s!r} by {p!r}' for p, s in found)}" for name, found in twice.items()]
+    lines += [
+        f"{name} ({found[0][1]!r}) lies in {outer} ({chosen[outer][0][1]!r})"
+        for name, found in chosen.items()
+        for outer in chosen
+        if name.startswith(f"{outer}.")
+    ]
+    if lines:
+        raise value_error(
+            f"{_WHAT}: parameters of {type(module).__name__} have two styles",
+            found=listed(lines),
+            expected="one style per parameter",
+            fix="patterns that do not overlap",
+        )
+
+
+def check_ties(module: nn.Module, styles: Styles) -> None:
+    """Raise if a parameter that several parts share would be cut in two ways.
+
+    Raises:
+        ValueError: The text names the parts and their styles.
+    """
+    dims = {"column": 0, "gather": 0, "vocab": 0, "row": 1}
+    users: dict[int, dict[str, Any]] = {}
+    for name, part in module.named_modules():
+        for own, p in part._parameters.items():
+            if p is not None:
+                style = next((s for n, s in styles.items() if name == n or name.startswith(f"{n}.")), None)
+                users.setdefault(id(p), {})[f"{name}.{own}" if name else own] = style
+    for shared in users.values():
+        ways = {str(dims.get(style) if isinstance(style, str) else style) for style in shared.values()}
+        if len(ways) > 1:
+            raise value_error(
+                f"{_WHAT}: a tied parameter has different styles",
+                found=", ".join(
+                    f"{name}: {'whole' if style is None else repr(style)}" for name, style in shared.items()
+                ),
+                expected='one way of cutting it, or none: "vocab" for an embedding goes with "gather" or "column" '
+                "for the head",
+                fix="plan={..., "
+                + ", ".join(f'"{name.rpartition(".")[0]}": "{_tied_style(module, name)}"' for name in shared)
+                + "}",
+            )
+
+
+def _tied_style(module: nn.Module, name: str) -> str:
+    return "vocab" if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Embedding) else "gather"
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def check_sizes(module: nn.Module, styles: Styles, axis: str, ranks: int) -> None:
+    """Raise if heads, or the features between "column" and "row", are not divisible by the ranks.
+
+    Vocabularies ("vocab", "gather", and a "column" after which no "row" comes) need not be.
+
+    Raises:
+        ContextError: The text has the numbers.
+    """
+    for name, style in styles.items():
+        part: Any = module.get_submodule(name)
+        if isinstance(style, str) and style in ("vocab", "gather", "column") and part.weight.shape[0] < ranks:
+            raise ContextError(
+                f"{_WHAT}: {name} has fewer rows than there are ranks along {axis!r}",
+                found=f"{part.weight.shape[0]} rows, {ranks} ranks",
+                expected="a row or more per rank",
+                fix="leave it out of the plan: it stays whole on every rank",
+            )
+    for parent, columns, rows in _pairs(module, styles):
+        for name, count in _head_counts(parent, columns).items():
+            _check_divides(f"{name} of {_named(module, parent)}", count, axis, ranks, "heads")
+        for part in (*rows, *(columns if rows else ())):
+            width = part.in_features if part in rows else part.out_features
+            what = f"{'in' if part in rows else 'out'}_features of {_named(module, part)}"
+            _check_divides(what, width, axis, ranks, "features")
+
+
+def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
+    if count % ranks:
+        divisors = [n for n in range(2, ranks) if count % n == 0]
+        fits = f'weft.start(mesh={{"data": -1, "{axis}": {divisors[-1]}}})' if divisors else "leave it out of the plan"
+        raise ContextError(
+            f"{_WHAT}: {what} is not divisible by the {ranks} ranks along {axis!r}",
+            found=f"{count} {unit}, {ranks} ranks",
+            expected=f"the same number of {unit} on every rank",
+            fix=fits,
+        )
+
+
+def _pairs(module: nn.Module, styles: Styles) -> Iterator[tuple[nn.Module, list[Any], list[Any]]]:
+    """The modules that hold layers of the plan themselves, with those of style "column" and "row"."""
+    for parent in module.modules():
+        children = {id(child): child for child in parent.children()}
+        named = [(module.get_submodule(name), style) for name, style in styles.items() if isinstance(style, str)]
+        columns = [part for part, style in named if id(part) in children and style == "column"]
+        rows = [part for part, style in named if id(part) in children and style == "row"]
+        if columns or rows:
+            yield parent, columns, rows
+
+
+def _head_counts(parent: nn.Module, columns: Iterable[Any]) -> dict[str, int]:
+    config = getattr(parent, "config", None)
+    places = (vars(parent), vars(config) if hasattr(config, "__dict__") else {})
+    found = {name: value for place in places for name, value in place.items() if name in _HEADS and _is_count(value)}
+    sizes = [value for name, value in vars(parent).items() if name in _HEAD_SIZES and _is_count(value)]
+    sizes += list(_source(parent, columns).head_sizes())
+    if not sizes:  # an MLP may share the config of the attention
+        found = {name: value for name, value in found.items() if name in vars(parent)}
+    for size in sizes:
+        for part in columns:
+            if part.out_features % size == 0:
+                found[f"out_features / {size}"] = min(
+                    part.out_features // size, found.get(f"out_features / {size}", 2**62)
+                )
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _named(module: nn.Module, part: nn.Module) -> str:
+    return next((name for name, one in module.named_modules() if one is part), "") or type(module).__name__
+
+
+# -- what forward does -----------------------------------------------------------------------------
+
+
+def check_computes(module: nn.Module, styles: Styles) -> None:
+    """Raise if a part would compute something else on its share of the features.
+
+    That is dropout, of which each rank draws its own; a `view` with a fixed number of heads; and the output of a
+    "column" that is taken apart, of which each rank has other columns.
+
+    Raises:
+        ContractError: The text names the part.
+    """
+    _check_not_random(module)
+    for parent, columns, rows in _pairs(module, styles):
+        source = _source(parent, columns)
+        fixed = source.fixed_views([part.out_features for part in columns], [part.in_features for part in rows])
+        if fixed:
+            raise ContractError(
+                f"{_WHAT}: forward of {_named(module, parent)} has a fixed number of heads or features in a view",
+                found=listed(fixed),
+                expected="-1 there: on each rank are some of the heads",
+                fix="x.view(batch, length, -1, self.head_dim)",
+            )
+        split = source.splits()
+        if split:
+            raise ContractError(
+                f'{_WHAT}: forward of {_named(module, parent)} takes the output of a "column" apart',
+                found=listed(split),
+                expected="a linear layer per piece: a rank has the first columns, or the last ones, not some of each",
+                fix="three layers instead of one for query, key and value; or leave it out of the plan",
+            )
+
+
+def _source(parent: nn.Module, columns: Iterable[Any]) -> ForwardSource:
+    ids = {id(part) for part in columns}
+    return ForwardSource(parent, [name for name, part in parent.named_children() if id(part) in ids])
+
+
+def _check_not_random(module: nn.Module) -> None:
+    random = [
+        f"{name or type(module).__name__}: {type(part).__name__}, p = {part.p}"
+        for name, part in module.named_modules()
+        if isinstance(part, _DropoutNd) and part.p > 0
+    ]
+    random += [
+        f"{name or type(module).__name__}.{key} = {value}"
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if ("dropout" in key or "jitter" in key or "drop_path" in key) and isinstance(value, float) and value > 0
+    ]
+    if random:
+        raise ContractError(
+            f"{_WHAT}: {type(module).__name__} draws random numbers, of which each rank would draw its own",
+            found=listed(random),
+            expected="no dropout: what the ranks hold together would be none that one process could have drawn",
+            fix="dropout of 0, in the configuration of the model",
+        )
+
+
+def gathered_once(module: nn.Module, styles: Styles, blocks: Collection[str]) -> tuple[str, ...]:
+    """The parts, such as an attention, whose argument goes into several columns and nowhere else."""
+    found = []
+    for name, parent in module.named_modules():
+        columns = [one for one, style in styles.items() if style == "column" and one.rpartition(".")[0] == name]
+        if name and name not in blocks and name not in styles and columns:
+            layers = [module.get_submodule(one) for one in columns]
+            if _source(parent, layers).only_feeds_columns:
+                found.append(name)
+    return tuple(found)
+
+
+# -- sequence --------------------------------------------------------------------------------------
+
+
+def check_sequence(module: nn.Module, styles: Styles, lists: Mapping[str, list[str]]) -> None:
+    """Raise if a part of the blocks is not known to treat each position by itself.
+
+    Raises:
+        ContractError: The text names it.
+        ValueError: There is no list of blocks, or there are several.
+    """
+    if len(lists) != 1:
+        raise value_error(
+            f"{_WHAT}: sequence=True needs one list of blocks",
+            found=f"lists with parts of the plan in them: {listed(lists) or 'none'}",
+            expected="one ModuleList or Sequential, whose first block is given the sequence and whose last returns it",
+            fix=f"weft.{_WHAT}(model, ctx, sequence=False)",
+        )
+    config: Any = getattr(module, "config", None)
+    asked = [key for key in ("output_hidden_states", "output_router_logits") if getattr(config, key, False) is True]
+    mixing = [
+        f"{name} ({type(part).__name__})"
+        for blocks in lists.values()
+        for block in blocks
+        for name, part in module.get_submodule(block).named_modules(prefix=block)
+        if isinstance(part, _MIX_POSITIONS)
+    ]
+    left = _uncovered(module, styles, lists)
+    _check_arguments(module, styles, {block for blocks in lists.values() for block in blocks})
+    if asked or mixing or left:
+        raise ContractError(
+            f"{_WHAT}: sequence=True, and parts of {type(module).__name__} may need the whole sequence",
+            found=listed([*(f"config.{key}" for key in asked), *mixing, *left]),
+            expected='a style for every part of the blocks that has parameters: "sequence" if it treats each position '
+            "by itself",
+            fix=f'plan={{..., "{left[0].rpartition(".")[0]}": "sequence"}}' if left else "sequence=False",
+        )
+
+
+def _check_arguments(module: nn.Module, styles: Styles, blocks: Collection[str]) -> None:
+    """Raise if a part that holds columns may use its argument otherwise, of which this rank has some positions."""
+    once = gathered_once(module, styles, blocks)
+    for parent, columns, _ in _pairs(module, styles):
+        name = _named(module, parent)
+        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        as_block = isinstance(parent, nn.Sequential) or (name in blocks and not _source(parent, columns).has_views)
+        if columns and inside and name not in once and not as_block:
+            raise ContractError(
+                f"{_WHAT}: sequence=True, and {name} may use its argument for more than its columns",
+                found=f"forward of {type(parent).__name__}"
+                + (", a block, with views of its own" if name in blocks else "")
+                + "; its first argument has to go into the columns alone, apart from x.shape",
+                expected="attention and MLP as parts of a block, with residual connections outside of them",
+                fix=f"weft.{_WHAT}(model, ctx, sequence=False)",
+            )
+
+
+def _uncovered(module: nn.Module, styles: Styles, lists: Mapping[str, list[str]]) -> list[str]:
+    """The parameters in the blocks that have no style."""
+    inside: Callable[[str], bool] = lambda name: any(name.startswith(f"{one}.") for one in styles)  # noqa: E731
+    return [
+        name
+        for blocks in lists.values()
+        for block in blocks
+        for name, _ in module.get_submodule(block).named_parameters(prefix=block)
+        if not inside(name)
+    ]

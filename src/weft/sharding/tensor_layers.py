@@ -1,0 +1,166 @@
+"""Cutting layers by a plan: checks, agreement of the ranks, then the engine; and what hung on the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checks import check_module, check_not_lazy
+from weft.context import DistContext
+from weft.context.placement import place_module
+from weft.contract import agree_on_parameters
+from weft.engines import Spmd
+from weft.engines.options import TensorOptions
+from weft.engines.results import TensorParallel
+from weft.errors import ContextError, value_error
+from weft.peers.agreement import exchange
+from weft.peers.ledger import Ledger
+from weft.sharding.meta import Source, WeightSource, is_meta, place_real
+from weft.sharding.other_axes import broadcast_state
+from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
+from weft.sharding.shard_module import exchange_parameters
+from weft.sharding.tensor_checks import (
+    Styles,
+    check_computes,
+    check_sequence,
+    check_sizes,
+    check_ties,
+    gathered_once,
+    styles_of,
+)
+from weft.sharding.tensor_plan import blocks_around, tensor_plan
+
+__all__ = ["cut_layers"]
+
+_WHAT = "tensor_parallel"
+
+
+def cut_layers(
+    module: nn.Module,
+    ctx: DistContext,
+    *,
+    plan: Mapping[str, Any] | str,
+    axis: str,
+    sequence: bool,
+    rebind: Sequence[torch.optim.Optimizer],
+    weights: WeightSource,
+) -> TensorParallel | None:
+    """Check everything, agree with the other ranks, then cut the layers of `module`.
+
+    Changes: `module` and the optimizers, as `tensor_parallel` says. Collectives: as it says.
+
+    Args:
+        module: To be cut.
+        ctx: Where we run.
+        plan: As for `tensor_parallel`.
+        axis: Of the mesh.
+        sequence: Whether the sequence is cut between the layers.
+        rebind: Optimizers over the module's parameters.
+        weights: State for a module on meta.
+
+    Returns:
+        What the engine offers to later transforms; None with one rank along the axis.
+
+    Raises:
+        ContextError: The axis cannot be used.
+        ValueError: The plan cannot.
+    """
+    check_module(_WHAT, module)
+    check_not_lazy(_WHAT, module)
+    _check_axis(ctx, axis)
+    ranks = 1 if ctx.world_size == 1 else ctx.axis_size(axis)
+    styles = styles_of(module, _plan(module, plan))
+    check_ties(module, styles)
+    check_weights(_WHAT, module, weights)
+    check_optimizers(_WHAT, module, ctx, rebind)
+    if ranks > 1:
+        check_sizes(module, styles, axis, ranks)
+        check_computes(module, styles)
+    options = _options(module, styles, sequence=sequence)
+    later, on_meta = weights == "later", is_meta(module)
+    facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}
+    facts["rebind"] = groups_of(module, rebind)
+    if ctx.world_size > 1:
+        agree_on_parameters(_WHAT, module, ctx, facts)
+        # The first rank may bring a real module, and the others one on meta.
+        entries = exchange(ctx.require_collective(_WHAT), f"{_WHAT}: meta", {"meta": on_meta})
+        on_meta = any(entry["meta"] for entry in entries)
+    line = ctx.on(axis) if ranks > 1 else ctx.on(ctx.axes[0][0]) if ctx.world_size == 1 else ctx.on(axis)
+    source = Source(_WHAT, module, ctx, line, weights) if on_meta and not later else None
+    old = dict(module.named_parameters())
+    if source is None:
+        if later:
+            place_real(module, ctx)
+        else:
+            place_module(_WHAT, module, ctx)
+    elif ranks == 1:
+        source.make_real(module)
+        source.forget()
+    cut: TensorParallel | None = None
+    if ranks > 1:
+        assert line.group is not None
+        assert ctx.mesh is not None
+        if source is None:
+            broadcast_state(module, ctx, [axis])
+        options = replace(options, make_real=None if source is None else source.make_real)
+        cut = ctx.engine.tensor_parallel(module, ctx.mesh[axis], line.group, options, Ledger(line.world, _WHAT))
+    exchange_parameters(module, ctx, old, rebind)
+    return cut
+
+
+def _check_axis(ctx: DistContext, axis: str) -> None:
+    if isinstance(ctx.engine, Spmd):
+        raise ContextError(
+            f"{_WHAT}: not with this engine",
+            found=f"engine {ctx.engine.name!r}",
+            expected="the torch engine",
+            fix='weft.start(engine="torch")',
+        )
+    if ctx.world_size == 1:
+        return
+    ctx.axis_size(axis)
+    if axis in ctx.data_axes:
+        raise ContextError(
+            f"{_WHAT}: batches differ along {axis!r}",
+            found=f"data axes {', '.join(map(repr, ctx.data_axes))}",
+            expected="an axis whose ranks see the same batch, and compute one model together",
+            fix='weft.start(mesh={"data": -1, "tensor": 2})',
+        )
+
+
+def _plan(module: nn.Module, plan: Mapping[str, Any] | str) -> Any:
+    if not isinstance(plan, str):
+        return plan
+    if plan != "auto":
+        raise value_error(
+            f"{_WHAT}: plan = {plan!r} is unknown",
+            found=repr(plan),
+            expected='"auto", or patterns of names with a style each',
+            fix=f'weft.{_WHAT}(model, ctx, plan="auto")',
+        )
+    return tensor_plan(module)
+
+
+def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOptions:
+    """What of the names in a plan the engine has to know."""
+    words = ("replicate", "sequence") if sequence else ("replicate",)
+    summed = {name for name, style in styles.items() if isinstance(style, str) and style in words}
+    blocks: list[str] = []
+    if sequence:
+        lists = blocks_around(module, [name for name, style in styles.items() if style in ("column", "row")])
+        check_sequence(module, styles, lists)
+        (blocks,) = lists.values()
+    inside = frozenset(name for block in blocks for name, _ in module.get_submodule(block).named_modules(prefix=block))
+    return TensorOptions(
+        styles=styles,
+        gathers=gathered_once(module, styles, set(blocks)),
+        blocks=tuple(blocks),
+        inside=inside,
+        summed=tuple(
+            name for name, _ in module.named_parameters() if any(name.startswith(f"{part}.") for part in summed)
+        ),
+    )

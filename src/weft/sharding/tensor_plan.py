@@ -1,0 +1,224 @@
+"""Plans of tensor parallelism: which part of a module is cut in which way.
+
+[Note: styles] In the words of a plan:
+
+    "column"     a Linear whose outputs are divided among the ranks
+    "row"        a Linear whose inputs are; what the ranks compute is added up
+    "gather"     as "column", and every rank gets all outputs: the head of a language model
+    "vocab"      an Embedding, whose rows are divided
+    "sequence"   a part that stays whole and treats each position by itself; with `sequence=True`, those of this rank
+    "replicate"  a part that stays whole between "column" and "row", where it sees this rank's heads alone
+
+Gradients of the last two are added up over the ranks wherever each has seen a part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from weft.checks import check_module
+from weft.contract.select_modules import fits_pattern
+from weft.errors import listed, value_error
+
+__all__ = ["STYLES", "TensorPlan", "parts_of", "tensor_plan"]
+
+STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather")
+
+# The words of transformers, in ours; what is missing here is left out.
+_WORDS = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "gather",
+    "colwise_rep": "gather",
+    "embedding_rowwise": "vocab",
+    "vocab": "vocab",
+    "replicated_with_grad_allreduce": "replicate",
+    "sequence_parallel": "sequence",
+}
+
+
+class TensorPlan(Mapping[str, str]):
+    """Patterns of names, and the style of each; see [Note: styles]. Prints as a table.
+
+    Attributes:
+        left_out: What the plan of the model names and weft leaves whole on every rank, with its word there.
+    """
+
+    def __init__(self, styles: Mapping[str, str], left_out: Mapping[str, str]) -> None:
+        self._styles = dict(styles)
+        self.left_out = dict(left_out)
+
+    def __getitem__(self, pattern: str) -> str:
+        return self._styles[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._styles)
+
+    def __len__(self) -> int:
+        return len(self._styles)
+
+    def __repr__(self) -> str:
+        width = max(map(len, (*self._styles, *self.left_out)), default=0)
+        lines = [f"{pattern:{width}}  {style}" for pattern, style in self._styles.items()]
+        lines += [f"{pattern:{width}}  left out: {word}" for pattern, word in self.left_out.items()]
+        return "\n".join(lines)
+
+
+def tensor_plan(module: nn.Module) -> TensorPlan:
+    """Read the plan of tensor parallelism that a model brings along, as models of transformers do.
+
+    For looking at, and for changing: `{**weft.tensor_plan(model), "lm_head": "column"}` is a plan for
+    `weft.tensor_parallel`. A part that nothing names stays whole on every rank.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: With `_tp_plan`, or around a part that has one.
+
+    Returns:
+        Patterns of names with a style each: "column" and "row" for linear layers whose outputs and inputs are
+        divided, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
+        "replicate" for parts that stay whole between the two, "sequence" for parts that stay whole and may
+        run on a part of the sequence. Its `left_out` has what cannot be translated, which stays whole.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: The model brings no plan. The text proposes one, from the shapes of its layers.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> model._tp_plan = {"0": "colwise", "2": "rowwise"}
+        >>> tensor_plan(model)
+        0  column
+        2  row
+    """
+    check_module("tensor_plan", module, fix="weft.tensor_plan(model)")
+    styles: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    for pattern, word in _own_plan(module).items():
+        if word in _WORDS and any(_has_layer(part) for part in parts_of(module, pattern).values()):
+            styles[pattern] = _WORDS[word]
+        elif parts_of(module, pattern) or any(fits_pattern(name, pattern) for name, _ in module.named_parameters()):
+            left_out[pattern] = word
+    if not styles:
+        _raise_no_plan(module, left_out)
+    styles |= _embedding_of(module, styles)
+    styles |= _positionwise(module, styles)
+    return TensorPlan(styles, left_out)
+
+
+def parts_of(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The parts whose names fit a pattern, also those with several names, under the first."""
+    return {name: part for name, part in module.named_modules() if name and fits_pattern(name, pattern)}
+
+
+def blocks_around(module: nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """The lists of blocks around these parts, outermost lists alone, and the names of the blocks in each."""
+    found: dict[str, list[str]] = {}
+    for prefix, part in module.named_modules():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and not any(_inside(prefix, outer) for outer in found):
+            blocks = [f"{prefix}.{name}" if prefix else name for name, _ in part.named_children()]
+            if prefix and any(_inside(name, block) and name != block for name in names for block in blocks):
+                found[prefix] = blocks
+    return found
+
+
+def _inside(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _has_layer(part: nn.Module) -> bool:
+    """Whether a style can be applied to a part: the packed experts of some models are parameters of no layer."""
+    return bool(part._parameters) and not any(p is not None and p.dim() > 2 for p in part._parameters.values())
+
+
+def _own_plan(module: nn.Module) -> dict[str, str]:
+    """The plans that the module, or else the outermost parts of it, bring along, with names as in `module`."""
+    found: dict[str, dict[str, str]] = {}
+    for prefix, part in module.named_modules():
+        plan: Any = getattr(part, "_tp_plan", None)
+        if plan and not any(_inside(prefix, outer) for outer in found):
+            found[prefix] = {f"{prefix}.{pattern}" if prefix else pattern: str(word) for pattern, word in plan.items()}
+    return {pattern: word for plan in found.values() for pattern, word in plan.items()}
+
+
+def _embedding_of(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """An embedding tied to a head of the plan is cut with it."""
+    heads = [
+        part for pattern, style in styles.items() if style == "gather" for part in parts_of(module, pattern).values()
+    ]
+    tied = {id(getattr(part, "weight", None)) for part in heads}
+    planned = [pattern for pattern, style in styles.items() if style == "vocab"]
+    return {
+        name: "vocab"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding)
+        and id(part.weight) in tied
+        and not any(fits_pattern(name, pattern) for pattern in planned)
+    }
+
+
+def _positionwise(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """What else the blocks of a model consist of: norms and mixtures of experts, which treat each position by itself."""
+    cut = [name for pattern in styles for name in parts_of(module, pattern)]
+    found: dict[str, str] = {}
+    for prefix, blocks in blocks_around(module, cut).items():
+        del prefix
+        for block in blocks:
+            for name, part in module.get_submodule(block).named_children():
+                full = f"{block}.{name}"
+                whole = any(True for _ in part.parameters()) and not any(_inside(one, full) for one in cut)
+                if whole and (type(part).__name__.endswith("Norm") or _is_mixture(part)):
+                    found[_pattern(full)] = "sequence"
+    return found
+
+
+def _is_mixture(part: nn.Module) -> bool:
+    return any("Experts" in type(one).__name__ or "Router" in type(one).__name__ for one in part.modules())
+
+
+def _pattern(name: str) -> str:
+    """A name with `*` for each number in it."""
+    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+
+
+# -- a proposal ------------------------------------------------------------------------------------
+
+
+def _raise_no_plan(module: nn.Module, left_out: Mapping[str, str]) -> None:
+    proposal = _proposed(module)
+    words = f"; what it names cannot be translated: {listed(left_out)}" if left_out else ""
+    raise value_error(
+        f"tensor_plan: {type(module).__name__} brings no plan of tensor parallelism",
+        found=f"no `_tp_plan` in it or in a part of it{words}",
+        expected="a plan by you: which linear layers are cut, and where their outputs are put together again",
+        fix=f"weft.tensor_parallel(model, ctx, plan={proposal})  # a guess from shapes alone: check it"
+        if proposal
+        else 'weft.tensor_parallel(model, ctx, plan={"blocks.*.up": "column", "blocks.*.down": "row"})',
+    )
+
+
+def _proposed(module: nn.Module) -> dict[str, str]:
+    """A plan by shapes: of linear layers side by side, the last one takes what the others give."""
+    found: dict[str, str] = {}
+    for prefix, part in module.named_modules():
+        layers = [(name, one) for name, one in part.named_children() if isinstance(one, nn.Linear)]
+        for place, (name, one) in enumerate(layers):
+            before = [first for _, first in layers[:place] if first.in_features == one.out_features]
+            if before and any(first.out_features == one.in_features for first in before):
+                for other, first in layers[:place]:
+                    if first in before:
+                        found[_pattern(f"{prefix}.{other}" if prefix else other)] = "column"
+                found[_pattern(f"{prefix}.{name}" if prefix else name)] = "row"
+                break
+    embeddings = {one.num_embeddings: name for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
+    for name, one in module.named_modules():
+        pattern = _pattern(name)
+        if isinstance(one, nn.Linear) and one.out_features in embeddings and pattern not in found:
+            found[embeddings[one.out_features]] = "vocab"
+            found[pattern] = "gather"
+    return dict(sorted(found.items(), key=lambda item: [re.sub(r"\W", "", item[0]) == "", item[0]]))

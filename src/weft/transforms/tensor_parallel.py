@@ -1,0 +1,111 @@
+"""`tensor_parallel`: layers cut over ranks that compute one model together, by a plan.
+
+The plan is read in `weft.sharding.tensor_plan`, what cannot be exact is refused in `tensor_checks`; torch's parallel
+styles are laid on by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from weft.context import DistContext
+from weft.contract import Undoable, transform
+from weft.sharding import WeightSource, cut_layers, optimizers_in, tensor_plan
+
+__all__ = ["tensor_parallel", "tensor_plan"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _OnlyUndone(NamedTuple):
+    """Layers that are cut, and no gradients to add up."""
+
+    cut: Undoable
+
+    def undo(self) -> None:
+        self.cut.undo()
+
+
+@transform(
+    after={"with_precision", "recompute", "sync_batch_norm"},
+    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads", "compile", "average_weights", "pipeline"},
+    collective=True,
+)
+def tensor_parallel(
+    module: M,
+    ctx: DistContext,
+    *,
+    plan: Mapping[str, Any] | str = "auto",
+    axis: str = "tensor",
+    sequence: bool = False,
+    rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    weights: WeightSource = None,
+) -> tuple[M, DistContext]:
+    """Cut layers over ranks that see the same batch and compute one model together.
+
+    For models whose single layers are too large, or too slow, for one device. A linear layer of style
+    "column" has some of its outputs on each rank, and one of style "row" takes them and adds up what the
+    ranks have. What no pattern names stays whole on every rank. Combines with `replicate`, `fully_shard` or
+    `zero_partition` over the data axes. With one rank along `axis` nothing is done.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation", 2022
+    (`sequence`); `torch.distributed.tensor.parallel.parallelize_module`.
+
+    Changes: `module` in place: the parameters of the plan's parts become DTensors (so an optimizer made before has
+    to be given as `rebind`), and its parts get hooks; classes, names and keys stay. It gets the values of the first
+    rank along `axis`. The optimizers in `rebind`, in place.
+    Collectives: here, one broadcast of parameters and buffers. In forward, one all-reduce per "row" and "vocab", one
+    all-gather per "gather"; in backward, one all-reduce per argument of columns. An argument that goes into several
+    columns of one attention or MLP counts once, where the source of its forward shows that it goes nowhere else.
+    With `sequence=True` these are, in the blocks, all-gathers and reduce-scatters of the same size, and two
+    all-gathers at their ends. With parts of style "replicate" or, then, "sequence", one all-reduce of all their
+    gradients at the end of the last backward pass of a window. Once, in the first backward pass, one all-gather of a
+    number per whole parameter: their gradients are to be equal on all ranks.
+
+    Args:
+        module: On the CPU, on `ctx.device`, or on meta: then it is made real part by part, so that no rank ever
+            holds the whole model.
+        ctx: Where we run.
+        plan: Patterns of names (as in `fully_shard(units=...)`) and a style each: "column", "row" (linear layers);
+            "gather", as "column", but with all outputs on every rank (a head); "vocab" (an embedding, cut by rows);
+            "replicate": stays whole between a column and a row, as a norm of heads; "sequence": stays whole, and treats
+            each position by itself, as a norm or a mixture of experts; or a `ParallelStyle` of torch, which has to suit
+            the parts around it. "auto": that of the model; see `tensor_plan`, which prints it.
+        axis: Mesh axis whose ranks share the layers; no data axis.
+        sequence: Cut the sequence (dimension 1) between the layers of the blocks as well: activations there take
+            1/n of the memory. Everything in the blocks that has parameters needs a style.
+        rebind: Optimizers that hold parameters of `module`: groups and state are carried over.
+        weights: For a module on meta, as for `fully_shard`.
+
+    Returns:
+        `module` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: A part of the plan is cut already.
+        OrderError: An optimizer holds its parameters and is not in `rebind`; or a transform that comes later was
+            applied.
+        ContextError: There is no such axis, batches differ along it, heads or features are not divisible by its ranks,
+            or the ranks bring different models or options.
+        ContractError: A part would compute something else on its share: dropout, a view with a fixed number of heads,
+            an output that is taken apart; with `sequence=True`, a part without a style. In the first backward pass:
+            gradients of whole parameters differ.
+        TypeError: `module` is not a module, or a part is of a kind that its style cannot cut.
+        ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model brings no plan.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> model, ctx = weft.tensor_parallel(model, weft.local(), plan={"0": "column", "2": "row"})
+        >>> [record.name for record in ctx.applied]
+        ['tensor_parallel']
+    """
+    optimizers = optimizers_in("tensor_parallel", rebind)
+    cut = cut_layers(module, ctx, plan=plan, axis=axis, sequence=sequence, rebind=optimizers, weights=weights)
+    if cut is None:
+        return module, ctx
+    return module, ctx.offering(cut if cut.adds_up else _OnlyUndone(cut))
