@@ -27,7 +27,9 @@ SLOW = {
     "gather_step",
     "recompute",
     "sync_batch_norm",
+    "tensor_parallel",
 }  # a good part of the suite; `pytest -m slow` runs them
+MESHES = {"tensor_parallel": {"tensor": -1}}  # of the others: one data axis
 MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [pytest.mark.slow] for name in SLOW}}
 RUNNABLE = [pytest.param(path, marks=MARKS.get(path.stem, []), id=path.stem) for path in SMALL]
 DERIVED = [path for path in SMALL if path.stem != "two_models"]
@@ -51,8 +53,9 @@ def _losses(text, pattern=r"loss ([\d.]+)"):
 
 @pytest.mark.parametrize("path", RUNNABLE)
 def test_an_example_gives_the_same_losses_on_one_rank_and_on_two(path):
-    (one,) = run_ranks(_run, 1, str(path))
-    main, other = run_ranks(_run, 2, str(path))
+    mesh = MESHES.get(path.stem)
+    (one,) = run_ranks(_run, 1, str(path), mesh=mesh)
+    main, other = run_ranks(_run, 2, str(path), mesh=mesh)
     assert other == "", "printed on the main rank only"
     assert len(one.splitlines()) == len(main.splitlines()) >= 8
     if path.stem == "two_models":

@@ -29,8 +29,8 @@ FACADE = [
     *TRANSFORMS, "DistContext", "LossScaling", "Precision", "adopt", "all_or_none", "any_rank", "averages", "barrier",
     "broadcast", "check", "checkpointable", "clip_grads", "compose", "errors", "explain", "export", "full_grads",
     "full_params", "gather", "launch_function", "load_weights", "local", "log", "loss_scale", "main_first",
-    "on_preemption", "progress", "reduce", "restore", "save", "save_async", "start", "tensor_plan", "to_device", "transform",
-    "undo", "was_skipped",
+    "on_preemption", "progress", "reduce", "restore", "save", "save_async", "start", "tensor_plan", "to_device",
+    "transform", "undo", "was_skipped",
 ]  # fmt: skip
 # What else is public, by module: frozen like the facade.
 MODULES = {
@@ -138,6 +138,7 @@ NO_OBJECT = [
 WITH_PLACE = {name: ["state", "directory", "step"] for name in ("save", "save_async")} | {
     "restore": ["state", "directory"],  # what, where, when
     "load_weights": ["module", "path"],
+    "vocab_cross_entropy": ["logits", "target"],
     "log": ["values", "step"],
 }
 

@@ -18,12 +18,16 @@ from .lm import LM, PLAN, WIDTH, difference, loss_of, model, optimizer_of, refer
 ROWS, BATCH = 76, 8  # ten batches, of which the last has four rows
 
 
-def train(ctx, sequence, steps, strategy=None, break_after=None):
+def train(ctx, sequence, steps, strategy=None):
     """Losses, norms and parameters of ten batches in windows."""
     module, ctx = weft.tensor_parallel(model(), ctx, plan=PLAN, sequence=sequence)
-    if strategy is not None:
-        module, ctx = getattr(weft, strategy)(module, ctx)
     optimizer = optimizer_of(module)
+    if strategy == "replicate":
+        module, ctx = weft.replicate(module, ctx)
+    elif strategy == "fully_shard":
+        module, ctx = weft.fully_shard(module, ctx, rebind=optimizer)
+    elif strategy is not None:
+        module, optimizer, ctx = weft.zero_partition(module, optimizer, ctx, stage=int(strategy[-1]))
     loader, ctx = weft.shard_data(DataLoader(TensorDataset(samples(ROWS)), batch_size=BATCH // ctx.data_size), ctx)
     module, loader, ctx = weft.accumulate_grads(module, loader, ctx, steps=steps)
     losses, norms = [], []
@@ -52,6 +56,25 @@ def train(ctx, sequence, steps, strategy=None, break_after=None):
 def test_training_is_that_of_one_process(ranks, steps, sequence):
     losses, norms, expected = reference(samples(ROWS), BATCH, steps)
     for found in run_ranks(train, ranks, sequence, steps, mesh={"tensor": ranks}):
+        assert difference(losses, found[0]) < 1e-12
+        assert difference(norms, found[1]) < 1e-12
+        assert difference(expected, found[2]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "sequence"),
+    [
+        ("fully_shard", 3, True),
+        *(
+            pytest.param(strategy, steps, sequence, marks=pytest.mark.slow)
+            for strategy in ("replicate", "fully_shard", "zero1", "zero2", "zero3")
+            for steps, sequence in ((1, True), (3, False))
+        ),
+    ],
+)
+def test_with_a_strategy_over_the_data_axes(strategy, steps, sequence):
+    losses, norms, expected = reference(samples(ROWS), BATCH, steps)
+    for found in run_ranks(train, 4, sequence, steps, strategy, mesh={"data": 2, "tensor": 2}):
         assert difference(losses, found[0]) < 1e-12
         assert difference(norms, found[1]) < 1e-12
         assert difference(expected, found[2]) < 1e-12

@@ -14,7 +14,6 @@ Gradients of the last two are added up over the ranks wherever each has seen a p
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -148,9 +147,8 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
 
 def _embedding_of(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """An embedding tied to a head of the plan is cut with it."""
-    heads = [
-        part for pattern, style in styles.items() if style == "gather" for part in parts_of(module, pattern).values()
-    ]
+    gathered = [pattern for pattern, style in styles.items() if style == "gather"]
+    heads = [part for pattern in gathered for part in parts_of(module, pattern).values()]
     tied = {id(getattr(part, "weight", None)) for part in heads}
     planned = [pattern for pattern, style in styles.items() if style == "vocab"]
     return {
@@ -163,7 +161,7 @@ def _embedding_of(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str
 
 
 def _positionwise(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """What else the blocks of a model consist of: norms and mixtures of experts, which treat each position by itself."""
+    """What else is in the blocks of a model and treats each position by itself: norms, mixtures of experts."""
     cut = [name for pattern in styles for name in parts_of(module, pattern)]
     found: dict[str, str] = {}
     for prefix, blocks in blocks_around(module, cut).items():
@@ -173,7 +171,7 @@ def _positionwise(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str
                 full = f"{block}.{name}"
                 whole = any(True for _ in part.parameters()) and not any(_inside(one, full) for one in cut)
                 if whole and (type(part).__name__.endswith("Norm") or _is_mixture(part)):
-                    found[_pattern(full)] = "sequence"
+                    found[_pattern(module, full)] = "sequence"
     return found
 
 
@@ -181,9 +179,12 @@ def _is_mixture(part: nn.Module) -> bool:
     return any("Experts" in type(one).__name__ or "Router" in type(one).__name__ for one in part.modules())
 
 
-def _pattern(name: str) -> str:
-    """A name with `*` for each number in it."""
-    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+def _pattern(module: nn.Module, name: str) -> str:
+    """A name with `*` for the number of a block."""
+    pieces = name.split(".")
+    outer = [module.get_submodule(".".join(pieces[: at + 1])) for at in range(len(pieces))]
+    blocks = [piece.isdigit() and any(True for _ in part.children()) for piece, part in zip(pieces, outer, strict=True)]
+    return ".".join("*" if is_block else piece for piece, is_block in zip(pieces, blocks, strict=True))
 
 
 # -- a proposal ------------------------------------------------------------------------------------
@@ -212,13 +213,13 @@ def _proposed(module: nn.Module) -> dict[str, str]:
             if before and any(first.out_features == one.in_features for first in before):
                 for other, first in layers[:place]:
                     if first in before:
-                        found[_pattern(f"{prefix}.{other}" if prefix else other)] = "column"
-                found[_pattern(f"{prefix}.{name}" if prefix else name)] = "row"
+                        found[_pattern(module, f"{prefix}.{other}" if prefix else other)] = "column"
+                found[_pattern(module, f"{prefix}.{name}" if prefix else name)] = "row"
                 break
     embeddings = {one.num_embeddings: name for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
     for name, one in module.named_modules():
-        pattern = _pattern(name)
+        pattern = _pattern(module, name) if name else name
         if isinstance(one, nn.Linear) and one.out_features in embeddings and pattern not in found:
             found[embeddings[one.out_features]] = "vocab"
             found[pattern] = "gather"
-    return dict(sorted(found.items(), key=lambda item: [re.sub(r"\W", "", item[0]) == "", item[0]]))
+    return dict(sorted(found.items()))

@@ -1,5 +1,6 @@
 """One model over several ranks: what the dimensions of parallelism besides data are made of.
 
 tensor_module.py  linear layers and embeddings cut over ranks; the sequence cut between them
+tensor_hooks.py   arguments that are gathered once, the sequence that is cut and joined
 part_sums.py      gradients of which each rank has a part of the sum
 """

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from weft.engines.options import TensorOptions
 from weft.engines.peers import Peers
-from weft.engines.torch.fsdp.remove import replace_parameters, whole_parameter
+from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.parallel.part_sums import PartSums
@@ -118,7 +118,7 @@ class TensorParallelModule(Strategy):
         super().undo()
         if module is not None:
             cut = [p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh == self._mesh]
-            replace_parameters(module, {p: whole_parameter(p) for p in cut})
+            replace_parameters(module, {p: unsharded_parameter(p, None) for p in cut})
 
     # -- windows and steps -----------------------------------------------------------------------
 
