@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, NoReturn, TypeVar
 
 from weft.data.loader_copy import Size
@@ -14,38 +15,33 @@ B = TypeVar("B")
 Planned = Callable[[int], Size] | None
 
 
+@dataclass(eq=False)
 class MicroBatches(Generic[B]):
     """What a window reads from.
 
     Attributes:
+        source: The micro-batches, each with its size; None: see `planned`.
         length: How many there are.
-        given: How many were handed out, or skipped.
         planned: The size of a batch by its number in the pass, if that is known for all ranks beforehand.
+        first: Number of the first one in the pass.
+        looked_at: How many were taken from the loader before the window was made.
+        given: How many were handed out, or skipped.
     """
 
-    def __init__(
-        self,
-        source: Iterator[tuple[B, Size | None]],
-        length: int,
-        planned: Planned = None,
-        *,
-        first: int = 0,
-        taken: int = 0,
-    ) -> None:
-        self.length = length
-        self.given = 0
-        self.planned = planned
-        self._source = source
-        self._first = first  # number of the first one in the pass
-        self._taken = taken  # from the loader, before the window was made
-        self._ahead: list[B] = []
-        self._ahead_from = 0  # number of the one that was read ahead first
-        self._sizes: list[Size | None] = []  # of what was read; None: see `planned`
+    source: Iterator[tuple[B, Size | None]]
+    length: int
+    planned: Planned = None
+    first: int = 0
+    looked_at: int = 0
+    given: int = 0
+    _ahead: list[B] = field(default_factory=list)
+    _ahead_from: int = 0  # number of the one that was read ahead first
+    _sizes: list[Size | None] = field(default_factory=list)  # of what was read
 
     @property
     def taken(self) -> int:
         """How many were taken from the loader."""
-        return max(len(self._sizes), self._taken)
+        return max(len(self._sizes), self.looked_at)
 
     @property
     def begun(self) -> int:
@@ -79,7 +75,7 @@ class MicroBatches(Generic[B]):
 
     def size(self, number: int) -> Size:
         """Samples of one micro-batch, on this rank and on all."""
-        return (self.planned(self._first + number) if self.planned else None) or self._sizes[number] or (0, None)
+        return (self.planned(self.first + number) if self.planned else None) or self._sizes[number] or (0, None)
 
     def sizes(self) -> list[Size]:
         """Of all micro-batches; reads them if nobody knows the sizes beforehand."""
@@ -89,7 +85,7 @@ class MicroBatches(Generic[B]):
 
     def _read(self) -> B:
         try:
-            batch, size = next(self._source)
+            batch, size = next(self.source)
         except StopIteration:
             raise_untrue_length("fewer", "ended in the middle of a window")
         self._sizes.append(size)

@@ -157,8 +157,8 @@ class WindowSplitter(Generic[B]):
                 if have == size or (have and self.remainder == "step"):
                     self.windows = windows = windows + 1
                     self.handed_out = number = self.handed_out + 1
-                    taken = have if left is None else 0
-                    micro_batches = MicroBatches(stream, have, planned, first=first, taken=taken)
+                    looked_at = have if left is None else 0
+                    micro_batches = MicroBatches(stream, have, planned, first=first, looked_at=looked_at)
                     self.current = Window(micro_batches, self)
                     yield self.current
                     micro_batches.skip()

@@ -79,10 +79,8 @@ class TensorFiles:
             OSError: It cannot be read.
         """
         for piece, _, _ in _common(entry, block):
-            try:
-                self._piece(name, entry.dtype, piece)
-            except (OSError, ValueError) as error:
-                raise self._blame(error, name, entry, piece) from error
+            with self._piece(name, entry.dtype, piece):
+                pass
 
     def read(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> None:
         """Read a block of a tensor into `out`: on the CPU, contiguous, of the stored dtype.
@@ -93,22 +91,9 @@ class TensorFiles:
         """
         memory, width = memory_of(out), DTYPES[entry.dtype][1]
         for piece, common, source in _common(entry, block):
-            try:
-                handle, start = self._piece(name, entry.dtype, piece)
+            with self._piece(name, entry.dtype, piece) as (handle, start):
                 for there, here, length in _runs(common, source, block):
                     read_into(handle, memory[here * width : (here + length) * width], start + there * width)
-            except (OSError, ValueError) as error:
-                raise self._blame(error, name, entry, piece) from error
-
-    def _blame(self, error: Exception, name: str, entry: TensorEntry, piece: Piece) -> CheckpointError:
-        """What to raise of a file that does not hold a piece; names it and the tensor."""
-        raise_if_unreadable(error)
-        return CheckpointError(
-            f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
-            found=f"{type(error).__name__}: {error}",
-            expected=f"{entry.dtype} of shape {piece.shape}",
-            fix="an older checkpoint, or a whole copy of the file",
-        )
 
     def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
         with self._opening:
@@ -117,15 +102,25 @@ class TensorFiles:
                 self._handles.callback(os.close, self._opened[file][0])
             return self._opened[file]
 
-    def _piece(self, name: str, dtype: str, piece: Piece) -> tuple[int, int]:
-        """The file a piece lies in, and where."""
-        handle, slots = self._open(piece.file)
-        if name not in slots:
-            raise ValueError(f"{len(slots)} other tensors")
-        found, shape, start = slots[name]
-        if (found, shape) != (dtype, piece.shape):
-            raise ValueError(f"{found} of shape {shape}")
-        return handle, start
+    @contextlib.contextmanager
+    def _piece(self, name: str, dtype: str, piece: Piece) -> Iterator[tuple[int, int]]:
+        """The file a piece lies in, and where; what cannot be read names both, the file and the tensor."""
+        try:
+            handle, slots = self._open(piece.file)
+            if name not in slots:
+                raise ValueError(f"{len(slots)} other tensors")
+            found, shape, start = slots[name]
+            if (found, shape) != (dtype, piece.shape):
+                raise ValueError(f"{found} of shape {shape}")
+            yield handle, start
+        except (OSError, ValueError) as error:
+            raise_if_unreadable(error)
+            raise CheckpointError(
+                f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"{dtype} of shape {piece.shape}",
+                fix="an older checkpoint, or a whole copy of the file",
+            ) from error
 
 
 # -- blocks ------------------------------------------------------------------------------------------

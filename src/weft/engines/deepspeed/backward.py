@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -29,57 +30,44 @@ from weft.tensors.sharded_grad import CutGradient
 __all__ = ["BackwardPasses", "raise_unused"]
 
 
+@dataclass(eq=False)
 class BackwardPasses:
     """The backward passes through one module: which gradients are reduced, and when.
 
     Attributes:
+        module: Whose.
+        names: Of the parameters that are stepped on.
+        buffers: Where gradients go.
+        stand_ins: What is left in `p.grad`.
+        stage: 1, 2 or 3.
+        peers: The same on the other ranks.
+        view: Of the ranks that divide.
+        broadcasts: Whether the module's buffers are made equal after each of them.
         enabled: Whether the next one reduces.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Mapping[nn.Parameter, str],
-        buffers: Buffers,
-        stand_ins: StandIns,
-        *,
-        stage: int,
-        peers: Peers,
-        view: GroupView,
-        broadcasts: bool,
-    ) -> None:
-        """Wait for backward passes.
+    module: weakref.ref[nn.Module]
+    names: Mapping[nn.Parameter, str]
+    buffers: Buffers
+    stand_ins: StandIns
+    stage: int
+    peers: Peers
+    view: GroupView
+    broadcasts: bool
+    enabled: bool = True
+    _due: bool = False  # the window owes a reduction
+    _pending: bool = False  # gradients of this rank wait in `.grad`
+    _reduced: set[nn.Parameter] = field(default_factory=set)  # in this backward pass
+    _received: bool = False
+    _passes: list[_Pass] = field(default_factory=list)
 
-        Args:
-            module: Whose.
-            names: Of the parameters that are stepped on.
-            buffers: Where gradients go.
-            stand_ins: What is left in `p.grad`.
-            stage: 1, 2 or 3.
-            peers: The same on the other ranks.
-            view: Of the ranks that divide.
-            broadcasts: Whether the module's buffers are made equal after each of them.
-        """
-        self.enabled = True
-        self._due = False  # the window owes a reduction
-        self._pending = False  # gradients of this rank wait in `.grad`
-        self._module = weakref.ref(module)
-        self._names = names
-        self._buffers = buffers
-        self._stand_ins = stand_ins
-        self._stage = stage
-        self._peers = peers
-        self._view = view
-        self._broadcasts = broadcasts
-        self._reduced: set[nn.Parameter] = set()  # in this backward pass
-        self._received = False
-        self._passes: list[_Pass] = []
+    def __post_init__(self) -> None:
         self._session = BackwardSession(self._begin, self._end, rounds=1)
 
     def watch(self, removable: Removable) -> None:
         """Hook the parameters."""
         hook = _weakly(self, BackwardPasses.arrived)
-        for parameter in self._names:
+        for parameter in self.names:
             removable.add(parameter.register_post_accumulate_grad_hook(hook).remove)
 
     def watch_output(self, output: Any) -> None:
@@ -104,22 +92,22 @@ class BackwardPasses:
 
     def reduce_pending(self, what: str) -> None:
         """Reduce what any rank holds. Collectives: a meeting, and the messages of a backward pass."""
-        if any(self._peers.meet(what, self.is_pending())):
-            for parameter in self._names:
+        if any(self.peers.meet(what, self.is_pending())):
+            for parameter in self.names:
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
             inside_backward(self._session.enter)
 
     def is_pending(self) -> bool:
         """Whether gradients of this rank wait to be reduced."""
-        return self._pending and any(p.grad is not None for p in self._names)
+        return self._pending and any(p.grad is not None for p in self.names)
 
     # -- one backward pass -----------------------------------------------------------------------
 
     def restart_if_torn(self) -> None:
         """If the last backward pass raised, what it left is of no use."""
         if self._session.was_torn():
-            self._stand_ins.start_anew()
+            self.stand_ins.start_anew()
             self._passes.clear()
 
     def enter(self, one: _Pass) -> None:
@@ -135,24 +123,24 @@ class BackwardPasses:
         """A gradient was added to `p.grad`."""
         self._session.enter()
         self._received = True
-        if self.enabled and self._stage > 1 and parameter not in self._reduced:
+        if self.enabled and self.stage > 1 and parameter not in self._reduced:
             self._reduce(parameter)
 
     def _begin(self) -> None:
         self._reduced.clear()
         self._received = False
-        self._stand_ins.take_pending()
-        kept = self._stand_ins.settle()
+        self.stand_ins.take_pending()
+        kept = self.stand_ins.settle()
         if self.enabled:
-            self._buffers.begin()
-            self._stand_ins.make_way(kept)
+            self.buffers.begin()
+            self.stand_ins.make_way(kept)
 
     def _reduce(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         if isinstance(gradient, CutGradient):
             parameter.grad, gradient.pending = gradient.pending, None
         self._reduced.add(parameter)
-        self._buffers.reduce(parameter)
+        self.buffers.reduce(parameter)
 
     def _end(self) -> None:
         passes, self._passes = self._passes, []
@@ -161,26 +149,26 @@ class BackwardPasses:
                 one.used = True
         self._pending = not self.enabled
         if self._pending:
-            if self._stage == 3:
-                self._buffers.end()
+            if self.stage == 3:
+                self.buffers.end()
             return
         self._due = False
-        for parameter in self._names:
+        for parameter in self.names:
             if is_local(parameter.grad) and parameter not in self._reduced:
                 self._reduce(parameter)
-        self._buffers.finish()
-        self._buffers.end()
-        self._stand_ins.put(self._reduced)
-        module = self._module()
-        if module is not None and self._broadcasts and self._view.group is not None:
-            dist._broadcast_coalesced(self._view.group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
-        missing = [name for p, name in self._names.items() if p.requires_grad and p not in self._stand_ins]
+        self.buffers.finish()
+        self.buffers.end()
+        self.stand_ins.put(self._reduced)
+        module = self.module()
+        if module is not None and self.broadcasts and self.view.group is not None:
+            dist._broadcast_coalesced(self.view.group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
+        missing = [name for p, name in self.names.items() if p.requires_grad and p not in self.stand_ins]
         if missing and self._received:
-            raise_unused(self._stand_ins.class_name, missing)
+            raise_unused(self.stand_ins.class_name, missing)
 
     def _raise_second(self) -> NoReturn:
         raise ContractError(
-            f"a second backward pass through one forward pass of {self._stand_ins.class_name}",
+            f"a second backward pass through one forward pass of {self.stand_ins.class_name}",
             found="retain_graph=True, or two losses of one output with a backward each",
             expected="one backward per forward pass: DeepSpeed averages gradients as they come, and frees weights",
             fix="(loss_a + loss_b).backward()",

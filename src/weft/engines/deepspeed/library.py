@@ -26,9 +26,9 @@ from weft.errors import ContextError, MissingExtra
 __all__ = [
     "Attributes",
     "GroupView",
-    "Lent",
     "check_accelerator",
     "deepspeed",
+    "lent",
     "load_async_io",
     "quietly",
     "without_broadcasts",
@@ -175,34 +175,23 @@ def without_broadcasts() -> Iterator[None]:
         engine._broadcast_model, init._zero_init_param = kept
 
 
-class Lent:
+@contextlib.contextmanager
+def lent(module: nn.Module | None, local_rank: int) -> Iterator[None]:
     """What DeepSpeed wants to find in the process during a forward pass of stage 3, there for that time only.
 
-    `LOCAL_RANK` in the environment, and the module at the bottom of a stack that it keeps for the process.
+    `LOCAL_RANK` in the environment, and the module at the bottom of a stack that it keeps for the process. What a
+    forward pass that raised has left there is taken away, too.
     """
-
-    def __init__(self, module: nn.Module, local_rank: int) -> None:
-        self._module = weakref.ref(module)
-        self._local_rank = str(local_rank)
-        self._stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
-        self._depths: list[int] = []
-        self._names = False
-
-    def lend(self) -> None:
-        """Put it there."""
-        self._depths.append(len(self._stack))
-        self._stack.append(self._module())
-        if "LOCAL_RANK" not in os.environ:
-            os.environ["LOCAL_RANK"] = self._local_rank
-            self._names = True
-
-    def take_back(self) -> None:
-        """Take it away, and what a forward pass that raised has left."""
-        if self._depths:
-            del self._stack[self._depths.pop() :]
-        if self._names and not self._depths:
+    stack: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    depth, is_named = len(stack), "LOCAL_RANK" in os.environ
+    stack.append(module)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    try:
+        yield
+    finally:
+        del stack[depth:]
+        if not is_named:
             os.environ.pop("LOCAL_RANK", None)
-            self._names = False
 
 
 class Attributes:

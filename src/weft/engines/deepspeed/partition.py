@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.engines.deepspeed.backward import BackwardPasses
 from weft.engines.deepspeed.buffers import Buffers
-from weft.engines.deepspeed.library import GroupView, Lent
+from weft.engines.deepspeed.library import GroupView, lent
 from weft.engines.deepspeed.optimizer_state import OptimizerState
 from weft.engines.deepspeed.parameters import Parameters
 from weft.engines.deepspeed.stand_ins import StandIns
@@ -79,7 +79,8 @@ class Partition:
         self.engine = engine
         self.mean_over = view.get_data_parallel_world_size()
         self._view = view
-        self._lent = Lent(module, options.local_rank) if options.stage == 3 else None
+        self._local_rank = options.local_rank
+        self._lent: list[contextlib.AbstractContextManager[None]] = []  # one for each call that is running
         self._module = weakref.ref(module)
         self._optimizer = weakref.ref(optimizer)
         self._buffers = buffers
@@ -88,7 +89,7 @@ class Partition:
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = StandIns(type(module).__name__, self._names, buffers, view)
         self._passes = BackwardPasses(
-            module,
+            self._module,
             self._names,
             buffers,
             self._stand_ins,
@@ -112,8 +113,8 @@ class Partition:
         self._steps.attach(optimizer)
         add(self._steps.release)
         add(optimizer.register_step_post_hook(self._step.after).remove)
-        add(optimizer.register_state_dict_pre_hook(self._show_state).remove)
-        add(optimizer.register_state_dict_post_hook(self._hide_state).remove)
+        add(optimizer.register_state_dict_pre_hook(self._state.show).remove)
+        add(optimizer.register_state_dict_post_hook(lambda optimizer, _: optimizer.state.clear()).remove)
         add(optimizer.register_load_state_dict_post_hook(self._take_state).remove)
         self._take_state(optimizer)
         self._step.note_versions()
@@ -190,8 +191,9 @@ class Partition:
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, inside of backward
         self._passes.restart_if_torn()
-        if self._lent is not None:
-            self._lent.lend()
+        if self.stage == 3:
+            self._lent.append(lent(self._module(), self._local_rank))
+            self._lent[-1].__enter__()
         self.engine._forward_prologue((), {})
 
     def after(self, module: Any, args: Any, output: Any) -> None:
@@ -199,8 +201,8 @@ class Partition:
         if torch._C._current_graph_task_id() != -1:
             return
         self.engine._forward_epilogue()
-        if self._lent is not None:
-            self._lent.take_back()
+        if self._lent:
+            self._lent.pop().__exit__(None, None, None)
         if torch.is_grad_enabled():
             self._passes.watch_output(output)
 
@@ -230,12 +232,6 @@ class Partition:
         return {} if module is None else settings_of(module)
 
     # -- the optimizer's state -------------------------------------------------------------------
-
-    def _show_state(self, optimizer: torch.optim.Optimizer) -> None:
-        self._state.show(optimizer)
-
-    def _hide_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        optimizer.state.clear()
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         self._state.take(optimizer)

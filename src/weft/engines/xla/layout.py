@@ -86,10 +86,10 @@ def lay_state(lib: Library, mesh: Any, optimizer: torch.optim.Optimizer) -> None
     """Lay out what an optimizer keeps of the shape of its parameters."""
     for parameter, state in optimizer.state.items():
         kept = plans_of(parameter) if isinstance(parameter, torch.Tensor) else None
-        for value in state.values() if kept is not None and kept.state is not None else ():
+        if kept is None or kept.state is None:
+            continue
+        for value in state.values():
             if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
-                assert kept is not None
-                assert kept.state is not None
                 mark(lib, mesh, value, kept.state)
 
 

@@ -50,12 +50,7 @@ def library() -> Library:
         try:
             importlib.import_module("torch_xla")
         except ImportError as error:
-            raise MissingExtra(
-                'start: device = "xla" needs the package torch-xla',
-                found=f"{type(error).__name__}: {error}",
-                expected="torch-xla, which is not installed with weft",
-                fix=_INSTALL,
-            ) from error
+            raise _missing(" needs the package torch-xla", f"{type(error).__name__}: {error}") from error
         finally:
             logging.root.handlers[:] = handlers
     names = ("torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.distributed.spmd")
@@ -73,20 +68,15 @@ def check_versions() -> None:
     try:
         xla = importlib.metadata.version("torch-xla")
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingExtra(
-            'start: device = "xla" needs the package torch-xla',
-            found="no package torch-xla",
-            expected="torch-xla, which is not installed with weft",
-            fix=_INSTALL,
-        ) from error
+        raise _missing(" needs the package torch-xla", "no package torch-xla") from error
     torch = importlib.metadata.version("torch")
     if xla.split(".")[:2] != torch.split(".")[:2]:
-        raise MissingExtra(
-            'start: device = "xla": torch-xla was made for another torch',
-            found=f"torch-xla {xla} and torch {torch}",
-            expected=f"torch {'.'.join(xla.split('.')[:2])}, as the two are linked to each other",
-            fix=_INSTALL,
-        )
+        expected = f"torch {'.'.join(xla.split('.')[:2])}, as the two are linked to each other"
+        raise _missing(": torch-xla was made for another torch", f"torch-xla {xla} and torch {torch}", expected)
+
+
+def _missing(problem: str, found: str, expected: str = "torch-xla, which is not installed with weft") -> MissingExtra:
+    return MissingExtra(f'start: device = "xla"{problem}', found=found, expected=expected, fix=_INSTALL)
 
 
 def check_processes(lib: Library, world_size: int) -> None:

@@ -97,12 +97,10 @@ def prefetch(batches: Iterable[Any], move: Callable[[Any], Any], lib: Library) -
 
     Where no gradients are wanted nobody steps, so the work on each batch is a graph of its own.
     """
-    source = iter(batches)
-    ahead = next(source, _END)
-    ahead = ahead if ahead is _END else move(ahead)
+    moved = map(move, batches)
+    ahead = next(moved, _END)
     while ahead is not _END:
-        now, following = ahead, next(source, _END)
-        ahead = following if following is _END else move(following)
+        now, ahead = ahead, next(moved, _END)
         yield now
         if not torch.is_grad_enabled():
             lib.torch_xla.sync()
