@@ -7,6 +7,7 @@ tensors they are for. No second copy of the state is made, and ranks need nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -99,26 +100,24 @@ class Reader:
             check_file(self.folder, name, self.manifest)
         check_place(self.folder, self.manifest)
 
-    def fits(self, name: str, held: Held) -> bool:
-        """Whether the values of a tensor are numbers in the dtype of the one that they go into, too.
+    def lost_values(self, held: Held, name: str, *others: str) -> Iterator[str]:
+        """What would be lost if a tensor took values that are stored under one name, or several if it is tied.
 
-        Raises:
-            CheckpointError: The files do not hold it.
-            OSError: They cannot be read.
-        """
-        stored, block = self._found(name, held)
-        parts = in_parts(self._files, stored, block, stored.dtype) if stored.dtype != held.tensor.dtype else ()
-        return all(is_faithful(values, values.to(held.tensor.dtype)) for _, values in parts)
-
-    def are_equal(self, name: str, other: str, held: Held) -> bool:
-        """Whether two tensors of the checkpoint have the same values, in the block that a rank holds.
+        Yields:
+            A text for each of these problems.
 
         Raises:
             CheckpointError: The files do not hold them.
             OSError: They cannot be read.
         """
-        (one, block), (two, _) = self._found(name, held), self._found(other, held)
-        return one.dtype == two.dtype and are_equal(self._files, one, two, block, one.dtype)
+        dtype, (stored, block) = held.tensor.dtype, self._found(name, held)
+        for other in others:
+            twin, _ = self._found(other, held)
+            if stored.dtype != twin.dtype or not are_equal(self._files, stored, twin, block, stored.dtype):
+                yield f"{held.name} and {other} are one tensor, and have two values in the checkpoint"
+        parts = in_parts(self._files, stored, block, stored.dtype) if stored.dtype != dtype else ()
+        if not all(is_faithful(values, values.to(dtype)) for _, values in parts):
+            yield f"{held.name} has numbers that {dtype} does not have"
 
     # -- second pass -----------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ class _Saver:
     def __init__(self) -> None:
         self._staging = Staging()
         self._board: World | None = None
-        self._stop = _Stop()
+        self._leaves = False  # this process, before its peers came
         self._running: list[RunningSave] = []
         weakref.finalize(self, _report, self._running)
 
@@ -157,7 +157,7 @@ class _Saver:
         """The same ranks, for meetings of the next save; all ranks have ended the one before."""
         _clear(self._board)
         self._board = World(ranks=world.ranks, rank=world.rank, timeout_s=world.timeout_s)
-        self._board.watch = self._stop = _Stop()
+        self._board.watch, self._leaves = self, False
         if world.store is not None and world.size > 1:
             self._board.store = world.store.below(f"saving/{world.meetings}")
             announce(self._board)
@@ -181,30 +181,19 @@ class _Saver:
             return None
         (running,) = self._running
         if not running.ends_within(limit_s):
-            self._stop.set()
+            self._leaves = True  # the next look at the peers is the last one
             if not running.ends_within(_STOP_S):
                 return _late(running, limit_s)
         return running.unseen_error()
 
-
-class _Stop:
-    """Ends the waiting of a thread for its peers, when this process leaves before they come."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def set(self) -> None:
-        """Let the next look at the peers be the last one."""
-        self._asked = True
-
     def check(self, what: str, missing: Sequence[int], world: World) -> None:
-        """See `Watcher`.
+        """See `Watcher`; ends the waiting of the thread for its peers.
 
         Raises:
             PeerError: This rank leaves.
         """
         del world
-        if self._asked:
+        if self._leaves:
             text = f"rank {listed(missing)} did not come before this rank left"
             raise PeerError(f"{what}: {text}; nothing was committed", rank=missing[0] if missing else -1, text=text)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from weft.contract.select_modules import Names
-from weft.weights.hf_layout import Plan, num_bytes
+from weft.weights.hf_layout import Layout, check_names, chosen_tensors, num_bytes, renamed_tensors
 from weft.weights.publish import published
 from weft.weights.sources import floating_dtype, from_checkpoint
 
@@ -69,10 +69,12 @@ def export(
         ['model.safetensors']
     """
     limit, wanted = num_bytes(max_shard_size), floating_dtype("export", dtype)
+    check_names(name, rename)
     source = from_checkpoint("export", Path(path), object)
-    plan = Plan(source, name, limit=limit, dtype=wanted, filter=filter, rename=rename)
+    tensors = renamed_tensors(chosen_tensors(source, filter), wanted, rename)
+    layout = Layout(tensors, name, limit=limit)
     with published(Path(out), source.path, name) as hidden:
-        plan.verify()
-        plan.write(hidden)
+        source.verify(tensor.stored for tensor in tensors.values())
+        layout.write(hidden, source.files)
     source.files.close()
-    return tuple(Path(out) / file for file in plan.files())
+    return tuple(Path(out) / file for file in layout.files())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.safetensors_write import file_head, write_parts, write_text
 from weft.checkpoint.format.tensor_blocks import memory_of, whole
 from weft.checkpoint.format.transfer import Stored, in_parts
@@ -18,7 +19,7 @@ from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
 from weft.weights.sources import Source
 
-__all__ = ["Plan", "num_bytes"]
+__all__ = ["Layout", "check_names", "chosen_tensors", "num_bytes", "renamed_tensors"]
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
@@ -62,36 +63,12 @@ class Tensor(NamedTuple):
         return torch.empty(self.stored.entry.shape, dtype=self.dtype, device="meta")
 
 
-class Plan:
-    """What is written into which file."""
+class Layout:
+    """Which tensors are written into which file."""
 
-    def __init__(
-        self,
-        source: Source,
-        name: str,
-        *,
-        limit: int,
-        dtype: torch.dtype | None,
-        filter: Names | None,
-        rename: Callable[[str], str] | None,
-    ) -> None:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
-            raise value_error(
-                f"export: name = {name!r} cannot be used",
-                found=repr(name),
-                expected="the beginning of names of files",
-                fix='weft.export(path, out, name="model")',
-            )
-        if rename is not None and not callable(rename):
-            raise value_error(
-                f"export: rename = {rename!r:.80} cannot be used",
-                found=type(rename).__name__,
-                expected="a function from the name in the module to one in the files",
-                fix='rename=lambda name: "model." + name',
-            )
-        self._source = source
-        self._tensors = _named(_chosen(source, filter), dtype, rename)
-        shards = _shards(self._tensors, limit)
+    def __init__(self, tensors: Mapping[str, Tensor], name: str, *, limit: int) -> None:
+        self._tensors = tensors
+        shards = _shards(tensors, limit)
         many = len(shards)
         self._names = {f"{name}-{number:05d}-of-{many:05d}.safetensors": one for number, one in enumerate(shards, 1)}
         if many == 1:
@@ -102,35 +79,54 @@ class Plan:
         """Names of the files, the index last."""
         return [*self._names, *self._index]
 
-    def verify(self) -> None:
-        """Compare the files that are read with their hashes.
-
-        Raises:
-            CheckpointError: One is damaged.
-        """
-        self._source.verify(one.stored for one in self._tensors.values())
-
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, source: TensorFiles) -> None:
         """Write everything, and wait until it is on the disk."""
         for file, names in self._names.items():
             head, order = file_head({name: self._tensors[name].on_meta() for name in names}, {"format": "pt"})
-            write_parts(folder / file, self._bytes(head, order))
+            write_parts(folder / file, self._bytes(head, order, source))
         for file in self._index:
             places = {name: shard for shard, names in self._names.items() for name in names}
             size = sum(one.size for one in self._tensors.values())
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
             write_text(folder / file, json.dumps(index, indent=2) + "\n")
 
-    def _bytes(self, head: bytes, order: list[str]) -> Iterator[Any]:
+    def _bytes(self, head: bytes, order: list[str], source: TensorFiles) -> Iterator[Any]:
         yield head
         for name in order:
             stored, dtype = self._tensors[name]
-            for _, values in in_parts(self._source.files, stored, whole(stored.entry.shape), dtype):
+            for _, values in in_parts(source, stored, whole(stored.entry.shape), dtype):
                 yield memory_of(values)
 
 
-def _chosen(source: Source, filter: Names | None) -> dict[str, Stored]:
-    """The tensors that the user wants, tied ones once."""
+def check_names(name: object, rename: object) -> None:
+    """Raise unless files can be called so, and tensors be renamed by this.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise value_error(
+            f"export: name = {name!r} cannot be used",
+            found=repr(name),
+            expected="the beginning of names of files",
+            fix='weft.export(path, out, name="model")',
+        )
+    if rename is not None and not callable(rename):
+        raise value_error(
+            f"export: rename = {rename!r:.80} cannot be used",
+            found=type(rename).__name__,
+            expected="a function from the name in the module to one in the files",
+            fix='rename=lambda name: "model." + name',
+        )
+
+
+def chosen_tensors(source: Source, filter: Names | None) -> dict[str, Stored]:
+    """The tensors that the user wants, tied ones once.
+
+    Raises:
+        CheckpointError: None is left.
+        ValueError: `filter` is something else.
+    """
     if filter is None:
         names = list(source.tensors)
     elif callable(filter):
@@ -160,9 +156,14 @@ def _chosen(source: Source, filter: Names | None) -> dict[str, Stored]:
     return {name: source.tensors[name] for name in first.values()}
 
 
-def _named(
-    tensors: dict[str, Stored], dtype: torch.dtype | None, rename: Callable[[str], str] | None
+def renamed_tensors(
+    tensors: Mapping[str, Stored], dtype: torch.dtype | None, rename: Callable[[str], str] | None
 ) -> dict[str, Tensor]:
+    """Tensors in the dtype, and under the name, that they have in the files.
+
+    Raises:
+        ValueError: Two would have one name.
+    """
     found: dict[str, Tensor] = {}
     for name, stored in tensors.items():
         new = name if rename is None else rename(name)
@@ -177,7 +178,7 @@ def _named(
     return found
 
 
-def _shards(tensors: dict[str, Tensor], limit: int) -> list[list[str]]:
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     """Fill files in the order of the module; what is larger than one gets its own."""
     shards: list[list[str]] = [[]]
     filled = 0

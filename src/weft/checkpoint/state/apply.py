@@ -102,14 +102,14 @@ def _compare(
     kinds: list[str] = []
     weights: dict[str, list[str]] = {}
     for held in live.tensors.values():
-        for name in tied[held.name]:
-            if name in entries and _is_weight(state, name):
-                entry = entries[name]
-                if entry.shape != held.shape:
-                    shapes.append(f"{name} of shape {entry.shape}, not {held.shape}")
-                if not of_one_kind(getattr(torch, entry.dtype), held.tensor.dtype):
-                    kinds.append(f"{name} of {entry.dtype}, not {held.dtype}")
-                weights.setdefault(held.name, []).append(entry.same_as or name)
+        stored = {name: entries[name] for name in tied[held.name] if name in entries and _is_weight(state, name)}
+        for name, entry in stored.items():
+            if entry.shape != held.shape:
+                shapes.append(f"{name} of shape {entry.shape}, not {held.shape}")
+            if not of_one_kind(getattr(torch, entry.dtype), held.tensor.dtype):
+                kinds.append(f"{name} of {entry.dtype}, not {held.dtype}")
+        if stored:
+            weights[held.name] = list(dict.fromkeys(entry.same_as or name for name, entry in stored.items()))
     wrong: dict[str, Sequence[str]] = {"shapes": shapes, "kinds of numbers": kinds}
     wrong |= {"not in the checkpoint": missing, "only in the checkpoint": unexpected}
     if shapes or kinds or (strict and (missing or unexpected)):
@@ -119,7 +119,7 @@ def _compare(
             expected="the objects, names and shapes that were saved",
             fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
         )
-    return {name: list(dict.fromkeys(names)) for name, names in weights.items()}, missing, unexpected
+    return weights, missing, unexpected
 
 
 def check_values(plan: Plan) -> None:
@@ -129,17 +129,7 @@ def check_values(plan: Plan) -> None:
         CheckpointError: Those of one of two tensors would be, or numbers too large for their dtype.
     """
     reader, live = plan.reader, plan.live.tensors
-    wrong = [
-        f"{name} and {other} are one tensor, and have two values in the checkpoint"
-        for name, (stored, *others) in plan.weights.items()
-        for other in others
-        if not reader.are_equal(stored, other, live[name])
-    ]
-    wrong += [
-        f"{name} has numbers that {live[name].dtype} does not have"
-        for name, (stored, *_) in plan.weights.items()
-        if not reader.fits(stored, live[name])
-    ]
+    wrong = [text for name, stored in plan.weights.items() for text in reader.lost_values(live[name], *stored)]
     if wrong:
         raise CheckpointError(
             f"restore: {reader.folder} does not fit the state",

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from weft.checkpoint.format.manifest import DTYPES
 from weft.checkpoint.format.tensor_blocks import Held, hold
-from weft.errors import message, type_error
+from weft.errors import type_error
 
 __all__ = ["check_tensor", "decode", "encode"]
 
@@ -49,7 +49,7 @@ def encode(path: str, value: Any, tensors: dict[str, Held], *, depth: int = 0) -
             items = [[key, encode(f"{path}/{key}", item, tensors, depth=depth + 1)] for key, item in value.items()]
             kind = next((name for name, made in _DICTS.items() if isinstance(value, made)), "dict")
             return {"$": kind, "items": items}
-    raise TypeError(_refusal(path, f"{type(value).__name__} {value!r:.60}"))
+    raise _refusal(path, f"{type(value).__name__} {value!r:.60}")
 
 
 def _check_writable(path: str, value: Any, depth: int) -> None:
@@ -59,21 +59,20 @@ def _check_writable(path: str, value: Any, depth: int) -> None:
         TypeError: It is too deep, too long, or no text.
     """
     if depth > _MOST_NESTED:
-        raise TypeError(_refusal(f"{path:.60}...", f"values in each other, more than {_MOST_NESTED} deep"))
+        raise _refusal(f"{path:.60}...", f"values in each other, more than {_MOST_NESTED} deep")
     for one in (value, *value) if isinstance(value, Mapping) else (value,):
         if isinstance(one, int) and one.bit_length() > _MOST_BITS:
-            raise TypeError(_refusal(path, f"a whole number of {one.bit_length()} bits"))
+            raise _refusal(path, f"a whole number of {one.bit_length()} bits")
         if isinstance(one, str) and not one.isascii():
             try:
                 one.encode()
             except UnicodeEncodeError as error:  # half of a surrogate pair has no bytes
-                raise TypeError(
-                    _refusal(path.encode(errors="replace").decode(), f"{one!a:.60}, no text of Unicode")
-                ) from error
+                readable = path.encode(errors="replace").decode()
+                raise _refusal(readable, f"{one!a:.60}, no text of Unicode") from error
 
 
-def _refusal(path: str, found: str) -> str:
-    return message(
+def _refusal(path: str, found: str) -> TypeError:
+    return type_error(
         f"save: {path} cannot be saved",
         found=found,
         expected="tensors, numbers, strings, None, and lists, tuples and dicts of them",
