@@ -155,7 +155,8 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
         def start() -> list[str]:
             handle = lock(directory)
             _held().add(handle)
-            ending.callback(_unlock, handle)
+            ending.callback(os.close, handle)
+            ending.callback(_held().discard, handle)
             history.check(directory, step, commit.named_folders(directory))
             folder = commit.begin(directory, step)
             ending.push(lambda kind, *_: shutil.rmtree(folder, ignore_errors=True) if kind else None)
@@ -164,11 +165,6 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
         hidden, run = from_main(what, ctx, start)
         history.belongs_to(run)
         return Draft(Path(hidden), commit.target(directory, step), history, ending.pop_all())
-
-
-def _unlock(handle: int) -> None:
-    _held().discard(handle)
-    os.close(handle)
 
 
 def lock(directory: Path) -> int:
@@ -238,8 +234,10 @@ def complete(
 
     def written() -> dict[str, Any]:
         entry = write(draft.hidden / name)
-        if keep is not None:  # older ones are removed for it
-            _read_back(draft.hidden / name, entry)
+        # Read back if older ones are removed for it.
+        if keep is not None and digest_of(draft.hidden / name, entry.hash) != entry.digest:
+            problem = "the file system returns other bytes than were written; nothing was committed"
+            raise OSError(errno.EIO, problem, draft.hidden / name)
         return {
             "file": name,
             "entry": vars(entry),
@@ -266,11 +264,6 @@ def complete(
     if doubtful:
         told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
         from_main(what, ctx, lambda: refuse(told))
-
-
-def _read_back(path: Path, entry: FileEntry) -> None:
-    if digest_of(path, entry.hash) != entry.digest:
-        raise OSError(errno.EIO, "the file system returns other bytes than were written; nothing was committed", path)
 
 
 def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:

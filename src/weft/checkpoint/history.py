@@ -79,10 +79,6 @@ class History:
         self._damaged.discard(folder.name)
         self._own.add(step_of(folder))
 
-    def is_damaged(self, folder: Path) -> bool:
-        """Whether a checkpoint is known to be."""
-        return folder.name in self._damaged
-
     def check(self, directory: Path, step: int, there: Iterable[Path]) -> None:
         """Raise if a checkpoint would be mixed with those of another run, or with a branch that was left.
 
@@ -123,12 +119,16 @@ class History:
         except Damage:
             return False
 
-    def has_its_files(self, folder: Path) -> bool:
-        """Whether the files of a checkpoint are there and of the right size; its manifest is read once.
+    def counts(self, folder: Path) -> bool:
+        """Whether a checkpoint counts as one: not known to be damaged, and its files are there, of the right size.
+
+        Its manifest is read once.
 
         Raises:
             OSError: Something cannot be read.
         """
+        if folder.name in self._damaged:
+            return False
         try:
             stamp = (folder / NAME).lstat()
             facts = (stamp.st_ino, stamp.st_mtime_ns, stamp.st_size)

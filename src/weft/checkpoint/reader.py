@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import increment_version
 
-from weft.checkpoint.format.dtypes import is_faithful
 from weft.checkpoint.format.manifest import Manifest, check_place
 from weft.checkpoint.format.safetensors_read import TensorFiles
 from weft.checkpoint.format.safetensors_write import check_file
 from weft.checkpoint.format.tensor_blocks import Block, Held, whole
-from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, in_parts, transfer
+from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, in_parts, is_faithful, transfer
 from weft.collectives.on_all_ranks import num_threads
 from weft.context import DistContext
 from weft.errors import CheckpointError
@@ -131,7 +130,9 @@ class Reader:
         transfer(self._files, self._new, num_threads=num_threads(self._ctx))
 
     def read_live(self) -> None:
-        """Give values to the tensors of `request_into`. If it fails, some have new values and some old ones.
+        """Give values to the tensors of `request_into`, and close the files.
+
+        If it fails, some have new values and some old ones.
 
         Raises:
             CheckpointError: A file is gone or not as it was.
@@ -141,9 +142,6 @@ class Reader:
         for _, _, out in self._live:
             if out.device.type == "cpu" and not out.is_inference():
                 increment_version(out)  # for autograd, which has not seen it change
-
-    def close(self) -> None:
-        """Close the files."""
         self._files.close()
         self._new.clear()
         self._live.clear()

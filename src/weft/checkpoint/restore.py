@@ -131,19 +131,16 @@ def _newest(
     """The newest checkpoint that is whole; also the newer ones that are not, and why, and all there are."""
     tried: list[str] = []
     skipped: list[tuple[Path, str]] = []
-    while True:
-        is_one, folders, there = from_main("restore", ctx, lambda: _candidates(directory))
-        if folders == tried:
-            break
+    while (found := from_main("restore", ctx, lambda: _candidates(directory)))[1] != tried:
+        is_one, tried, there = found
         skipped.clear()  # a run beside may have saved the next and removed these
-        for folder in map(Path, folders):
+        for folder in map(Path, tried):
             try:
                 return _planned(state, folder, ctx, strict=strict), skipped, there
             except Damage as error:
                 if is_one:
                     raise
                 skipped.append((folder, str(error)))
-        tried = folders
     if skipped:
         raise CheckpointError(
             f"restore: no checkpoint in {directory} is whole",

@@ -183,7 +183,12 @@ class _Saver:
         if not running.ends_within(limit_s):
             self._leaves = True  # the next look at the peers is the last one
             if not running.ends_within(_STOP_S):
-                return _late(running, limit_s)
+                return CheckpointError(
+                    f"{_WHAT}: the checkpoint was not complete when the program left",
+                    found=f"still writing after {limit_s:g} s: {running.path}",
+                    expected="a disk that takes the state within that time",
+                    fix="running.wait() before leaving, or raise start(timeout_s=...)",
+                )
         return running.unseen_error()
 
     def check(self, what: str, missing: Sequence[int], world: World) -> None:
@@ -229,15 +234,6 @@ def _clear(board: World | None) -> None:
         keys += [f"{meeting}/{name}" for meeting in meetings for name in ("count", "done")]
     for key in keys:
         board.store.delete(key)
-
-
-def _late(running: RunningSave, limit_s: float) -> CheckpointError:
-    return CheckpointError(
-        f"{_WHAT}: the checkpoint was not complete when the program left",
-        found=f"still writing after {limit_s:g} s: {running.path}",
-        expected="a disk that takes the state within that time",
-        fix="running.wait() before leaving, or raise start(timeout_s=...)",
-    )
 
 
 def _report(running: list[RunningSave]) -> None:

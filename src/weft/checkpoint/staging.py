@@ -63,8 +63,7 @@ class Staging:
         parts = list(_parts(tensors[name] for name in order))
         if device.type == "cpu" and total >= _PIECE_BYTES and num_threads > 1:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="weft-copy") as threads:
-                for copied in [threads.submit(self._put, *part) for part in parts]:
-                    copied.result()
+                list(threads.map(self._put, *zip(*parts, strict=True)))
         else:
             for place, part in parts:
                 self._put(place, part)

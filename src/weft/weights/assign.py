@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.format.dtypes import of_one_kind
 from weft.checkpoint.format.tensor_blocks import hold, writers
-from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, transfer
+from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, of_one_kind, transfer
 from weft.checkpoint.state.collect import tell_keepers
 from weft.collectives.on_all_ranks import num_threads
 from weft.collectives.primitives import finish, peers_named
@@ -84,7 +83,9 @@ class Placement:
         self._module = module
         held = targets(module, elsewhere)
         self.missing, self.unexpected = _compare(module, source, held, strict=strict)
-        self._dtypes = {id(one.tensor): _wanted(one.tensor, dtype) for one in held}
+        self._dtypes = {id(one.tensor): one.tensor.dtype for one in held}
+        if dtype is not None:
+            self._dtypes |= {id(one.tensor): dtype for one in held if one.tensor.is_floating_point()}
         changed = [one for one in held if self._dtypes[id(one.tensor)] != one.tensor.dtype]
         _check_dtypes(module, changed, ctx)
         self._changed = [one.tensor for one in changed]
@@ -104,23 +105,16 @@ class Placement:
         texts = {"tensors in the files": there, "tensors of the module": [here, self.missing]}
         return {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in texts.items()}
 
-    def verify(self) -> None:
-        """Compare the files of a checkpoint with its hashes; each rank its share of them.
-
-        Raises:
-            CheckpointError: One is damaged; the text names it.
-        """
-        used = (move.stored[0] for move in self._moves)
-        self._source.verify(used, number=self._ctx.rank, of=self._ctx.world_size)
-
     def read(self) -> None:
-        """Read this rank's share: into the memory of tensors that were on meta, else aside.
+        """Check this rank's share of the files and read its share of the tensors: into those on meta, else aside.
 
         Raises:
-            CheckpointError: A file is not as it was, or a tied tensor is stored with two values.
+            CheckpointError: A file is damaged or not as it was, or a tied tensor is stored with two values.
             ValueError: Values do not fit into the dtype of the module.
             OSError: A file cannot be read.
         """
+        used = (move.stored[0] for move in self._moves)
+        self._source.verify(used, number=self._ctx.rank, of=self._ctx.world_size)
         self._memory.take()
         files, wanted = self._source.files, []
         for name, stored, tensor, _, dtype, routes in self._moves:
@@ -259,10 +253,6 @@ def renamed(source: Source, rename: Callable[[str], str | None] | None) -> Sourc
         if new is not None:
             tensors[new] = stored
     return source._replace(tensors=tensors)
-
-
-def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
 # -- who reads what, and sends it to whom ------------------------------------------------------------

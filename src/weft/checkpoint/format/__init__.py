@@ -6,6 +6,5 @@ hashes.py             which hash a file has
 safetensors_write.py  safetensors files with hashes, brought to the disk for certain
 safetensors_read.py   tensors out of the files, block by block
 tensor_blocks.py      which part of a tensor a rank holds, who holds the same, and which rank writes it
-transfer.py           blocks of files into tensors, for `restore` and `load_weights`
-dtypes.py             which conversions of numbers keep what they mean
+transfer.py           blocks of files into tensors of any dtype, for `restore` and `load_weights`
 """

@@ -20,7 +20,6 @@ from weft.errors import CheckpointError
 __all__ = [
     "begin",
     "check_directory",
-    "clean",
     "finish",
     "folders",
     "latest",
@@ -48,7 +47,9 @@ def begin(directory: Path, step: int) -> Path:
     final = target(directory, step)
     if final.exists() or final.is_symlink():
         _set_aside(final, step)
-    clean(directory)  # nobody writes there: the lock of the directory is ours
+    # What saves and removals that were interrupted left behind; nobody writes there: the lock of the directory is ours.
+    for left in (*directory.glob(".step-*.writing"), *directory.glob(".step-*.removing")):
+        shutil.rmtree(left, ignore_errors=True)
     path = directory / f".step-{step:08d}.{secrets.token_hex(4)}.writing"
     path.mkdir()
     return path
@@ -80,12 +81,6 @@ def rename_as(folder: Path, what: str) -> None:
     while place.exists():
         place = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.{what}")
     folder.rename(place)
-
-
-def clean(directory: Path) -> None:
-    """Remove what saves and removals that were interrupted left behind."""
-    for path in (*directory.glob(".step-*.writing"), *directory.glob(".step-*.removing")):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def finish(written: Path, final: Path) -> None:
@@ -209,7 +204,7 @@ def prune(directory: Path, keep: int, saved: Path, history: History) -> None:
     Those that are known to be damaged do not count. What cannot be removed is left, with a warning.
     """
     try:
-        kept = [path for path in folders(directory) if path == saved or _counts(path, history)]
+        kept = [path for path in folders(directory) if path == saved or history.counts(path)]
         for path in kept[:-keep]:
             if path != saved:
                 gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removing")
@@ -220,7 +215,3 @@ def prune(directory: Path, keep: int, saved: Path, history: History) -> None:
         warnings.warn(
             f"weft: {saved} is saved, but older checkpoints could not be removed: {error}", RuntimeWarning, stacklevel=2
         )
-
-
-def _counts(folder: Path, history: History) -> bool:
-    return not history.is_damaged(folder) and history.has_its_files(folder)

@@ -213,7 +213,14 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         _refuse(folder, "a manifest that cannot be read", f"{NAME}: {type(error).__name__}: {error}", error)
     try:
-        _check_format(folder, data["format"])
+        written = data["format"]
+        if isinstance(written, str) and written.startswith(_FORMATS) and written != FORMAT:
+            raise CheckpointError(
+                f"{folder} was written by another version of weft",
+                found=f"format {written!r:.60}",
+                expected=f"format {FORMAT!r}",
+                fix="install the version of weft that wrote it; nothing was changed, and no older checkpoint was taken",
+            )
         manifest = _parsed(data)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         _refuse(folder, "a manifest that is not one", f"{NAME}: {type(error).__name__}: {error}", error)
@@ -266,19 +273,9 @@ def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None 
     ) from cause
 
 
-def _check_format(folder: Path, found: Any) -> None:
-    if isinstance(found, str) and found.startswith(_FORMATS) and found != FORMAT:
-        raise CheckpointError(
-            f"{folder} was written by another version of weft",
-            found=f"format {found!r:.60}",
-            expected=f"format {FORMAT!r}",
-            fix="install the version of weft that wrote it; nothing was changed, and no older checkpoint was taken",
-        )
-    if found != FORMAT:
-        raise ValueError(f"format {found!r:.60}")
-
-
 def _parsed(data: Any) -> Manifest:
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']!r:.60}")
     tensors = {
         _is(str, name): TensorEntry(
             dtype=_dtype(entry["dtype"]),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 
-from weft.checkpoint.format.dtypes import converted
 from weft.checkpoint.format.manifest import DTYPES, TensorEntry
 from weft.checkpoint.format.safetensors_read import TensorFiles, in_order
 from weft.checkpoint.format.tensor_blocks import Block, memory_of
+from weft.errors import value_error
 
-__all__ = ["Stored", "Transfer", "are_equal", "in_parts", "transfer"]
+__all__ = ["Stored", "Transfer", "are_equal", "in_parts", "is_faithful", "of_one_kind", "transfer"]
 
 _PART = 2**19  # elements of a tensor that is converted, or copied to a device, at a time: at most 4 MiB
 _THREAD_BYTES = 8 * 2**20  # that are worth one more thread
@@ -99,7 +100,7 @@ def in_parts(
         values = memory[: part.size * width].view(stored.dtype).view(part.shape)
         offsets = tuple(a + b for a, b in zip(part.offsets, block.offsets, strict=True))
         files.read(stored.key, stored.entry, Block(offsets, part.shape), values)
-        yield part, converted(stored.key, values, dtype)
+        yield part, _converted(stored.key, values, dtype)
 
 
 def are_equal(files: TensorFiles, one: Stored, other: Stored, block: Block, dtype: torch.dtype) -> bool:
@@ -112,3 +113,49 @@ def are_equal(files: TensorFiles, one: Stored, other: Stored, block: Block, dtyp
     """
     a, b = (in_parts(files, each, block, dtype) for each in (one, other))
     return all(memory_of(x.contiguous()) == memory_of(y.contiguous()) for (_, x), (_, y) in zip(a, b, strict=True))
+
+
+# -- numbers in another dtype: which conversions keep what they mean ------------------------------------
+
+
+def of_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether both are real numbers, or complex, or booleans, or integers.
+
+    Example:
+        >>> of_one_kind(torch.float32, torch.bfloat16), of_one_kind(torch.float32, torch.int64)
+        (True, False)
+    """
+    here, there = ((d.is_floating_point, d.is_complex, d is torch.bool) for d in (one, other))
+    return here == there
+
+
+def is_faithful(values: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether numbers are still numbers in another dtype, and whole ones the same."""
+    if not result.is_floating_point():
+        return torch.equal(result.to(values.dtype), values)
+    if torch.finfo(result.dtype).max >= torch.finfo(values.dtype).max:
+        return True
+    wide = torch.promote_types(values.dtype, torch.float32)
+    # The sum is a number if all are; the other way round it may just be too large.
+    return math.isfinite(result.to(wide).sum().item()) or not bool(
+        (values.to(wide).isfinite() & ~result.to(wide).isfinite()).any()
+    )
+
+
+def _converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values in another dtype.
+
+    Raises:
+        ValueError: They do not fit into it.
+    """
+    if values.dtype == dtype:
+        return values
+    result = values.to(dtype)
+    if not is_faithful(values, result):
+        raise value_error(
+            f"{name} does not fit into {dtype}",
+            found=f"{values.dtype} up to {values.abs().max().item():.3g}",
+            expected="values that are numbers there too",
+            fix="dtype=torch.bfloat16, which has the range of float32",
+        )
+    return result

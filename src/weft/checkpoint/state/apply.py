@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.format.dtypes import of_one_kind
 from weft.checkpoint.format.manifest import TensorEntry
 from weft.checkpoint.format.tensor_blocks import Held, hold
+from weft.checkpoint.format.transfer import of_one_kind
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state.collect import (
     Checkpoint,
@@ -320,12 +320,11 @@ def put_weights(plan: Plan, ctx: DistContext) -> None:
         OSError: It cannot be read.
     """
     plan.reader.read_live()
-    plan.reader.close()
-    for key, obj in plan.state.objects.items():
+    names, live = parameter_names(plan.state), plan.live.tensors
+    given = {one: live[name].tensor for one, name in names.items() if name in plan.weights}
+    for obj in plan.state.objects.values():
         if isinstance(obj, nn.Module):
-            names = {id(p): f"{key}/{plain_name(name)}" for name, p in obj.named_parameters()}
-            live = plan.live.tensors
-            tell_keepers(obj, {one: live[name].tensor for one, name in names.items() if name in plan.weights})
+            tell_keepers(obj, given)
     values_replaced(plan.state.objects.values(), ctx)
     if plan.set_random is not None:
         plan.set_random()

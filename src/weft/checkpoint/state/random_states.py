@@ -179,7 +179,9 @@ def _like(like: Any, value: Any) -> Any:
     if isinstance(like, Mapping):
         if not isinstance(value, Mapping) or value.keys() != like.keys():
             raise ValueError(f"{value!r:.60} where {sorted(like)} should be")
-        return {key: _like(like[key], value[key]) if key != "pos" else _position(value[key]) for key in like}
+        if not 0 <= _like(like.get("pos", 0), value.get("pos", 0)) <= _KEYS:  # numpy reads beyond its keys
+            raise ValueError(f"position {value['pos']!r:.20}")
+        return {key: _like(like[key], value[key]) for key in like}
     if isinstance(like, np.ndarray):
         found = np.frombuffer(bytes.fromhex(value), dtype=like.dtype.newbyteorder("<")).astype(like.dtype)
         if found.shape != like.shape:
@@ -187,12 +189,6 @@ def _like(like: Any, value: Any) -> Any:
         return found
     if type(value) is not type(_plain(like)) or (isinstance(value, str) and value != like):
         raise ValueError(f"{value!r:.60} where {like!r:.60} should be")
-    return value
-
-
-def _position(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _KEYS:  # numpy reads beyond its keys
-        raise ValueError(f"position {value!r:.20}")
     return value
 
 
