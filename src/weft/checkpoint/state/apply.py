@@ -22,6 +22,7 @@ from weft.checkpoint.format.manifest import TensorEntry
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.format.transfer import of_one_kind
 from weft.checkpoint.reader import Reader
+from weft.checkpoint.state import random_states
 from weft.checkpoint.state.collect import (
     Checkpoint,
     Content,
@@ -34,17 +35,6 @@ from weft.checkpoint.state.collect import (
     tell_keepers,
 )
 from weft.checkpoint.state.json_values import decode, encode
-from weft.checkpoint.state.random_states import (
-    Generator,
-    drawn_state,
-    generator_kind,
-    generator_state,
-    is_generator,
-    prepare_generator,
-    prepare_random_state,
-    random_state,
-    restored_from,
-)
 from weft.context import DistContext
 from weft.context.placement import values_replaced
 from weft.errors import CheckpointError, listed
@@ -176,7 +166,7 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Reader, ctx: 
     try:
         if isinstance(obj, torch.optim.Optimizer):
             return _requested_optimizer(key, state, live, reader)
-        if is_generator(obj):
+        if random_states.is_generator(obj):
             return _prepared_generator(key, obj, reader, ctx)
         found = decode(saved, tensor)
         if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
@@ -240,15 +230,15 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Rea
     return _OptimizerState(content, changed)
 
 
-def _prepared_generator(key: str, generator: Generator, reader: Reader, ctx: DistContext) -> Callable[[], object]:
-    manifest = reader.manifest
-    if manifest.values[key] != {"generator": generator_kind(generator)}:
-        raise ValueError(f"{manifest.values[key]!r:.80} for a {generator_kind(generator)}")
+def _prepared_generator(key: str, generator: Any, reader: Reader, ctx: DistContext) -> Callable[[], object]:
+    manifest, kind = reader.manifest, random_states.generator_kind(generator)
+    if manifest.values[key] != {"generator": kind}:
+        raise ValueError(f"{manifest.values[key]!r:.80} for a {kind}")
     states = [rank["generators"][key] for rank in manifest.ranks]
     if None in states:
         raise ValueError(f"no state of rank {states.index(None)}")
-    found = restored_from(states, ctx.rank, ctx.world_size)
-    return prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
+    found = random_states.restored_from(states, ctx.rank, ctx.world_size)
+    return random_states.prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
 
 
 def _random(state: Checkpoint, reader: Reader, ctx: DistContext) -> Callable[[], None] | None:
@@ -256,8 +246,8 @@ def _random(state: Checkpoint, reader: Reader, ctx: DistContext) -> Callable[[],
     if not state.rng:
         return None
     if len(ranks) != ctx.world_size or ranks[ctx.rank].get("rng", {}) is None:  # imported from elsewhere
-        return drawn_state(reader.manifest.step, ctx)
-    return prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx)
+        return random_states.drawn_state(reader.manifest.step, ctx)
+    return random_states.prepare_random_state(ranks[ctx.rank].get("rng") or {}, ctx)
 
 
 # -- putting in place --------------------------------------------------------------------------------
@@ -271,7 +261,7 @@ def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> No
         OSError: A file cannot be read.
     """
     plan.reader.read_new()
-    undo.callback(prepare_random_state(random_state(ctx), ctx))
+    undo.callback(random_states.prepare_random_state(random_states.random_state(ctx), ctx))
     for key, loaded in plan.loaded.items():
         obj = plan.state.objects[key]
         try:
@@ -286,8 +276,8 @@ def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> No
 
 
 def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
-    if is_generator(obj):
-        undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
+    if random_states.is_generator(obj):
+        undo.callback(random_states.prepare_generator(obj, random_states.generator_state(obj), new=(0, 0, 0, "")))
         loaded()
     elif isinstance(obj, torch.optim.Optimizer):  # what it holds is replaced and not overwritten: no copy is needed
         held = _OptimizerState(obj.state_dict(), set())

@@ -120,9 +120,8 @@ class ShardedLoader(Extension[T]):
             if given.state is not None:
                 reading.states.append((steps, given.state))
             yield found[:2] if reading.with_ids else found[0]
+        cursor.go_to(epoch + 1, (*later, reading.epoch(epoch + 1)))
         cursor.before = (epoch, todo, steps)
-        cursor.epoch, cursor.todo = epoch + 1, (*later, reading.epoch(epoch + 1))
-        cursor.steps, cursor.held, cursor.total, cursor.fresh, cursor.last = 0, 0, None, True, None
 
     def _batches(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, ...]]:
         """Batches with what is known of them, the last of each tuple."""
