@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["Extension", "Seekable", "Size", "extended_copy", "split_already", "torch_iterator"]
+__all__ = ["Extension", "Seekable", "Size", "extended_copy", "length_of", "split_already", "torch_iterator"]
 
 T = TypeVar("T")
 Size = tuple[int | None, int | None]  # samples in this rank's batch, and in those of all ranks; None: not known here
@@ -92,6 +92,14 @@ def _rebuild(chain: tuple[type[Any], ...], state: dict[str, Any]) -> Any:
     loader: Any = object.__new__(cls)
     loader.__dict__.update(state)
     return loader
+
+
+def length_of(source: Any, measure: Callable[[], int] | None = None) -> int | None:
+    """The length of a sampler, stream or loader; None if it does not tell."""
+    try:
+        return len(source) if measure is None else measure()
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def split_already(loader: Any) -> str | None:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from weft.checks import check_count
 from weft.contract import Stateful
-from weft.data.loader_copy import Extension, Seekable, Size, extended_copy
+from weft.data.loader_copy import Extension, Seekable, Size, extended_copy, length_of
 from weft.data.window_splitter import WindowSplitter, unfinished
 from weft.data.windows import Window
 from weft.errors import ContractError
@@ -152,7 +152,4 @@ def known_length(batches: object, measure: Callable[[], int] | None = None) -> i
     """How many batches, or windows, there will be; None if that is not known for sure."""
     if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
         return None  # with several workers its length is a guess
-    try:
-        return measure() if measure is not None else len(batches)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
+    return length_of(batches, measure)

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from weft.context import DistContext
 from weft.contract import transform
+from weft.data.loader_copy import length_of
 from weft.data.split.loader_checks import check_divisible, check_loader, check_uneven, warn_of_no_steps
 from weft.data.split.map_samples import Epoch, EpochOrder
-from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock, length_of
+from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import Plan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, with_own_shards

@@ -48,22 +48,17 @@ class Epoch:
     """The number of the epoch, also in workers that outlive one; `start` is where a stream begins."""
 
     def __init__(self, *, shared: bool) -> None:
-        self._here = (0, 0)
-        # Persistent workers are not sent a new dataset: they look there.
-        self._there = torch.zeros(2, dtype=torch.int64).share_memory_() if shared else None
+        self._now = torch.zeros(2, dtype=torch.int64)
+        if shared:  # persistent workers are not sent a new dataset: they look there
+            self._now.share_memory_()
 
     def set(self, number: int, start: int = 0) -> None:
         """Go to an epoch."""
-        if self._there is None:
-            self._here = number, start
-        else:
-            self._there[0], self._there[1] = number, start
+        self._now[0], self._now[1] = number, start
 
     def get(self) -> tuple[int, int]:
         """The epoch, and where to start in it."""
-        if self._there is None:
-            return self._here
-        number, start = self._there.tolist()
+        number, start = self._now.tolist()
         return number, start
 
 

@@ -16,7 +16,7 @@ from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks
 
-__all__ = ["DataPlan", "ReadPlan", "is_stock", "length_of"]
+__all__ = ["DataPlan", "ReadPlan", "is_stock"]
 
 _KEPT_STATES = 4096  # of a stream, one per batch: as far back as a window of accumulate_grads may reach
 
@@ -149,12 +149,3 @@ class ReadPlan:
 def is_stock(loader: DataLoader[Any]) -> bool:
     """Whether batches are just consecutive samples of a sampler, so that samples can be shared out."""
     return loader.batch_size is not None or type(loader.batch_sampler) is BatchSampler
-
-
-def length_of(units: Any) -> int | None:
-    """Length of a sampler or stream, or None if it does not tell."""
-    measure: Callable[[Any], int] = len
-    try:
-        return measure(units)
-    except (TypeError, NotImplementedError):
-        return None
