@@ -21,7 +21,7 @@ from torch import nn
 
 import weft
 from weft.checkpoint.format.commit import folders
-from weft.checkpoint.save_async import _Stop
+from weft.checkpoint.save_async import _Saver
 from weft.checkpoint.staging import Staged, Staging
 from weft.context import shutdown
 from weft.errors import CheckpointError, PeerError
@@ -363,9 +363,9 @@ def test_a_rank_that_leaves_with_an_error_lets_the_running_save_end(tmp_path):
 
 def test_waiting_for_peers_can_be_stopped():
     world = World(ranks=[0, 1], rank=0, store=Board(dist.HashStore(), limit_s=1))
-    world.watch = _Stop()
+    world.watch = _Saver()
     world.watch.check("save_async", [1], world)
-    world.watch.set()
+    world.watch.leaving = True
     with pytest.raises(PeerError, match="save_async: rank 1 did not come before this rank left; nothing was committed"):
         exchange(world, "save_async", None)
 

@@ -475,8 +475,7 @@ def test_every_error_of_the_package_has_the_three_lines():
     # ranks: the output of a process that did not start; restore: the echo of what a rank found damaged; doctor: becomes
     # a verdict; the others: of `CheckpointError`, with the file's name.
     allowed = {"objects.py", "encoding.py", "settings.py", "ranks.py", "restore.py", "doctor.py", "packed_gather.py"}
-    allowed |= {"apply.py", "manifest.py", "safetensors_read.py", "sources.py", "generators.py", "random_states.py"}
-    allowed |= {"json_values.py", "batch_size.py"}
+    allowed |= {"apply.py", "manifest.py", "safetensors_read.py", "sources.py", "random_states.py", "json_values.py"}
     assert plain <= allowed, plain - allowed
 
 

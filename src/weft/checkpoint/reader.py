@@ -116,7 +116,7 @@ class Reader:
                 yield f"{held.name} and {other} are one tensor, and have two values in the checkpoint"
         parts = in_parts(self._files, stored, block, stored.dtype) if stored.dtype != dtype else ()
         if not all(is_faithful(values, values.to(dtype)) for _, values in parts):
-            yield f"{held.name} has numbers that {dtype} does not have"
+            yield f"{held.name} has numbers that {held.dtype} does not have"
 
     # -- second pass -----------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ class _Saver:
     def __init__(self) -> None:
         self._staging = Staging()
         self._board: World | None = None
-        self._leaves = False  # this process, before its peers came
+        self.leaving = False  # this process, before its peers came
         self._running: list[RunningSave] = []
         weakref.finalize(self, _report, self._running)
 
@@ -157,7 +157,7 @@ class _Saver:
         """The same ranks, for meetings of the next save; all ranks have ended the one before."""
         _clear(self._board)
         self._board = World(ranks=world.ranks, rank=world.rank, timeout_s=world.timeout_s)
-        self._board.watch, self._leaves = self, False
+        self._board.watch, self.leaving = self, False
         if world.store is not None and world.size > 1:
             self._board.store = world.store.below(f"saving/{world.meetings}")
             announce(self._board)
@@ -181,7 +181,7 @@ class _Saver:
             return None
         (running,) = self._running
         if not running.ends_within(limit_s):
-            self._leaves = True  # the next look at the peers is the last one
+            self.leaving = True  # the next look at the peers is the last one
             if not running.ends_within(_STOP_S):
                 return CheckpointError(
                     f"{_WHAT}: the checkpoint was not complete when the program left",
@@ -198,7 +198,7 @@ class _Saver:
             PeerError: This rank leaves.
         """
         del world
-        if self._leaves:
+        if self.leaving:
             text = f"rank {listed(missing)} did not come before this rank left"
             raise PeerError(f"{what}: {text}; nothing was committed", rank=missing[0] if missing else -1, text=text)
 
