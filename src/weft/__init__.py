@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from weft import weights as weights
     from weft.checkpoint import checkpointable, restore, save, save_async
     from weft.completeness import check
+    from weft.data.split_sequence import split_sequence
     from weft.launching.launch_function import launch_function
     from weft.monitoring import log, progress
     from weft.transforms.accumulate_grads import accumulate_grads
     from weft.transforms.average_weights import average_weights, averages
     from weft.transforms.clip_grads import clip_grads
     from weft.transforms.compile import compile
+    from weft.transforms.context_parallel import context_parallel
     from weft.transforms.full_grads import full_grads
     from weft.transforms.full_params import full_params
     from weft.transforms.fully_shard import fully_shard
@@ -69,12 +71,14 @@ _SUBMODULES = {
 LATER = {
     "checkpoint": "checkpointable restore save save_async",
     "completeness": "check",
+    "data.split_sequence": "split_sequence",
     "launching.launch_function": "launch_function",
     "monitoring": "log progress",
     "transforms.accumulate_grads": "accumulate_grads",
     "transforms.average_weights": "average_weights averages",
     "transforms.clip_grads": "clip_grads",
     "transforms.compile": "compile",
+    "transforms.context_parallel": "context_parallel",
     "transforms.full_grads": "full_grads",
     "transforms.full_params": "full_params",
     "transforms.fully_shard": "fully_shard",
@@ -123,6 +127,7 @@ __all__ = [
     "clip_grads",
     "compile",
     "compose",
+    "context_parallel",
     "errors",
     "explain",
     "export",
@@ -148,6 +153,7 @@ __all__ = [
     "save_async",
     "shard_data",
     "skip_nonfinite",
+    "split_sequence",
     "start",
     "sync_batch_norm",
     "tensor_parallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
@@ -12,6 +13,7 @@ from weft.collectives.packed_gather import exchange_columns
 from weft.collectives.primitives import enter, peers_named
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
+from weft.contract import part_axes
 from weft.errors import listed, type_error, value_error
 from weft.tensors.nested import leaves, map_leaves
 
@@ -216,8 +218,8 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
 
     The mean of the ranks' means is not the mean over the samples when they have different numbers.
 
-    Changes: nothing. Collectives: one all-reduce over the data axes: ranks that see the same batches
-    count once.
+    Changes: nothing. Collectives: one all-reduce over the data axes, and those over which `context_parallel`
+    splits sequences: ranks that see the same samples count once.
 
     Args:
         value: A nested value of tensors, each a mean over this rank's samples or tokens.
@@ -248,7 +250,9 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
         here = leaf.detach().to(ctx.device, wide)
         return here * factor if not usable or factor > 0 else torch.zeros_like(here)
 
-    total: Any = reduce({"value": map_leaves(scaled, value), "weight": factor}, ctx.on(ctx.data_axes), "sum")
+    total: Any = reduce(
+        {"value": map_leaves(scaled, value), "weight": factor}, ctx.on((*ctx.data_axes, *part_axes(ctx))), "sum"
+    )
     if not bool(torch.isfinite(total["weight"])):
         raise value_error(
             "weighted_mean: a weight is negative or not finite",
@@ -265,13 +269,14 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
     Gradients are averaged over ranks. Ranks with different numbers of samples, or with none, get the
     exact mean by `loss_sum / denominator`; in windows use `window.denominator`.
 
-    Changes: nothing. Collectives: one all-reduce of one number over the data axes.
+    Changes: nothing. Collectives: one all-reduce of one number over the data axes, and those over which
+    `context_parallel` splits sequences.
 
     Args:
-        count: Samples or tokens of this rank's batch; >= 0.
+        count: Samples or tokens of this rank's batch; >= 0. Of its part, where sequences are split.
         ctx: Where we run.
-        mean_over: Ranks over which gradients are averaged; default: all that see different batches.
-            1 for a module that is not replicated.
+        mean_over: Ranks over which gradients are averaged; default: all that see different batches, or
+            parts of them. 1 for a module that is not replicated.
 
     Returns:
         The count over all ranks, divided by `mean_over`; 1 if it is zero.
@@ -285,8 +290,10 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
         >>> weft.metrics.denominator(8, weft.local())
         8.0
     """
-    total = total_count([count], ctx, fix="weft.metrics.denominator(len(batch), ctx)")
-    return per_rank(total, ctx.data_size if mean_over is None else mean_over)
+    parts = part_axes(ctx)
+    total = total_count([count], ctx, parts=parts, fix="weft.metrics.denominator(len(batch), ctx)")
+    ranks = ctx.data_size * math.prod(map(ctx.axis_size, parts))
+    return per_rank(total, ranks if mean_over is None else mean_over)
 
 
 def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[str] = (), fix: str) -> float:

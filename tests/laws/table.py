@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 import weft
-from weft.testing.laws import Parts, Row
+from weft.testing.law_job import Model
+from weft.testing.laws import Job, Parts, Row
 
 
 def _custom_transform():
@@ -100,6 +101,40 @@ def compute_again(parts: Parts, ctx, blocks):
 def compile_it(parts: Parts, ctx, **options):
     parts.module, ctx = weft.compile(parts.module, ctx, **{"backend": "eager", **options})
     return ctx
+
+
+def split_sequences(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.context_parallel(parts.module, ctx, **options)
+    return ctx
+
+
+class Attentive(Model):
+    """The model of the laws with a causal attention between its layers."""
+
+    def features(self, x):
+        """[batch, places, 6] to [batch, places, 8]."""
+        heads = super().features(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return (
+            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
+
+
+class Sequences(Job):
+    """The same job with four places per sample."""
+
+    def dataset(self):
+        """Features [samples, 4, 6] and classes [samples, 4]."""
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        x = torch.randn(self.samples, 4, 6, generator=draw, dtype=torch.float64).to(self.dtype)
+        return torch.utils.data.TensorDataset(x, torch.randint(0, 3, (self.samples, 4), generator=draw))
+
+    def model(self):
+        """The same model wherever it is called."""
+        model = super().model()
+        model.__class__ = Attentive
+        return model
 
 
 def average(parts: Parts, ctx, **options):
@@ -249,6 +284,13 @@ RECOMPUTE = Row(
     break_input=partial(compute_again, blocks="nowhere"),
 )
 COMPILED = Row(name="compile", apply=compile_it, break_input=partial(compile_it, backend="nothing"))
+CONTEXT = Row(
+    name="context_parallel",
+    apply=split_sequences,
+    mesh={"data": -1, "context": 2},
+    job=Sequences,
+    break_input=partial(split_sequences, method="nothing"),
+)
 AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average, decay=2.0))
 
 TABLE = [
@@ -258,7 +300,7 @@ TABLE = [
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.
 OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
 ONE_OF_EACH = [SHARD, REPLICATE, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
-OTHERS = [FULLY, ZERO1, RECOMPUTE, COMPILED, AVERAGE]
+OTHERS = [FULLY, ZERO1, RECOMPUTE, COMPILED, CONTEXT, AVERAGE]
 PAIRS = [
     *itertools.permutations(OPTIONS, 2),
     *itertools.product(ONE_OF_EACH, OTHERS),

@@ -38,6 +38,7 @@ def test_ranks_equal_reference(row, ranks):
 # What may not come after each, or not be combined with it at all.
 _NOT_AFTER = {
     "accumulate_grads": {
+        "context_parallel",
         "fully_shard",
         "replicate",
         "shard_data",
@@ -47,6 +48,7 @@ _NOT_AFTER = {
     },
     "average_weights": {"fully_shard", "replicate", "with_precision", "zero_partition", "tensor_parallel"},
     "compile": {
+        "context_parallel",
         "fully_shard",
         "recompute",
         "replicate",
@@ -55,7 +57,9 @@ _NOT_AFTER = {
         "zero_partition",
         "tensor_parallel",
     },
+    "context_parallel": {"recompute", "sync_batch_norm", "with_precision"},
     "fully_shard": {
+        "context_parallel",
         "recompute",
         "replicate",
         "sum_gradients",
@@ -66,6 +70,7 @@ _NOT_AFTER = {
     },
     "recompute": {"sync_batch_norm", "with_precision"},
     "replicate": {
+        "context_parallel",
         "fully_shard",
         "recompute",
         "sum_gradients",
@@ -77,6 +82,7 @@ _NOT_AFTER = {
     "sum_gradients": {"fully_shard", "replicate", "with_precision", "zero_partition"},
     "tensor_parallel": {"recompute", "sync_batch_norm", "with_precision"},
     "zero_partition": {
+        "context_parallel",
         "fully_shard",
         "recompute",
         "replicate",

@@ -21,16 +21,16 @@ from weft import errors
 ROOT = pathlib.Path(__file__).parents[2]
 
 TRANSFORMS = [
-    "accumulate_grads", "average_weights", "compile", "fully_shard", "fuse_step", "gather_step", "recompute",
-    "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm", "tensor_parallel", "with_precision",
+    "accumulate_grads", "average_weights", "compile", "context_parallel", "fully_shard", "fuse_step", "gather_step",
+    "recompute", "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm", "tensor_parallel", "with_precision",
     "zero_partition",
 ]  # fmt: skip
 FACADE = [
     *TRANSFORMS, "DistContext", "LossScaling", "Precision", "adopt", "all_or_none", "any_rank", "averages", "barrier",
     "broadcast", "check", "checkpointable", "clip_grads", "compose", "errors", "explain", "export", "full_grads",
     "full_params", "gather", "launch_function", "load_weights", "local", "log", "loss_scale", "main_first",
-    "on_preemption", "progress", "reduce", "restore", "save", "save_async", "start", "tensor_plan", "to_device",
-    "transform", "undo", "was_skipped",
+    "on_preemption", "progress", "reduce", "restore", "save", "save_async", "split_sequence", "start", "tensor_plan",
+    "to_device", "transform", "undo", "was_skipped",
 ]  # fmt: skip
 # What else is public, by module: frozen like the facade.
 MODULES = {

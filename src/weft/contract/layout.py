@@ -14,7 +14,7 @@ from weft.contract.protocols import Placed, ReducesOver
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
-__all__ = ["Layout", "axes_of_dims", "gradient_axes", "layouts"]
+__all__ = ["Layout", "axes_of_dims", "gradient_axes", "layouts", "part_axes"]
 
 
 class Layout(NamedTuple):
@@ -85,6 +85,27 @@ def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
     """
     more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
     return tuple(name for name, _ in ctx.axes if name in ctx.data_axes or name in more)
+
+
+def part_axes(ctx: DistContext) -> tuple[str, ...]:
+    """The axes whose ranks see parts of the same batch, as transforms that `ctx` knows have said; see `ReducesOver`.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        ctx: Where we run.
+
+    Returns:
+        Names of axes besides the data axes, in the order of the mesh.
+
+    Example:
+        >>> import weft
+        >>> part_axes(weft.local())
+        ()
+    """
+    known = [one for record in ctx.applied for ref in record.refs if (one := ref()) is not None]
+    found = {axis for one in known for offer in offered(one, ReducesOver) for axis in offer.axes}
+    return tuple(name for name, _ in ctx.axes if name in found and name not in ctx.data_axes)
 
 
 def axes_of_dims(mesh: Any, ctx: DistContext) -> list[tuple[str, ...]]:

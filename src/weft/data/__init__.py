@@ -7,6 +7,7 @@ micro_batches.py    what a window reads from
 window_loader.py    a loader that yields them
 loader_copy.py      a loader with other settings
 collate.py          batches of samples of different lengths
+split_sequence.py   this rank's part of every sequence of a batch
 batch_size.py       global batch sizes, and the largest that fits
 """
 

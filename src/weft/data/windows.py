@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from weft.data.micro_batches import MicroBatches
 from weft.errors import ContractError, listed, message
 from weft.metrics import Count, per_rank, samples_of_all, total_count
+from weft.tensors.nested import tensors
+from weft.tensors.sequence_order import part_of
 
 if TYPE_CHECKING:
     from weft.data.window_splitter import WindowSplitter
@@ -178,8 +180,8 @@ class Window(Generic[B]):
         all-reduce of one number over the data axes, and those along which a batch is in parts.
 
         Args:
-            count: This rank's count in the whole window, or a function of one micro-batch; where the ranks
-                compute with parts of a batch, the count of this rank's part.
+            count: This rank's count in the whole window; where `split_sequence` splits sequences, that of its
+                parts. Or a function of one micro-batch as the loader yields it, where sequences are still whole.
 
         Returns:
             The count over all ranks, divided by the number of ranks gradients are averaged over;
@@ -190,11 +192,16 @@ class Window(Generic[B]):
             PeerError: A peer failed.
         """
         self._normalised = True
-        counts = [count] if not callable(count) else [count(batch) for batch in self._read_all()]
+        parts = self._splitter.parts
+        if callable(count):
+            batches = self._read_all()
+            counts = [count(batch) for batch in batches]
+            if not any(part_of(x) for x in tensors(batches)):  # whole sequences: the same along the axes of `parts`
+                parts = ()
+        else:
+            counts = [count]
         fix = "window.denominator(lambda batch: batch[1].numel())"
-        return per_rank(
-            total_count(counts, self._splitter.ctx, parts=self._splitter.parts, fix=fix), self._splitter.mean_over
-        )
+        return per_rank(total_count(counts, self._splitter.ctx, parts=parts, fix=fix), self._splitter.mean_over)
 
     def _read_all(self) -> list[B]:
         batches = self._batches

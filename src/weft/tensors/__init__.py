@@ -1,7 +1,8 @@
 """Questions about tensors that know no device, rank or strategy.
 
-nested.py        nested values: their tensors, and their rows
-dtensor.py       is it sharded? its local part; without importing DTensor
-sharded_grad.py  a gradient that lies in the memory of another library
-rng_state.py     the random states of this process
+nested.py          nested values: their tensors, and their rows
+sequence_order.py  which places of a sequence each rank holds
+dtensor.py         is it sharded? its local part; without importing DTensor
+sharded_grad.py    a gradient that lies in the memory of another library
+rng_state.py       the random states of this process
 """

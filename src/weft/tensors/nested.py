@@ -35,6 +35,7 @@ __all__ = [
     "moves_itself",
     "rows_of",
     "tensors",
+    "with_items",
     "without_rows",
 ]
 
@@ -107,6 +108,16 @@ def _rebuild_mapping(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     for key, item in items.items():
         new[key] = item
     return new
+
+
+def with_items(old: Mapping[Any, Any], more: Mapping[Any, Any]) -> Any:
+    """A mapping of the same type with more items.
+
+    Example:
+        >>> with_items({"a": 1}, {"b": 2})
+        {'a': 1, 'b': 2}
+    """
+    return _rebuild_mapping(old, {**dict(old.items()), **more}) if more else old
 
 
 def _rebuild_sequence(old: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -14,8 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from weft.collectives import reduce
 from weft.context import DistContext
 from weft.context.placement import to_device
-from weft.contract import GradSync, KeepsParameters, offered
+from weft.contract import GradSync, KeepsParameters, gradient_axes, offered, part_axes
+from weft.data.split_sequence import split_sequence
 from weft.tensors import dtensor
+from weft.tensors.sequence_order import part_of
 from weft.transforms.clip_grads import clip_grads
 
 __all__ = [
@@ -69,6 +72,7 @@ class Row:
         dtype: Of the model and data.
         break_input: Applies the transform with an argument it must refuse.
         mesh: Of several ranks; as for `weft.start`.
+        job: Makes the training job, of which the transform needs more than `Job` has.
         device: Where the ranks and the reference compute, such as "cuda"; ranks may share it.
     """
 
@@ -84,12 +88,15 @@ class Row:
     dtype: torch.dtype = torch.float64
     break_input: Apply | None = None
     mesh: Mapping[str, int] | None = None
+    job: Callable[..., Job] | None = None
     device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The small training job of the laws: a classifier on ragged data.
+
+    A row may bring another one: the classes of samples may have more dimensions than one.
 
     Attributes:
         samples: Size of the dataset.
@@ -159,7 +166,7 @@ def reference(job: Job, steps: int = 1, device: str = "cpu") -> list[torch.Tenso
         batches = list(zip(x.split(job.global_batch), y.split(job.global_batch), strict=True))
         for start in range(0, len(batches), steps):
             window = batches[start : start + steps]
-            total = sum(len(classes) for _, classes in window)
+            total = sum(classes.numel() for _, classes in window)
             for features, classes in window:
                 loss_of(module, features, classes, total).backward()
             finish_step(module, optimizer, job)
@@ -174,21 +181,29 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
     ranks = ([sync.mean_over for sync in offered(parts.module, GradSync)] or [1])[-1]
     for _ in range(job.epochs):
         for window in parts.loader:
+            batches: Any
             if hasattr(window, "denominator"):
-                total = window.denominator(lambda batch: len(batch[1]))
-                batches: Iterable[Any] = window
+                total = window.denominator(lambda batch: batch[1].numel())
+                batches = window
             else:
-                everyone = float(reduce(torch.tensor(float(len(window[1])), device=ctx.device), ctx))
-                total = everyone * ctx.data_size / ctx.world_size / ranks  # each batch is on several model ranks
-                batches = [window]
+                batches = [_part(window, ctx)]
+                everyone = float(reduce(torch.tensor(float(batches[0][1].numel()), device=ctx.device), ctx))
+                copies = ctx.world_size / math.prod(map(ctx.axis_size, gradient_axes(parts.module, ctx)))
+                total = everyone / copies / ranks  # each batch is on several model ranks
             for batch in batches:
-                features, classes = to_device(batch, ctx)
+                features, classes = to_device(_part(batch, ctx), ctx)
                 loss_of(parts.module, features, classes, total).backward()
             finish_step(parts.module, parts.optimizer, job, ctx)
     with contextlib.ExitStack() as stack:
         for offer in offered(parts.module, KeepsParameters):
             stack.enter_context(offer.gathered(write=False))
         return [_whole(p).to("cpu", copy=True) for p in parts.module.parameters()]
+
+
+def _part(batch: Any, ctx: DistContext) -> Any:
+    """This rank's part of a batch, where ranks have parts of sequences and this is whole."""
+    axes = () if any(part_of(x) for x in batch) else part_axes(ctx)
+    return split_sequence(batch, ctx, axis=axes[0]) if axes else batch
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,7 +215,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> torch.Tensor:
     """This batch's part of the mean loss over `total` samples."""
-    return nn.functional.cross_entropy(module(x), y, reduction="sum") / total
+    return nn.functional.cross_entropy(module(x).flatten(0, -2), y.flatten(), reduction="sum") / total
 
 
 def finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:

@@ -92,7 +92,7 @@ def _steps_of(rows: Sequence[Row]) -> int:
 
 def one_rank_changes_nothing(row: Row, job: Job | None = None) -> None:
     """Law 1: on one rank, training gives the parameters of plain torch, bit for bit."""
-    job = replace(job or Job(), dtype=row.dtype)
+    job = replace(job or (row.job or Job)(), dtype=row.dtype)
     rows = _with_needs(row)
     expected = reference(job, _steps_of(rows), row.device)
     difference = largest_difference(expected, train(local(device=row.device), rows, job))
@@ -105,7 +105,7 @@ def names_stay(row: Row, ranks: int = 2) -> None:
 
 
 def _check_names(ctx: DistContext, row: Row) -> None:
-    job = Job(dtype=row.dtype)
+    job = (row.job or Job)(dtype=row.dtype)
     before, untouched = job.model().to(ctx.device), plain_loader(ctx, job, _with_needs(row))
     parts, ctx = prepare(ctx, job, _with_needs(row))
     module = parts.module
@@ -138,7 +138,7 @@ def twice_raises(row: Row, ranks: int = 2) -> None:
 
 
 def _check_twice(ctx: DistContext, row: Row) -> None:
-    job = Job(dtype=row.dtype)
+    job = (row.job or Job)(dtype=row.dtype)
     parts, before = build(ctx, job, list(row.needs))
     if row.on_optimizer or row.on_both:
         parts.optimizer = job.optimizer(parts.module)
@@ -158,7 +158,7 @@ def _check_twice(ctx: DistContext, row: Row) -> None:
 
 def ranks_equal_reference(row: Row, ranks: int = 2, job: Job | None = None) -> None:
     """Law 4: training on several ranks gives the parameters of the naive loop in one process."""
-    job = replace(job or Job(), dtype=row.dtype)
+    job = replace(job or (row.job or Job)(), dtype=row.dtype)
     rows = _complete(_with_needs(row))
     expected = reference(job, _steps_of(rows), row.device)
     for rank, found in enumerate(run_ranks(train, ranks, rows, job, **_world(row, ranks))):
@@ -179,7 +179,10 @@ def pairs_agree(one: Row, two: Row, ranks: int = 2, job: Job | None = None) -> s
     Returns:
         "agrees" or "refused".
     """
-    job = replace(job or Job(), dtype=torch.float32 if torch.float32 in (one.dtype, two.dtype) else torch.float64)
+    job = replace(
+        job or (one.job or two.job or Job)(),
+        dtype=torch.float32 if torch.float32 in (one.dtype, two.dtype) else torch.float64,
+    )
     needs = [row for row in (*one.needs, *two.needs) if row.name not in (one.name, two.name)]
     rows = [*dict.fromkeys(needs), one, two]
     found = run_ranks(_train_pair, ranks, rows, job, **_world(one if one.mesh else two, ranks))
@@ -211,7 +214,7 @@ def leaves_no_trace(row: Row, ranks: int = 2) -> None:
 
 
 def _check_trace(ctx: DistContext, row: Row) -> None:
-    job = Job(dtype=row.dtype)
+    job = (row.job or Job)(dtype=row.dtype)
     before = _process_state()
     parts, after = prepare(ctx, job, _with_needs(row))
     if any(r.synchronizes for r in _with_needs(row)):
@@ -271,7 +274,7 @@ def failure_reaches_all(row: Row, ranks: int = 2, limit_s: float = 10.0) -> None
 
 def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[str]]:
     assert row.break_input is not None
-    job = Job(dtype=row.dtype)
+    job = (row.job or Job)(dtype=row.dtype)
     parts, ctx = build(ctx, job, list(row.needs))
     if row.on_optimizer or row.on_both:
         parts.optimizer = job.optimizer(parts.module)

@@ -141,7 +141,7 @@ def accumulate_grads(
             expected="modules with one denominator in one window",
             fix="one accumulate_grads per module, each with a loader of its own",
         )
-    axes = {axis for module in several for axis in gradient_axes(module, ctx)} if syncs else set()
+    axes = {axis for module in several for axis in gradient_axes(module, ctx)}
     parts = tuple(name for name, _ in ctx.axes if name in axes.difference(ctx.data_axes))
     splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, reduce, syncs, means.pop(), ctx, parts)
     windows = windowed(loader, splitter)

@@ -9,6 +9,7 @@ parallel/         one batch on several ranks: layers cut over them
 optim/            what happens around an optimizer's step
 amp/              mixed precision
 compute/          activation checkpointing, torch.compile
+parallel/         one model computed by several ranks
 hooks/            seeing what a module and its gradients do
 device/           devices, and batches brought to them
 """

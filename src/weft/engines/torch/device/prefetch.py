@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from weft.tensors.nested import leaves, map_leaves, map_tensors, moves_itself
+from weft.tensors.sequence_order import with_note_of
 
 __all__ = ["move", "prefetch"]
 
@@ -31,7 +32,7 @@ def move(value: Any, device: torch.device, *, non_blocking: bool = False, skip: 
         if skip and any(key in skip for key in path):
             return leaf
         if isinstance(leaf, torch.Tensor):
-            return leaf.to(device, non_blocking=non_blocking)
+            return with_note_of(leaf, leaf.to(device, non_blocking=non_blocking))
         return leaf.to(device) if moves_itself(leaf) else leaf
 
     # With keys to skip, a mapping is walked although it could move itself.
@@ -70,7 +71,8 @@ def prefetch(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that the device can read by itself."""
-    return tensor.pin_memory() if tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
+    can_be = tensor.device.type == "cpu" and not tensor.is_pinned()
+    return with_note_of(tensor, tensor.pin_memory()) if can_be else tensor
 
 
 def _claim(batch: Any, copied: torch.Event, device: torch.device) -> Any:

@@ -1,6 +1,10 @@
 """One model over several ranks: what the dimensions of parallelism besides data are made of.
 
-tensor_module.py  linear layers and embeddings cut over ranks; the sequence cut between them
-tensor_hooks.py   arguments that are gathered once, the sequence that is cut and joined
-part_sums.py      gradients of which each rank has a part of the sum
+tensor_module.py      linear layers and embeddings cut over ranks; the sequence cut between them
+tensor_hooks.py       arguments that are gathered once, the sequence that is cut and joined
+part_sums.py          gradients of which each rank has a part of the sum
+split_attention.py    attention over sequences of which each rank holds a part
+sequence_exchange.py  what it sends
+sequence_inputs.py    what a model is called with then
+sequence_code.py      which parts of a model attend or number tokens, read from its code
 """

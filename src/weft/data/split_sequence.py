@@ -1,0 +1,204 @@
+"""`split_sequence`: the part of a batch's sequences that this rank computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from weft.checks import check_choice, check_count
+from weft.context import DistContext
+from weft.errors import ContextError, listed, type_error, value_error
+from weft.tensors.nested import cuts_itself, leaves, map_leaves, with_items
+from weft.tensors.sequence_order import Order, SequencePart, chunks, note_part, places
+
+__all__ = ["split_sequence"]
+
+B = TypeVar("B")
+_IGNORED = -100  # the label that counts nowhere, of torch and transformers
+_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx"}
+
+
+def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "context", order: Order = "zigzag") -> B:
+    """Take this rank's part of every sequence of a batch; for modules of `context_parallel`.
+
+    Every tensor and array with dimension `dim` is cut there; what has fewer dimensions stays whole. A model
+    has to be given the places of its tokens. A mapping gets them as "position_ids" [batch, part]. With other
+    batches, split them along: `x, y, at = weft.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)`.
+
+    Labels keep the places of their tokens: targets that were shifted before, as `y` in `(x, y)`, are right in each
+    part. A mapping with "labels" [batch, length] in the way of transformers, which shifts them inside of the model,
+    also gets "shift_labels", shifted before they are split, and "num_items_in_batch", such that the mean of
+    `model(**part).loss` over the ranks is the loss of the whole batch.
+
+    Changes: nothing; `batch` is left alone. Collectives: none. Batches are the same on the ranks of the axis
+    (`shard_data` sees to it). Call it in the loop, not in a worker of the loader: windows count whole batches.
+
+    Args:
+        batch: A tensor, or a nested value: tuples, lists, mappings, dataclasses.
+        ctx: Where we run. With one rank along `axis`, or without this axis on a single rank, nothing is cut.
+        dim: The dimension of sequences, counted from 0.
+        axis: The mesh axis over which they are split.
+        order: As for `context_parallel`.
+
+    Returns:
+        The same structure, with tensors [..., length / ranks, ...].
+
+    Raises:
+        ValueError: Sequences of different lengths, or of one that does not divide by the ranks (by twice their
+            number in zig-zag order); packed sequences; an attention mask that hides something.
+        TypeError: Something in it cannot be cut.
+        ContextError: There is no such axis; or called in a worker of a `DataLoader`.
+
+    Example:
+        >>> import weft
+        >>> ctx = weft.testing.fake(rank=0, world_size=2, mesh={"context": 2})
+        >>> part = weft.split_sequence({"input_ids": torch.arange(10, 18)[None]}, ctx)
+        >>> part["input_ids"].tolist(), part["position_ids"].tolist()
+        ([[10, 11, 16, 17]], [[0, 1, 6, 7]])
+
+    Source of zig-zag order: Brandon et al., "Striped Attention", 2023; Grattafiori et al., "The Llama 3 Herd of
+    Models", 2024.
+    """
+    _check_call(dim, order)
+    alone = ctx.world_size == 1 and axis not in dict(ctx.axes)
+    ranks = 1 if alone else ctx.axis_size(axis)
+    part = SequencePart(order, ranks, 0 if alone else ctx.coordinates[axis])
+    sequences = _sequences(batch, dim)
+    length = _length(sequences, dim)
+    _check_divides(length, part)
+    whole = _complete(batch, sequences, length, dim, ranks)
+    if ranks == 1:
+        return whole
+
+    def cut(path: tuple[str, ...], leaf: Any) -> Any:
+        if not _is_sequence(leaf, dim):
+            return leaf
+        noted = part._replace(positions=path == ("position_ids",))
+        return _cut(leaf, dim, length, noted)
+
+    return map_leaves(cut, whole, whole=cuts_itself)
+
+
+def _check_call(dim: int, order: str) -> None:
+    check_count("split_sequence", "dim", dim, least=0, fix="weft.split_sequence(batch, ctx, dim=1)")
+    fix = 'weft.split_sequence(batch, ctx, order="zigzag")'
+    check_choice("split_sequence", "order", order, ("zigzag", "contiguous"), fix=fix)
+    worker = get_worker_info()
+    if worker is not None:
+        raise ContextError(
+            "split_sequence: called in a worker of a DataLoader",
+            found=f"worker {worker.id}",
+            expected="whole batches from the loader: windows count them, and ranks share them",
+            fix="for batch in loader:\n                part = weft.split_sequence(batch, ctx)",
+        )
+
+
+def _is_sequence(leaf: object, dim: int) -> bool:
+    return isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > dim
+
+
+def _sequences(batch: object, dim: int) -> dict[tuple[str, ...], Any]:
+    """What is cut, by its path."""
+    found = {}
+    for path, leaf in leaves(batch, whole=cuts_itself):
+        nested = isinstance(leaf, torch.Tensor) and leaf.is_nested
+        if cuts_itself(leaf) or nested or isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
+            raise type_error(
+                f"split_sequence: {'.'.join(path) or 'the batch'} cannot be cut along a sequence",
+                found="a nested tensor" if nested else type(leaf).__name__,
+                expected="tensors and arrays, in tuples, lists, mappings or dataclasses",
+                fix="weft.split_sequence(batch.to_dict(), ctx)",
+            )
+        if _is_sequence(leaf, dim):
+            found[path] = leaf
+    return found
+
+
+def _length(sequences: Mapping[tuple[str, ...], Any], dim: int) -> int:
+    lengths = {".".join(path) or "the batch": leaf.shape[dim] for path, leaf in sequences.items()}
+    if len(set(lengths.values())) != 1:
+        raise value_error(
+            "split_sequence: the parts of the batch do not agree about the length of its sequences",
+            found=listed(f"{name}: {length}" for name, length in lengths.items()) or f"no tensor with dimension {dim}",
+            expected=f"tensors with the sequence in dimension {dim}, and as many places in each",
+            fix="weft.split_sequence((x[:, :-1], x[:, 1:]), ctx, dim=1)",
+        )
+    return int(next(iter(lengths.values())))
+
+
+def _check_divides(length: int, part: SequencePart) -> None:
+    pieces = part.ranks * (2 if part.order == "zigzag" and part.ranks > 1 else 1)
+    if length % pieces:
+        longer = -(-length // pieces) * pieces
+        raise value_error(
+            f"split_sequence: sequences of {length} places cannot be split over {part.ranks} ranks",
+            found=f"{length} places; {pieces} chunks in {part.order} order",
+            expected=f"a length that divides by {pieces}, such as {longer}, padded at the right with labels of -100",
+            fix=f'weft.data.pad_collate(multiple_of={pieces}, fill={{"labels": -100}})',
+        )
+
+
+def _complete(batch: B, sequences: Mapping[tuple[str, ...], Any], length: int, dim: int, ranks: int) -> B:
+    """A mapping with what a model needs besides, still whole."""
+    if not isinstance(batch, Mapping):
+        return batch
+    _check_plain(batch, length)
+    first = next((leaf for leaf in sequences.values() if isinstance(leaf, torch.Tensor)), None)
+    more: dict[str, Any] = {}
+    if "position_ids" not in batch:
+        at = torch.arange(length, device=None if first is None else first.device)
+        rows = next(iter(sequences.values())).shape[0]
+        more["position_ids"] = at if dim == 0 else at.expand(rows, length)
+    labels = batch.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.ndim == dim + 1:
+        targets = batch.get("shift_labels")
+        if targets is None:
+            more["shift_labels"] = targets = _shifted(labels, dim, length)
+        if "num_items_in_batch" not in batch:
+            # Each rank divides by its share of the number, so that the mean over the ranks is the mean over labels.
+            count = (targets != _IGNORED).sum().clamp(min=1)
+            more["num_items_in_batch"] = (
+                count.to(torch.float32 if count.device.type == "mps" else torch.float64) / ranks
+            )
+    return cast("B", with_items(batch, more))
+
+
+def _shifted(labels: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """The label of the next place at each place; none at the last."""
+    last = torch.full_like(labels.narrow(dim, 0, 1), _IGNORED)
+    return torch.cat([labels.narrow(dim, 1, length - 1), last], dim)
+
+
+def _check_plain(batch: Mapping[Any, Any], length: int) -> None:
+    """Raise if one row holds several sequences, or places that nothing may attend to."""
+    at = batch.get("position_ids")
+    packed = sorted(_PACKED & {str(key) for key in batch})
+    if isinstance(at, torch.Tensor) and not bool((at == torch.arange(length, device=at.device)).all()):
+        packed.append(f"position_ids from {int(at.min())} to {int(at.max())} for {length} places")
+    if packed:
+        raise value_error(
+            "split_sequence: packed sequences cannot be split",
+            found=listed(packed),
+            expected="one sequence in each row, whose places are numbered from 0 on",
+            fix="one document per row, or documents that may attend to those before them, without position_ids",
+        )
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool((mask == 1).all()):
+        raise value_error(
+            "split_sequence: an attention_mask that hides places cannot be split",
+            found=f"a mask {list(mask.shape)} that hides {int((mask != 1).sum())} of {mask.numel()} places",
+            expected="a mask of ones, or none: padded at the right, no token attends to the padding behind it",
+            fix='batch.pop("attention_mask")  # and labels of -100 where there is padding',
+        )
+
+
+def _cut(leaf: Any, dim: int, length: int, part: SequencePart) -> Any:
+    runs = chunks(length, part.ranks, part.rank, part.order)
+    if isinstance(leaf, np.ndarray):
+        return leaf.take(places(length, part).numpy(), axis=dim)
+    pieces = [leaf.narrow(dim, run.start, len(run)) for run in runs]
+    return note_part(torch.cat(pieces, dim), part)

@@ -1,0 +1,116 @@
+"""Exchange parts of sequences for heads, and gather whole sequences; gradients come back the same way.
+
+Everything that one attention sends travels in one message, and so does its gradient, so that the messages of a
+backward pass have one order on all ranks. Memory is contiguous and flat: into other memory `all_to_all_single` writes
+wrongly without an error, and gloo's reduce-scatter ends the process over shapes that it does not expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from weft.tensors.sequence_order import Order, rank_order, sequence_order
+
+# Names of torch 2.13, and before.
+_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+__all__ = ["Ranks", "gather_sequences", "heads_to_parts", "parts_to_heads"]
+
+
+class Ranks(NamedTuple):
+    """The ranks that hold the parts of one sequence.
+
+    Attributes:
+        group: Of these ranks.
+        number: How many there are.
+        rank: Which one this is.
+        order: Of their parts.
+    """
+
+    group: dist.ProcessGroup
+    number: int
+    rank: int
+    order: Order
+
+
+def parts_to_heads(ranks: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Parts of all heads [batch, heads, part, width] to whole sequences of some [batch, heads / ranks, length, width].
+
+    Collectives: one all-to-all of all tensors together; the same in backward.
+    """
+    n = ranks.number
+    blocks = [x.unflatten(1, (n, x.shape[1] // n)).movedim(1, 0) for x in tensors]
+    received = _exchange(ranks, blocks)
+    return [sequence_order(x.movedim(0, 2), ranks.order) for x in received]  # [batch, heads, ranks, part, width]
+
+
+def heads_to_parts(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
+    """Whole sequences of some heads to parts of all of them.
+
+    Collectives: one all-to-all; the same in backward.
+    """
+    (received,) = _exchange(ranks, [rank_order(tensor, ranks.number, ranks.order).movedim(2, 0)])
+    return received.movedim(0, 1).flatten(1, 2)
+
+
+def gather_sequences(ranks: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Parts [batch, heads, part, width] to whole sequences [batch, heads, length, width].
+
+    Collectives: one all-gather of all tensors together; one reduce-scatter in backward.
+    """
+    flat = _Gather.apply(torch.cat([x.flatten() for x in tensors]), ranks)  # type: ignore[no-untyped-call]
+    pieces = flat.view(ranks.number, -1).split([x.numel() for x in tensors], 1)
+    gathered = [piece.unflatten(1, x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+    return [sequence_order(x.movedim(0, 2), ranks.order) for x in gathered]
+
+
+def _exchange(ranks: Ranks, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Send block k of each tensor [ranks, ...] to rank k; gives as much, block k from rank k."""
+    rows = [block.flatten(1) for block in blocks]
+    flat = _AllToAll.apply(torch.cat(rows, 1).flatten(), ranks)  # type: ignore[no-untyped-call]
+    pieces = flat.view(ranks.number, -1).split([row.shape[1] for row in rows], 1)
+    return list(starmap(torch.Tensor.view_as, zip((p.contiguous() for p in pieces), blocks, strict=True)))
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its own adjoint: what came from rank k goes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        if not flat.numel():
+            return flat.clone()
+        return _wait(functional.all_to_all_single(flat.contiguous(), None, None, ranks.group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _AllToAll.apply(gradient.contiguous(), ctx.ranks), None  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """Everything of all ranks, in rank order; its adjoint adds up what all ranks made of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        if not flat.numel():
+            return flat.clone()
+        return _wait(_all_gather(flat.contiguous(), 0, ranks.group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not gradient.numel():
+            return gradient.clone(), None
+        return _wait(_reduce_scatter(gradient.contiguous(), "sum", 0, ctx.ranks.group)), None
+
+
+def _wait(sent: torch.Tensor) -> torch.Tensor:
+    arrived: torch.Tensor = functional.wait_tensor(sent)
+    return arrived

@@ -1,0 +1,270 @@
+"""Attention over sequences of which each rank holds a part.
+
+`F.scaled_dot_product_attention` is caught while an attention module computes, by a mode that is entered around its
+forward: so a block that `recompute` runs again meets it as well, and a compiler traces through it.
+
+[Note: causal] Where each rank holds a part, a mask says what is wrong of all but one of them, since a model makes it of
+the length that it sees. So a mask is read as what is meant by it, causal or full attention, or refused.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  (as everywhere)
+from torch.overrides import TorchFunctionMode
+
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.parallel.sequence_exchange import Ranks, gather_sequences, heads_to_parts, parts_to_heads
+from weft.errors import ContractError
+from weft.tensors.sequence_order import chunks
+
+__all__ = ["Method", "SplitAttention", "dropout_refused", "heads_refused"]
+
+Method = Literal["heads", "gather"]
+
+
+class SplitAttention:
+    """Attention modules that compute over the sequences of all ranks.
+
+    Attributes:
+        inside: Whether one of them computes at this moment.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], ranks: Ranks, method: Method) -> None:
+        self._removable = Removable()
+        self.inside = False
+        for name, module in modules.items():
+            attach(module, self._removable, around=_Around(self, name, ranks, method), methods=["forward"])
+            if isinstance(module, nn.MultiheadAttention):
+                # With a hook on it, the layers of torch call it in eval mode, too, instead of a kernel of their own.
+                attach(module, self._removable, before=_nothing)
+
+    def undo(self) -> None:
+        """Let them attend to what they are given again."""
+        self._removable.remove()
+
+
+def _nothing(module: nn.Module, args: object, kwargs: object) -> None:
+    """A hook that changes nothing."""
+
+
+class _Around:
+    """What is done around the forward of one attention module.
+
+    A compiler shares what it compiled among instances as long as it reads nothing that differs: the name is for errors.
+    """
+
+    def __init__(self, attention: SplitAttention, name: str, ranks: Ranks, method: Method) -> None:
+        self.attention = attention
+        self.name = name
+        self.ranks = ranks
+        self.method: Method = method
+
+    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward.
+
+        Raises:
+            ContractError: It does not compute with `F.scaled_dot_product_attention`, or not in a way that can be split.
+        """
+        attention = self.attention
+        if attention.inside:  # an attention module inside of another: its calls are caught once
+            return call(*args, **kwargs)
+        caught = _Caught(self)
+        attention.inside = True
+        try:
+            with caught:
+                output = call(*args, **kwargs)
+        finally:
+            attention.inside = False
+        if caught.calls == 0:
+            raise ContractError(
+                f"context_parallel: attention module {self.name!r} computed without F.scaled_dot_product_attention",
+                found="no call of it in this forward; with need_weights=True, say, or by a kernel of its own",
+                expected="every attention through F.scaled_dot_product_attention, or it sees this rank's part only",
+                fix='attn_implementation="sdpa", or need_weights=False for nn.MultiheadAttention',
+            )
+        return output
+
+
+class _Caught(TorchFunctionMode):
+    """Computes attention over all ranks in place of torch's function.
+
+    Attributes:
+        calls: How many calls it has caught.
+    """
+
+    def __init__(self, at: _Around) -> None:
+        super().__init__()
+        self.calls = 0
+        self._at = at
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _with_attention(self._attend)(*args, **kwargs)
+        if func is torch.Tensor.unflatten:  # a compiler does not look into it inside of a mode
+            return torch.unflatten(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        self.calls += 1
+        del enable_gqa  # the numbers of heads say it
+        at = self._at
+        _check_shapes(at, query, key)
+        if dropout_p:
+            raise dropout_refused(at.name, dropout_p)
+        causal = is_causal or _is_causal(at, attn_mask, query.shape[-2])
+        query, key, value = _cast_together(query, key, value)
+        if at.method == "heads":
+            if query.shape[1] % at.ranks.number:
+                raise heads_refused(at.name, query.shape[1], at.ranks.number)
+            return _attend_in_heads(_Call(at.ranks, causal, scale), query, key, value)
+        return _attend_whole(_Call(at.ranks, causal, scale), query, key, value)
+
+
+class _Call(NamedTuple):
+    """One call of attention, besides its tensors."""
+
+    ranks: Ranks
+    causal: bool
+    scale: float | None
+
+
+def _attend_in_heads(call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Give each rank whole sequences of some heads, and back.
+
+    Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+    """
+    n = call.ranks.number
+    repeat = n // math.gcd(n, key.shape[1])
+    if repeat > 1:  # fewer heads of keys than ranks: each travels to several
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    query, key, value = parts_to_heads(call.ranks, query, key, value)
+    grouped = query.shape[1] != key.shape[1]
+    output = F.scaled_dot_product_attention(
+        query, key, value, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
+    )
+    return heads_to_parts(call.ranks, output)
+
+
+def _attend_whole(call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Let the places of this rank attend to the keys and values of all of them.
+
+    Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    key, value = gather_sequences(call.ranks, key, value)
+    length = key.shape[-2]
+    if not call.causal:
+        return F.scaled_dot_product_attention(query, key, value, scale=call.scale, enable_gqa=grouped)
+    outputs, done = [], 0
+    for run in chunks(length, call.ranks.number, call.ranks.rank, call.ranks.order):
+        mask = None
+        if run.start:
+            at = torch.arange(run.start, run.stop, device=query.device)
+            mask = at[:, None] >= torch.arange(run.stop, device=query.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[..., done : done + len(run), :],
+                key[..., : run.stop, :],
+                value[..., : run.stop, :],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=call.scale,
+                enable_gqa=grouped,
+            )
+        )
+        done += len(run)
+    return torch.cat(outputs, -2)
+
+
+def heads_refused(name: str, heads: int, ranks: int) -> ContractError:
+    """The error for heads that cannot be shared out evenly."""
+    return ContractError(
+        f"context_parallel: {heads} heads of {name!r} cannot be shared by {ranks} ranks",
+        found=f"{heads} heads of queries on this rank, {ranks} ranks along the axis",
+        expected='heads that divide by the ranks, or method="gather", which leaves them together',
+        fix='weft.context_parallel(model, ctx, method="gather")',
+    )
+
+
+def dropout_refused(name: str, probability: float) -> ContractError:
+    """The error for attention that drops some of its weights."""
+    return ContractError(
+        f"context_parallel: attention module {name!r} drops weights with probability {probability}",
+        found=f"dropout {probability} inside of attention",
+        expected="no dropout there: which weights it drops depends on who computes them; in other places it may be",
+        fix="attention_dropout=0.0 in the config, or dropout=0.0 for nn.MultiheadAttention",
+    )
+
+
+def _check_shapes(at: _Around, query: torch.Tensor, key: torch.Tensor) -> None:
+    if query.ndim != 4 or key.shape[-2] != query.shape[-2]:
+        raise ContractError(
+            f"context_parallel: attention module {at.name!r} attends to something else than its own sequence",
+            found=f"queries {list(query.shape)}, keys {list(key.shape)}",
+            expected="self-attention [batch, heads, places, width]: a query for each key; no cache of earlier keys",
+            fix="model(..., use_cache=False) with whole sequences, or the model without context_parallel",
+        )
+
+
+def _is_causal(at: _Around, mask: torch.Tensor | None, length: int) -> bool:
+    """Whether a mask means causal attention, and not full; see [Note: causal].
+
+    Raises:
+        ContractError: It means something else.
+    """
+    if mask is None:
+        return False
+    if torch.compiler.is_compiling():
+        if tuple(mask.shape) == (1, 1, 1, 1):  # the one that stands for "causal"; its values cannot be read here
+            return True
+    elif mask.shape[-2:] == (length, length) and all(size == 1 for size in mask.shape[:-2]):
+        lets = mask if mask.dtype == torch.bool else mask == 0
+        hides = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        if bool((lets == lower).all()) and bool((hides == ~lower).all()):
+            return True
+        if bool(lets.all()):
+            return False
+    raise ContractError(
+        f"context_parallel: a mask of attention module {at.name!r} cannot be split",
+        found=f"a mask {list(mask.shape)} of {mask.dtype} for {length} places of this rank",
+        expected="causal or full attention: padding, packed sequences, windows and biases see other places",
+        fix="is_causal=True without a mask; right padding needs none, with labels of -100",
+    )
+
+
+def _cast_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Cast as autocast would a moment later: fewer bytes travel, and all in one dtype."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind) and tensors[0].dtype != torch.float64:
+        return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
+    return list(tensors)
+
+
+def _with_attention(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind `nn.MultiheadAttention` with another attention in it: a mode is not asked inside of it."""
+    function: Any = F.multi_head_attention_forward
+    names = {**function.__globals__, "scaled_dot_product_attention": attend}
+    copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

@@ -1,0 +1,174 @@
+"""`context_parallel`: each rank holds a part of every sequence, and attention exchanges what it needs.
+
+Arguments and what the code of the model says are looked at here; attention is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from weft.checks import check_choice, check_module
+from weft.context import DistContext
+from weft.contract import transform
+from weft.engines import Spmd
+from weft.engines.torch.compute.activation_checkpoint import already_recomputed
+from weft.engines.torch.parallel.sequence_code import attention_modules, check_code, heads_of, numbers_tokens
+from weft.engines.torch.parallel.sequence_exchange import Ranks
+from weft.engines.torch.parallel.sequence_inputs import SplitInputs
+from weft.engines.torch.parallel.split_attention import SplitAttention, dropout_refused, heads_refused
+from weft.errors import ContextError, ContractError, OrderError, listed
+from weft.tensors.dtensor import is_sharded
+from weft.tensors.sequence_order import Order, SequencePart
+
+__all__ = ["context_parallel"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class InParts:
+    """Offered: the ranks along these axes see other parts of the same batch; see `ReducesOver`."""
+
+    axes: tuple[str, ...]
+
+
+@transform(
+    after={"with_precision", "sync_batch_norm", "recompute"},
+    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads", "compile"},
+    collective=True,
+)
+def context_parallel(
+    module: M,
+    ctx: DistContext,
+    *,
+    axis: str = "context",
+    method: Literal["heads", "gather"] = "heads",
+    order: Order = "zigzag",
+) -> tuple[M, DistContext]:
+    """Split every sequence over the ranks of an axis: for sequences whose activations do not fit on one device.
+
+    Each rank computes with its part of every sequence, which `weft.split_sequence` takes of a batch. All layers but
+    attention do so alone. Attention modules call `F.scaled_dot_product_attention` as ever; the call is caught, and
+    computes over the whole sequence. The strategy that comes afterwards averages gradients over this axis as well.
+
+        model, ctx = weft.context_parallel(model, ctx)
+        model, ctx = weft.fully_shard(model, ctx)
+        for batch in loader:
+            part = weft.split_sequence(batch, ctx)
+            logits = model(part["input_ids"], position_ids=part["position_ids"]).logits
+
+    Source: method "heads": Jacobs et al., "DeepSpeed Ulysses", 2023. Method "gather", zig-zag order: Grattafiori et
+    al., "The Llama 3 Herd of Models", 2024.
+
+    Changes: `module` in place: `forward` of each attention module is an attribute of the instance, and hooks check
+    what the model is called with; class, names and keys stay, and a copy or pickle is plain.
+    Collectives: none here. Per attention and forward pass, "heads": one all-to-all of queries, keys and values, and
+    one of the outputs; "gather": one all-gather of keys and values. As many in backward (a reduce-scatter for the
+    all-gather). Those in blocks of `recompute` are made again.
+
+    Args:
+        module: Attends with `F.scaled_dot_product_attention`, causally or fully, without dropout of attention
+            weights; each place is computed alone otherwise. If it numbers tokens, it takes their positions.
+        ctx: Where we run.
+        axis: The mesh axis whose ranks hold the parts.
+        method: "heads": each rank computes whole sequences of some heads, which have to divide by the ranks; keys
+            and values of fewer heads than ranks travel to several. "gather": each rank computes its places of all
+            heads, with the keys and values of all places: any number of heads, more memory.
+        order: "zigzag": each rank holds two chunks, one from either end, so that causal attention costs all ranks
+            equally much under "gather". "contiguous": the k-th part of the sequence on rank k.
+
+    Returns:
+        `module` itself, and `ctx` with this transform in `applied`. With one rank along the axis nothing is done.
+
+    Raises:
+        AlreadyApplied: It was applied before.
+        OrderError: After a strategy or `compile`; or a block of `recompute` is an attention module itself.
+        ContractError: Attention that cannot be caught, or drops weights; a module that numbers tokens itself; heads
+            that do not divide. In forward: inputs or positions that are not this rank's part, a mask that is neither
+            causal nor full, labels from which the model would compute another loss.
+        ContextError: There is no such axis, it is a data axis, or the ranks bring different models or options.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> encoder = nn.TransformerEncoderLayer(8, nhead=2, dropout=0.0, batch_first=True)
+        >>> encoder, ctx = weft.context_parallel(encoder, weft.local())
+        >>> [record.name for record in ctx.applied]
+        ['context_parallel']
+    """
+    fix = "weft.context_parallel(model, ctx, {})"
+    check_choice("context_parallel", "method", method, ("heads", "gather"), fix=fix.format('method="heads"'))
+    check_choice("context_parallel", "order", order, ("zigzag", "contiguous"), fix=fix.format('order="zigzag"'))
+    check_module("context_parallel", module)
+    if ctx.world_size == 1 and axis not in dict(ctx.axes):
+        return module, ctx
+    number = ctx.axis_size(axis)
+    _check_axis(ctx, axis, number)
+    attention = attention_modules(module)
+    _check_attention(module, attention)
+    if method == "heads":
+        _check_heads(attention, number)
+    check_code(module)
+    numbers_tokens(module)  # raises where it cannot be done
+    ctx.agree("context_parallel", {"attention": list(attention), "axis": axis, "method": method, "order": order})
+    if number == 1:
+        return module, ctx
+    line = ctx.on(axis)
+    ctx.require_collective("context_parallel")
+    assert line.group is not None
+    ranks = Ranks(line.group, number, line.rank, order)
+    inputs = SplitInputs(module, SequencePart(order, number, line.rank))
+    return module, ctx.offering(InParts((axis,)), inputs, SplitAttention(attention, ranks, method))
+
+
+def _check_axis(ctx: DistContext, axis: str, number: int) -> None:
+    if axis in ctx.data_axes and number > 1:
+        raise ContextError(
+            f"context_parallel: batches differ along {axis!r}",
+            found=f"data axes {', '.join(map(repr, ctx.data_axes))}",
+            expected="an axis along which all ranks read the same batches, and split them",
+            fix='weft.start(mesh={"data": -1, "context": 2})',
+        )
+    if isinstance(ctx.engine, Spmd):
+        raise ContextError(
+            f"context_parallel: engine {ctx.engine.name!r} does not know it",
+            found=f"engine {ctx.engine.name!r}, of which one process drives several devices",
+            expected="the torch engine",
+            fix="weft.start(engine=None)",
+        )
+
+
+def _check_attention(module: nn.Module, attention: Mapping[str, nn.Module]) -> None:
+    if not attention:
+        raise ContractError(
+            f"context_parallel: {type(module).__name__} has no attention that can be caught",
+            found="no module whose forward calls F.scaled_dot_product_attention",
+            expected="attention through F.scaled_dot_product_attention, or nn.MultiheadAttention",
+            fix='AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")',
+        )
+    again = [name for name, part in attention.items() if already_recomputed(part)]
+    if again:
+        raise OrderError(
+            "context_parallel: blocks of recompute are attention modules themselves",
+            found=listed(again),
+            expected="recompute of the blocks around them: their second run has to meet context_parallel, too",
+            fix="weft.recompute(model, ctx, blocks=Block)  # in place of Block.attention",
+        )
+    for name, part in attention.items():
+        owners = ((part, "dropout"), (part, "attention_dropout"), (getattr(part, "config", None), "attention_dropout"))
+        chances = [getattr(owner, key, None) for owner, key in owners]
+        dropped = [chance for chance in chances if isinstance(chance, float) and chance > 0]
+        if dropped:
+            raise dropout_refused(name, dropped[0])
+
+
+def _check_heads(attention: Mapping[str, nn.Module], number: int) -> None:
+    for name, part in attention.items():
+        cut = any(is_sharded(parameter) for parameter in part.parameters())  # each rank has some of the heads then
+        heads = None if cut else heads_of(part)
+        if heads is not None and heads % number:
+            raise heads_refused(name, heads, number)
