@@ -151,6 +151,31 @@ def test_strategies_average_over_the_parts_of_a_batch_as_well(strategy, mesh):
             assert share <= sum(-(-len(p) // ranks) * (p.numel() // len(p)) for p in truth.values())
 
 
+def _saved(ctx, directory, resume):
+    module, ctx = in_parts(_net(), ctx)
+    module, ctx = (weft.replicate if resume else weft.fully_shard)(module, ctx)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    state, ctx = weft.checkpointable({"module": module, "optimizer": optimizer}, ctx)
+    if resume:
+        weft.restore(state, directory, ctx)
+    for step in range(1 if resume else 0, 2):
+        module(_rows().chunk(ctx.world_size)[ctx.rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            weft.save(state, directory, 1, ctx)
+    with weft.full_params(module, ctx):
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def test_what_is_sharded_over_two_axes_together_is_saved_and_resumed(tmp_path):
+    truth = _alone()
+    run_ranks(_saved, 4, tmp_path, False, mesh={"data": 2, "context": 2})
+    for found in run_ranks(_saved, 2, tmp_path, True, mesh={"context": 2}):
+        for name, value in truth.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
 def _windows_in_parts(ctx):
     module, ctx = in_parts(_net(), ctx)
     module, ctx = weft.replicate(module, ctx)

@@ -175,6 +175,20 @@ def test_a_transformer_cut_by_torch_is_trained_as_in_one_process(sequence, own_m
             close(found[2], parameters)
 
 
+def _train_without_data(ctx):
+    return {strategy: _train(ctx, strategy, sequence=False) for strategy in STRATEGIES}
+
+
+@pytest.mark.slow
+def test_without_a_data_axis_a_strategy_does_nothing():
+    losses, norms, parameters = alone()
+    for of_rank in run_ranks(_train_without_data, 2, mesh={"tensor": 2}):
+        for found in of_rank.values():
+            assert found[0] == pytest.approx(losses, abs=1e-12)
+            assert found[1] == pytest.approx(norms, abs=1e-12)
+            close(found[2], parameters)
+
+
 # -- windows, averages, undo, checkpoints ------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import DistContext
 from weft.context.sub_contexts import mesh_along, mesh_view
-from weft.contract import Layout, layouts
+from weft.contract import Layout, gradient_axes, layouts
 from weft.contract.layout import axes_of_dims
 from weft.engines.options import Reduction
 from weft.tensors.dtensor import is_sharded
@@ -37,8 +37,9 @@ Dims = tuple[tuple[str, ...], ...]  # the axes of each dimension of a mesh to sh
 
 def facts_of(module: nn.Module, ctx: DistContext) -> dict[str, object]:
     """What the ranks have to agree on about where parameters lie, as JSON values."""
-    found = layouts(module, ctx).items()
-    return {"layouts": {name: [list(one.cut), list(one.reduce_over)] for name, one in found}}
+    usual = gradient_axes(module, ctx)
+    others = {name: one for name, one in layouts(module, ctx).items() if one.cut or one.reduce_over != usual}
+    return {"layouts": {name: [list(one.cut), list(one.reduce_over)] for name, one in others.items()}}
 
 
 def broadcast_state(module: nn.Module, ctx: DistContext, names: Sequence[str]) -> None:

@@ -67,13 +67,13 @@ class ReducedApart:
         missing = [name for name, p in self.named.items() if p.grad is None]
         for name in missing:
             self.named[name].grad = torch.zeros_like(self.named[name])
-        messages: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[str]] = {}
+        messages: dict[tuple[dist.ProcessGroup | None, int, torch.dtype], list[str]] = {}
         for name, p in self.named.items():
-            messages.setdefault((self.how[name].group, p.dtype), []).append(name)
-        for (group, _), names in messages.items():
+            messages.setdefault((self.how[name].group, self.how[name].divide, p.dtype), []).append(name)
+        for (group, divide, _), names in messages.items():
             flags = [float(name not in missing) for name in names] if forget_unused else []
             if group is not None:
-                flags = self._send(names, flags, group)
+                flags = self._send(names, flags, group, divide)
             for name, somewhere in zip(names, flags, strict=False):
                 if not somewhere:
                     self.named[name].grad = None
@@ -82,22 +82,20 @@ class ReducedApart:
                 p.grad = None  # torch's clip_grad_norm_ would refuse a plain one among DTensors
         return missing
 
-    def _send(self, names: list[str], flags: list[float], group: dist.ProcessGroup) -> list[float]:
+    def _send(self, names: list[str], flags: list[float], group: dist.ProcessGroup, divide: int) -> list[float]:
         """Average the gradients of some parameters over a group; returns how many ranks set each flag."""
-        parts = [self._part(name) for name in names]
-        mine = [
-            part.reshape(-1) / self.how[name].divide if counts else torch.zeros_like(part).view(-1)
-            for name, (part, counts) in zip(names, parts, strict=True)
-        ]
-        flat = as_real(torch.cat(mine))
+        found = [self._part(name) for name in names]
+        parts = [part for part, _ in found]
+        mine = torch.cat([(part if counts else torch.zeros_like(part)).reshape(-1) for part, counts in found])
+        flat = as_real(mine.div_(divide))
         length = flat.numel()
         flat = torch.cat([flat, flat.new_tensor(flags)]) if flags else flat
         flat = flat if self._dtype is None else flat.to(self._dtype)
         dist.all_reduce(flat, group=group)
-        averaged = flat[:length].to(mine[0].dtype.to_real())
-        whole = torch.view_as_complex(averaged.view(-1, 2)) if mine[0].is_complex() else averaged
-        for name, (part, _), values in zip(names, parts, whole.split([one.numel() for one in mine]), strict=True):
-            part.copy_(values.view_as(part))
+        as_real(mine).copy_(flat[:length])
+        values = mine.split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, [one.view_as(part) for one, part in zip(values, parts, strict=True)])
+        for name, part in zip(names, parts, strict=True):
             _put(self.named[name], part)
         return flat[length:].tolist() if flags else []
 
