@@ -212,3 +212,23 @@ def test_leaving_the_axis_of_parts_out_is_refused_on_all_ranks():
 def _leave_out(ctx):
     module, ctx = in_parts(_net(), ctx)
     weft.replicate(module, ctx, axis="data")
+
+
+class _Mixed:
+    def layout(self, name):
+        return Layout(reduce_over=("data",)) if name == "1.weight" else None
+
+
+@weft.transform()
+def mixed(module, ctx):
+    return module, ctx.offering(_Mixed())
+
+
+def test_parameters_of_one_layer_that_belong_on_different_ranks_are_refused_by_name():
+    module, ctx = mixed(_net_of_layers(), weft.testing.fake(0, 4, mesh={"data": 2, "expert": 2}))
+    with pytest.raises(weft.errors.ContractError, match=r"(?s)fully_shard: .*1.weight over .*1.bias over"):
+        weft.fully_shard(module, ctx)
+
+
+def _net_of_layers():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

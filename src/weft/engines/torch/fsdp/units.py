@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -31,8 +32,12 @@ class Units:
     def __init__(self, module: nn.Module, mesh: DeviceMesh, options: ShardOptions, removable: Removable) -> None:
         for number, unit in enumerate((*options.units, (module,))):
             other = options.other_meshes.get(number)
-            _shard_unit(unit, module, mesh if other is None else other.mesh, options, removable)
-            if other is not None:
+            if other is None:
+                _shard_unit(unit, module, mesh, options, removable)
+            else:
+                # A number of ranks to stay sharded over is one of the others' mesh.
+                own = replace(options, reshard_after_forward=bool(options.reshard_after_forward))
+                _shard_unit(unit, module, other.mesh, own, removable)
                 for part in cast("tuple[FSDPModule, ...]", unit):
                     part.set_gradient_divide_factor(other.divide)
                     part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale on the way
