@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
         "Options that are not given are taken from the table [launch] of --config FILE, if it is given.",
     )
     sub.add_argument("-n", "--nproc", type=int, help="processes on this node (default 1)")
-    sub.add_argument("--nnodes", type=_nodes, metavar="N", help="nodes of the job (default 1), or LEAST:MOST")
+    sub.add_argument("--nnodes", metavar="N", help="nodes of the job (default 1), or LEAST:MOST")
     sub.add_argument("--node-rank", type=int, metavar="R", help="rank of this node; default: as they come")
     sub.add_argument("--rdzv", metavar="HOST:PORT", help="where the nodes meet; needed for several nodes")
     sub.add_argument("--max-restarts", type=int, metavar="N", help="start a failed job again, N times at most")
@@ -79,10 +79,6 @@ def add_parser(commands: Any) -> None:
     # Both spellings, as elsewhere; only one is shown.
     actions = sub._option_string_actions
     actions.update({"--" + name[2:].replace("-", "_"): action for name, action in actions.items() if name[:2] == "--"})
-
-
-def _nodes(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdecimal() else text
 
 
 def run(options: argparse.Namespace) -> int:

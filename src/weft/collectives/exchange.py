@@ -67,12 +67,12 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, routes: Routes, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.routes = routes
-        return _noted(ctx, 1, _swapped(routes, tensors))
+        return _mark_tracked(ctx, 1, _swapped(routes, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         back = _Swap.apply(ctx.routes.back(ctx.tracked), *(gradients[index] for index in ctx.tracked))  # type: ignore[no-untyped-call]
-        return None, *_placed(ctx, back)
+        return None, *_gradients_for(ctx, back)
 
 
 class Gathering(torch.autograd.Function):
@@ -84,24 +84,28 @@ class Gathering(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """`gathered` was made of `tensors`; `routes` are those of rows that every rank gets."""
         ctx.routes, ctx.shapes = routes, [tensor.shape for tensor in tensors]
-        return _noted(ctx, 2, gathered)
+        return _mark_tracked(ctx, 2, gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Add up the gradients of this rank's rows."""
         parts = add_up(ctx.routes.back(ctx.tracked), [gradients[index] for index in ctx.tracked])
         shapes = [ctx.shapes[index] for index in ctx.tracked]
-        return None, None, *_placed(ctx, [part.sum(0).view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        return (
+            None,
+            None,
+            *_gradients_for(ctx, [part.sum(0).view(shape) for part, shape in zip(parts, shapes, strict=True)]),
+        )
 
 
-def _noted(ctx: Any, others: int, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _mark_tracked(ctx: Any, others: int, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Note which tensors, the arguments after so many others, are tracked; the outputs of the rest are constants."""
     ctx.tracked = [index for index, needed in enumerate(ctx.needs_input_grad[others:]) if needed]
     ctx.mark_non_differentiable(*(one for index, one in enumerate(outputs) if index not in ctx.tracked))
     return tuple(outputs)
 
 
-def _placed(ctx: Any, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+def _gradients_for(ctx: Any, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Gradients of the tracked tensors, and None for the others."""
     found = dict(zip(ctx.tracked, gradients, strict=True))
     return [found.get(index) for index in range(len(ctx.routes.sent))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -95,6 +95,10 @@ class _Message:
         self.rows = torch.empty(ctx.world_size, _padded(_HEAD + capacity), dtype=torch.uint8, device=ctx.device)
         self.rows[ctx.rank, :_HEAD] = bytes_tensor(self._head)
         self._gather = row_gather(self.rows, self.world)
+        heads = self.rows[:, :_HEAD]
+        self._heads: Callable[[], bytes] = (
+            heads.numpy().tobytes if ctx.device.type == "cpu" else lambda: heads.cpu().numpy().tobytes()
+        )
         # By number of a tensor, where it is of each rank: of those that fit, the first ones first.
         self._places: dict[int, tuple[torch.Tensor, ...]] = {}
         start = total = _HEAD
@@ -114,9 +118,6 @@ class _Message:
             places[self.world.rank].copy_(tensors[number])
         self._gather()
         return not self._has_lists and self._heads() == self._head * self.world.size
-
-    def _heads(self) -> bytes:
-        return self.rows[:, :_HEAD].cpu().numpy().tobytes()
 
     def check_heads(self) -> None:
         """Raise on all ranks if the values do not fit together.

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import elastic_launch
 
-from weft.launching.failures import PREEMPTED_TEXT, Ending, before, first_failure
+from weft.launching.failures import PREEMPTED_TEXT, Ending, earlier_tracebacks, first_failure
 from weft.launching.plan import Plan
 from weft.launching.rank_main import ROUND
 from weft.peers.connect import interface_to, is_here
@@ -35,7 +35,7 @@ from weft.peers.world import PREEMPTED
 
 __all__ = ["supervise"]
 
-_COUNTED = "weft-c10d"
+_BACKEND = "weft-c10d"
 
 
 def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, folder: Path) -> Ending:
@@ -59,13 +59,13 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     config = plan.torch_config()
     if plan.most_nodes > 1 and config.rdzv_backend == "c10d":
-        rendezvous_handler_registry.register(_COUNTED, partial(_counted, folder=folder))
+        rendezvous_handler_registry.register(_BACKEND, partial(_rendezvous, folder=folder))
         # torch takes the name of the machine, which other machines often cannot resolve.
         host = config.rdzv_endpoint.rpartition(":")[0]
         mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
-        config = replace(config, rdzv_backend=_COUNTED, local_addr=mine)
+        config = replace(config, rdzv_backend=_BACKEND, local_addr=mine)
     try:
-        with _ranks_watched():
+        with _own_ranks():
             elastic_launch(config, target)(*arguments)
     except ChildFailedError as error:
         ending = first_failure(error, folder, attempt=plan.max_restarts)
@@ -79,11 +79,11 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
         ending = Ending(1, f"{text}\n  fix:      weft doctor --rdzv {plan.rdzv}, on each node")
     else:
         ending = Ending()
-    return ending._replace(text=(before(folder, ending.trace) + ending.text).rstrip())
+    return ending._replace(text=(earlier_tracebacks(folder, ending.trace) + ending.text).rstrip())
 
 
 class _Ranks(MultiprocessContext):
-    """The ranks of this node. One that ended without a word, by `os._exit(0)` or so, has ended."""
+    """The ranks of this node. One that ended without a message, by `os._exit(0)` or so, has ended."""
 
     def _poll(self) -> RunProcsResult | None:
         # torch waits for the return value of each, which such a rank never sends.
@@ -108,7 +108,7 @@ class _Ranks(MultiprocessContext):
 
 
 @contextlib.contextmanager
-def _ranks_watched() -> Iterator[None]:
+def _own_ranks() -> Iterator[None]:
     """Let torch's agent start its ranks as `_Ranks`."""
     module: Any = multiprocessing
     before, module.MultiprocessContext = module.MultiprocessContext, _Ranks
@@ -118,7 +118,7 @@ def _ranks_watched() -> Iterator[None]:
         module.MultiprocessContext = before
 
 
-def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
+def _rendezvous(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
     """The rendezvous of torch's agent, which also reports to the ranks of this node how often the nodes have met."""
     # torch compares names to find out which node serves the store; a machine may have more addresses than names.
     host = parameters.endpoint.rpartition(":")[0]
@@ -133,12 +133,12 @@ def _counted(parameters: RendezvousParameters, folder: Path) -> RendezvousHandle
     handler = create_handler(store, backend, parameters)
     meet = handler.next_rendezvous
 
-    def meet_and_tell() -> RendezvousInfo:
+    def next_rendezvous() -> RendezvousInfo:
         found = meet()
         (folder / ROUND).write_text(str(handler._state_holder.state.round), encoding="utf-8")
         return found
 
-    handler.next_rendezvous = meet_and_tell  # type: ignore[method-assign]
+    handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
     # torch compares it with what was asked for.
-    handler.get_backend = lambda: _COUNTED  # type: ignore[method-assign]
+    handler.get_backend = lambda: _BACKEND  # type: ignore[method-assign]
     return handler

@@ -18,7 +18,7 @@ from pathlib import Path
 from weft.environments import cores_here
 from weft.errors import MissingExtra
 from weft.launching.agent import supervise
-from weft.launching.failures import before
+from weft.launching.failures import earlier_tracebacks
 from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
 from weft.launching.plan import make_plan
 from weft.launching.rank_main import as_rank
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = make_plan(given, None, cores=len(cores_here()), omp_num_threads=threads)
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
     ending = supervise(plan, run_call, str(options.folder), folder=options.folder)
-    sys.stderr.write(before(options.folder, ending.trace))
+    sys.stderr.write(earlier_tracebacks(options.folder, ending.trace))
     if options.folder.exists():
         (options.folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
     return ending.code
@@ -66,13 +66,13 @@ def run_call(folder: str) -> None:
             fn, args = pickle.loads(call.pickled)
             result = dumps(fn(*args), f"launch_function: the result of rank {here.rank}")
         except Exception as error:
-            _keep(error, place / f"error-{here.attempt}-{here.rank}")
+            _write_error(error, place / f"error-{here.attempt}-{here.rank}")
             raise
         path = place / f"result-{here.rank}"
         path.with_suffix(".part").write_bytes(result)
         path.with_suffix(".part").replace(path)
 
 
-def _keep(error: Exception, path: Path) -> None:
+def _write_error(error: Exception, path: Path) -> None:
     with contextlib.suppress(TypeError, MissingExtra):  # then the caller gets the traceback alone
         path.write_bytes(dumps(error, "the exception"))

@@ -26,11 +26,11 @@ from weft.peers.world import PREEMPTED
 __all__ = [
     "PREEMPTED_TEXT",
     "Ending",
-    "before",
     "crash_file",
+    "earlier_tracebacks",
     "first_failure",
     "own_traceback",
-    "why_again",
+    "restart_reason",
     "write_report",
 ]
 
@@ -117,7 +117,7 @@ def _how(failure: ProcessFailure) -> str:
     return f"by signal {-failure.exitcode}{name}"
 
 
-def why_again(folder: Path, attempt: int) -> str:
+def restart_reason(folder: Path, attempt: int) -> str:
     """One line about the failure before this attempt; "" if nobody left a report. The traceback comes at the end."""
     reports = _reports(folder, attempt - 1)
     if not reports or (reports[0]["echo"] and not reports[0]["blames"]):
@@ -126,7 +126,7 @@ def why_again(folder: Path, attempt: int) -> str:
     return f"weft launch: rank {rank} failed: {text.splitlines()[0] if text else 'nobody knows why'}\n"
 
 
-def before(folder: Path, but: str = "") -> str:
+def earlier_tracebacks(folder: Path, but: str = "") -> str:
     """Tracebacks of earlier attempts, each once, without the one that is printed anyway; with an end of line."""
     found: dict[str, str] = {}
     for attempt in sorted({int(path.stem.partition("-")[0]) for path in folder.glob("*-*.*")}):

@@ -19,7 +19,7 @@ from types import FrameType, MappingProxyType
 import torch
 
 from weft.environments import Topology, topology
-from weft.launching.failures import crash_file, why_again, write_report
+from weft.launching.failures import crash_file, restart_reason, write_report
 from weft.launching.plan import cores_of
 from weft.peers.world import PREEMPTED
 
@@ -78,7 +78,7 @@ def as_rank(
         os.sched_setaffinity(0, cores_of(place.local_rank, place.local_world_size, cores))
     if again > 0 and place.rank == 0:
         text = f"weft launch: all ranks start again after a failure, attempt {again + 1}\n"
-        sys.stderr.write(why_again(reports, place.attempt) + text)
+        sys.stderr.write(restart_reason(reports, place.attempt) + text)
     try:
         yield place
     except KeyboardInterrupt:

@@ -164,7 +164,7 @@ class Health:
         if found:
             what, where, kind = self._origin(sums, kind)
             mine = [_ORDER.index(what), what, where, kind, repr(value)]
-        return _together(gather_objects(mine, ctx), step)
+        return _first_of_all(gather_objects(mine, ctx), step)
 
     def _kind(self, value: float) -> str | None:
         if not math.isfinite(value):
@@ -243,7 +243,7 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor.detach()).sum(dtype=dtype)
 
 
-def _together(reports: list[Any], step: int) -> Finding:
+def _first_of_all(reports: list[Any], step: int) -> Finding:
     """The finding of the rank on which it arose: the earliest kind of place, then the first rank."""
     ranks = tuple(rank for rank, each in enumerate(reports) if each is not None)
     rank = min(ranks, key=lambda each: (reports[each][0], each))

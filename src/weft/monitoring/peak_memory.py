@@ -71,7 +71,7 @@ def peak_memory(objects: _Parts, ctx: DistContext) -> Iterator[PeakMemory]:
         >>> peak.parameters, peak.gradients, peak.optimizer >= 320, peak.total > peak.rest > 0
         (160, 160, True, True)
     """
-    modules, optimizers = _sorted_out(objects)
+    modules, optimizers = _modules_and_optimizers(objects)
     found = PeakMemory()
 
     def look() -> None:
@@ -96,7 +96,7 @@ def peak_memory(objects: _Parts, ctx: DistContext) -> Iterator[PeakMemory]:
         found.rest = max(found.total - found.parameters - found.gradients - found.optimizer, 0)
 
 
-def _sorted_out(objects: object) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+def _modules_and_optimizers(objects: object) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     if isinstance(objects, nn.Module):
         return [objects], []
     if isinstance(objects, torch.optim.Optimizer):
@@ -109,7 +109,7 @@ def _sorted_out(objects: object) -> tuple[list[nn.Module], list[torch.optim.Opti
             expected="modules and optimizers, alone or in a list or dict",
             fix="with weft.monitoring.peak_memory([model, optimizer], ctx) as peak: ...",
         )
-    parts = [_sorted_out(item) for item in items]
+    parts = [_modules_and_optimizers(item) for item in items]
     return [m for modules, _ in parts for m in modules], [o for _, optimizers in parts for o in optimizers]
 
 

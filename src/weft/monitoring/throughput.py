@@ -78,10 +78,10 @@ class Throughput:
     def __init__(self, ctx: DistContext, peak: float | None, clock: Callable[[], float]) -> None:
         self._ctx, self._peak, self._clock = ctx, peak, clock
         self._since = clock()
-        self._within = ["rest"]
-        self._forget()
+        self._open_parts = ["rest"]
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._spent = {"data": 0.0, "rest": 0.0}
         self._samples = self._tokens = self._steps = 0
         self._flops = 0.0
@@ -117,20 +117,20 @@ class Throughput:
         Args:
             name: Of the part.
         """
-        self._turn_to(name)
+        self._switch_to(name)
         try:
             yield
         finally:
-            self._turn_to(None)
+            self._switch_to(None)
 
-    def _turn_to(self, name: str | None) -> None:
+    def _switch_to(self, name: str | None) -> None:
         now = self._clock()
-        self._spent[self._within[-1]] = self._spent.get(self._within[-1], 0.0) + now - self._since
+        self._spent[self._open_parts[-1]] = self._spent.get(self._open_parts[-1], 0.0) + now - self._since
         self._since = now
         if name is None:
-            self._within.pop()
+            self._open_parts.pop()
         else:
-            self._within.append(name)
+            self._open_parts.append(name)
 
     def count(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> None:
         """Add what this rank works on, such as one micro-batch.
@@ -174,11 +174,11 @@ class Throughput:
             ContextError: The ranks have other names of parts, or more than 22.
             PeerError: Another rank failed.
         """
-        self._turn_to("rest")
-        self._within.pop()
+        self._switch_to("rest")
+        self._open_parts.pop()
         names = sorted(self._spent)
         rows = self._rows(names)
-        self._forget()
+        self._reset()
         sums = dict(zip(_COUNTS, (math.fsum(column) for column in zip(*rows, strict=True)), strict=False))
         world, steps = len(rows), rows[0][_COUNTS.index("steps")]
         if not steps:

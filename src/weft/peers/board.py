@@ -1,9 +1,9 @@
-"""`Board`: the key-value store of a job, whose questions have a limit of time.
+"""`Board`: the key-value store of a job, whose requests have a time limit.
 
 torch's clients wait for an answer of the store without a limit. A store whose process is stopped, or that is cut off,
-would hold every rank that asks it, and with them the very ranks that could say who is to blame. So each question has
-a deadline; a thread that asks nothing itself (see watching.py) looks after the deadlines, and cuts the connection
-when one has passed. What waits for an answer then ends with an error, as do all later questions.
+would hold every rank that uses it, and with them the very ranks that could say who is to blame. So each request has a
+deadline; a thread that makes no requests itself (see straggler_watch.py) watches the deadlines, and cuts the connection
+when one has passed. What waits for an answer then ends with an error, as do all later requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoreLost(PeerError):
     """The store does not answer any more, and with it the rank that serves it."""
 
 
-class _Line:
+class _Connection:
     """The connection to the store, which several boards share."""
 
     def __init__(self, store: dist.Store, limit_s: float, server: int) -> None:
@@ -53,14 +53,14 @@ class _Line:
 class Board:
     """Values of a job by name; see `torch.distributed.Store` for what its methods do.
 
-    Every question raises `StoreLost` if the store is gone or does not answer in time.
+    Every request raises `StoreLost` if the store is gone or does not answer in time.
 
     Attributes:
         port: Where the store listens; None if it is no TCPStore.
     """
 
     def __init__(self, store: dist.Store, *, limit_s: float, server: int = -1) -> None:
-        """Remember where to ask.
+        """Remember the store.
 
         Args:
             store: Of torch.
@@ -68,38 +68,38 @@ class Board:
             server: The rank in whose process it lives; -1 if that is another process, or not known.
         """
         self._store = store
-        self._line = _Line(store, limit_s, server)
-        self.port = self._line.port
+        self._connection = _Connection(store, limit_s, server)
+        self.port = self._connection.port
 
     def below(self, prefix: str) -> Board:
         """The part of it whose names begin with a prefix."""
         part = object.__new__(Board)
-        part._store, part._line, part.port = dist.PrefixStore(prefix, self._store), self._line, self.port
+        part._store, part._connection, part.port = dist.PrefixStore(prefix, self._store), self._connection, self.port
         return part
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self._ask(self._store.set, key, value)
+        self._request(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
         """The value of a key that is there."""
-        return self._ask(self._store.get, key)
+        return self._request(self._store.get, key)
 
     def has(self, key: str) -> bool:
         """Whether a key is there."""
-        return bool(self._ask(self._store.check, [key]))
+        return bool(self._request(self._store.check, [key]))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which begins with 0, and return it."""
-        return int(self._ask(self._store.add, key, amount))
+        return int(self._request(self._store.add, key, amount))
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
-        self._ask(self._store.delete_key, key)
+        self._request(self._store.delete_key, key)
 
     def claim(self, key: str, value: str) -> None:
         """Write a value, unless there is one."""
-        self._ask(self._store.compare_set, key, "", value)
+        self._request(self._store.compare_set, key, "", value)
 
     def read(self, key: str, *names: str) -> Any:
         """The JSON value of a key that is there, which has such fields, if any are given.
@@ -125,33 +125,33 @@ class Board:
 
     @contextlib.contextmanager
     def limited(self, limit_s: float) -> Iterator[None]:
-        """Let the body, which asks this store in ways of its own, take so long at most."""
+        """Let the body, which uses the store directly, take so long at most."""
         thread = threading.get_ident()
-        self._line.deadlines[thread] = time.monotonic() + limit_s
+        self._connection.deadlines[thread] = time.monotonic() + limit_s
         try:
             yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            if self._line.silent:
-                raise self._line.lost(error) from error
+            if self._connection.silent:
+                raise self._connection.lost(error) from error
             raise
         finally:
-            self._line.deadlines.pop(thread, None)
+            self._connection.deadlines.pop(thread, None)
 
     def guard(self) -> None:
-        """Cut the connection if the deadline of a question has passed."""
-        line, now = self._line, time.monotonic()
-        if line.port is not None and any(deadline < now for deadline in list(line.deadlines.values())):
-            line.silent = True
-            cut(lambda _, remote: remote == line.port)
+        """Cut the connection if the deadline of a request has passed."""
+        connection, now = self._connection, time.monotonic()
+        if connection.port is not None and any(deadline < now for deadline in list(connection.deadlines.values())):
+            connection.silent = True
+            cut(lambda _, remote: remote == connection.port)
 
-    def _ask(self, question: Callable[..., R], *arguments: object) -> R:
-        line, thread = self._line, threading.get_ident()
-        if line.silent:
-            raise line.lost()
-        line.deadlines[thread] = time.monotonic() + line.limit_s
+    def _request(self, request: Callable[..., R], *arguments: object) -> R:
+        connection, thread = self._connection, threading.get_ident()
+        if connection.silent:
+            raise connection.lost()
+        connection.deadlines[thread] = time.monotonic() + connection.limit_s
         try:
-            return question(*arguments)
+            return request(*arguments)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise line.lost(error) from error
+            raise connection.lost(error) from error
         finally:
-            line.deadlines.pop(thread, None)
+            connection.deadlines.pop(thread, None)

@@ -132,16 +132,22 @@ def _world(row: Row, ranks: int) -> dict[str, Any]:
     return {"device": row.device, **({"mesh": row.mesh} if row.mesh is not None and ranks > 1 else {})}
 
 
+def _before(ctx: DistContext, row: Row) -> tuple[Parts, DistContext]:
+    """The parts that a row is applied to."""
+    job = (row.job or Job)(dtype=row.dtype)
+    parts, ctx = build(ctx, job, row.needs)
+    if row.on_optimizer or row.on_both:
+        parts.optimizer = job.optimizer(parts.module)
+    return parts, ctx
+
+
 def twice_raises(row: Row, ranks: int = 2) -> None:
     """Law 3: a second application raises AlreadyApplied, also with a context that forgot the first."""
     run_ranks(_check_twice, ranks, row, **_world(row, ranks))
 
 
 def _check_twice(ctx: DistContext, row: Row) -> None:
-    job = (row.job or Job)(dtype=row.dtype)
-    parts, before = build(ctx, job, list(row.needs))
-    if row.on_optimizer or row.on_both:
-        parts.optimizer = job.optimizer(parts.module)
+    parts, before = _before(ctx, row)
     after = row.apply(parts, before)
     state = _state(parts.module)
     for known in (after, before):
@@ -274,10 +280,7 @@ def failure_reaches_all(row: Row, ranks: int = 2, limit_s: float = 10.0) -> None
 
 def _check_failure(ctx: DistContext, row: Row) -> tuple[str, int, float, list[str]]:
     assert row.break_input is not None
-    job = (row.job or Job)(dtype=row.dtype)
-    parts, ctx = build(ctx, job, list(row.needs))
-    if row.on_optimizer or row.on_both:
-        parts.optimizer = job.optimizer(parts.module)
+    parts, ctx = _before(ctx, row)
     state = _state(parts.module)
     hooks = _count_hooks(parts.module)
     begin = time.monotonic()

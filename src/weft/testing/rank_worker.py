@@ -88,7 +88,7 @@ def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
     try:
         fn, args, kwargs = pickle.loads(job["call"])
         with _context(job["options"], size) as ctx:
-            result = _stay(fn)(ctx, *args, **kwargs)
+            result = _without_exit(fn)(ctx, *args, **kwargs)
         return {"ok": True, "result": result, "abandoned": ctx.world.root.abandoned}
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt are failures here too)
         trace = traceback.format_exc()
@@ -99,16 +99,16 @@ def _call(job: dict[str, Any], size: int) -> dict[str, Any]:
         return {"ok": False, "error": error.with_traceback(None), "trace": trace}
 
 
-def _stay(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _without_exit(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make `sys.exit` inside of `fn` a failure: a context takes code 0 for the orderly end of a script."""
 
-    def stayed(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except SystemExit as error:
             raise RuntimeError(f"SystemExit({error.code!r}): a rank has to return or raise") from error
 
-    return stayed
+    return called
 
 
 def _context(options: dict[str, Any], size: int) -> DistContext:

@@ -130,7 +130,7 @@ class RankPool:
         """Take the warm world of this size out of the pool, or make one."""
         world = self._worlds.pop(n, None)
         if world is not None:
-            if world.is_well():
+            if world.is_ready():
                 return world
             world.kill()
         if self._server is None or not self._server.is_alive():
@@ -229,7 +229,7 @@ class _RankWorld:
             self.kill()
             raise
 
-    def is_well(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether all ranks wait for a job: the pipe of one that ended can be read."""
         return self._server.is_alive() and not wait(self._pipes, timeout=0)
 

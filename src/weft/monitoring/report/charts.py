@@ -65,7 +65,7 @@ def chart(title: str, lines: Mapping[str, Points], marks: Iterable[int] = (), mo
         chosen = steps[:: math.ceil(len(steps) / most)]
         lines = {name: {step: points.get(step, 0.0) for step in chosen} for name, points in lines.items()}
     elif len(lines) > _MOST_LINES:
-        lines = _folded(lines)
+        lines = _extremes(lines)
     finite = [value for points in lines.values() for _, value in _finite(points)]
     factor, unit = _unit_of(title, max(map(abs, finite), default=1.0))
     drawn = []
@@ -76,7 +76,7 @@ def chart(title: str, lines: Mapping[str, Points], marks: Iterable[int] = (), mo
         x, y = zip(*kept, strict=True) if kept else ((), ())
         drawn.append({"name": name.removeprefix(f"{title.rstrip('/')}/"), "x": x, "y": y, "lost": lost})
     return {
-        "title": _human(title),
+        "title": _caption(title),
         "unit": unit,
         "lines": drawn,
         "marks": [step for step in marks if steps[0] <= step <= steps[-1]],
@@ -169,7 +169,7 @@ def _mean_parts(runs: Mapping[str, Run]) -> list[Chart]:
     return [_bars("Parts of a step, mean", unit, list(runs), lines)]
 
 
-def _folded(lines: Mapping[str, Points]) -> dict[str, Points]:
+def _extremes(lines: Mapping[str, Points]) -> dict[str, Points]:
     """The highest, the median and the lowest of many lines."""
     values: dict[int, list[float]] = {}
     for points in lines.values():
@@ -231,7 +231,7 @@ def _prefix(largest: float, *units: tuple[float, str]) -> tuple[float, str]:
     return next((each for each in units if largest >= each[0]), units[-1])
 
 
-def _human(title: str) -> str:
+def _caption(title: str) -> str:
     if title in _FULL_NAMES:
         return _FULL_NAMES[title]
     words = (

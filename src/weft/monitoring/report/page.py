@@ -87,9 +87,9 @@ def render(runs: Sequence[Run]) -> str:
     library = import_extra(
         "plotly.offline", "report: the package plotly is not installed", expected=expected, extra="report"
     )
-    plotly, style = str(library.get_plotlyjs()), _own("page.css")
-    script = f"{plotly}\n{_own('page.js')}".replace("\r\n", "\n").replace("</script", "<\\/script")
-    return string.Template(_own("page.html")).substitute(
+    plotly, style = str(library.get_plotlyjs()), _asset("page.css")
+    script = f"{plotly}\n{_asset('page.js')}".replace("\r\n", "\n").replace("</script", "<\\/script")
+    return string.Template(_asset("page.html")).substitute(
         title=html.escape(" and ".join(named) if len(named) < 3 else f"{len(named)} runs"),
         policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data: blob:",
         style=style,
@@ -102,7 +102,7 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def _own(name: str) -> str:
+def _asset(name: str) -> str:
     return importlib.resources.files("weft.monitoring.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -151,7 +151,7 @@ def _side_by_side(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]
     return [(name, *(column.get(name, "") for column in columns)) for name in names]
 
 
-def _folded(title: str, inner: str, *, opened: bool = False) -> str:
+def _details(title: str, inner: str, *, opened: bool = False) -> str:
     return f"<details{' open' if opened else ''}><summary>{html.escape(title)}</summary>{inner}</details>"
 
 
@@ -229,7 +229,7 @@ def _profiles(runs: Runs, charts: list[Chart]) -> str:
             inner += _table((f"operation, {place}", "own time", "share", "calls"), lines)
         steps = ", ".join(f"{ms:.1f}" for ms in trace.steps)
         title = f"{name}: rank {trace.rank}, {trace.name}" + (f": steps of {steps} ms" if steps else "")
-        parts.append(_folded(title, inner, opened=not parts))
+        parts.append(_details(title, inner, opened=not parts))
     return "".join(parts)
 
 
@@ -264,7 +264,7 @@ def _explained(run: Run) -> str:
 
 def _texts(runs: Runs) -> str:
     return "".join(
-        _folded(f"{name}: {what}", f"<pre>{html.escape(texts[-1][1])}</pre>")
+        _details(f"{name}: {what}", f"<pre>{html.escape(texts[-1][1])}</pre>")
         for name, run in runs.items()
         for what, texts in run.texts.items()
         if what not in (*_EVENTS, _HEALTH, EXPLAIN)

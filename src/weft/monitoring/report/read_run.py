@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime as dt
+import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.monitoring.report.tensorboard_events import read_events
 from weft.monitoring.report.trace_events import Trace, read_trace
 
 __all__ = ["EXPLAIN", "Run", "read"]
@@ -85,14 +85,14 @@ def read(folder: str | Path) -> Run:
                 log = _Log(path)
                 for step, values in entries(run, path):
                     log.add(step, values)
-                _take(run, log)
+                _merge(run, log)
     for place in dict.fromkeys(path.parent for path in files if path.name.startswith("events.out.tfevents.")):
-        _take(run, _log_of_events(run, place))
+        _merge(run, _log_of_events(run, place))
     for path in files:
         if path.suffix == ".json" and path.name.startswith("rank"):
-            _take_trace(run, path)
+            _read_profile(run, path)
     found = [path.parent for path in files if path.name == "manifest.json"]
-    run.checkpoints = [str(path.relative_to(run.folder)) for path in sorted(found, key=_natural)]
+    run.checkpoints = [str(path.relative_to(run.folder)) for path in sorted(found, key=_by_number)]
     run.programs = list(_programs(run.texts.pop(PROGRAM, [])))
     for program in run.programs:
         run.settings |= program["settings"]
@@ -108,7 +108,7 @@ def _programs(texts: list[tuple[int, str]]) -> Iterator[dict[str, Any]]:
             yield {**program, "began": began, "settings": dict(program["settings"])}
 
 
-def _natural(path: Path) -> tuple[str, int]:
+def _by_number(path: Path) -> tuple[str, int]:
     name, _, number = path.name.rpartition("-")
     return (str(path.parent / name), int(number)) if number.isdecimal() else (str(path), 0)
 
@@ -148,7 +148,7 @@ class _Log(Run):
             self.resumes.append(step if begins else step - 1)
 
 
-def _take(run: Run, log: _Log) -> None:
+def _merge(run: Run, log: _Log) -> None:
     """Add what a file holds and no better one did."""
     path = log.folder
     if not (log.series or log.texts):
@@ -215,13 +215,37 @@ def _number(text: str) -> float | str:
 def _log_of_events(run: Run, place: Path) -> _Log:
     log = _Log(place)
     try:
-        log.series, log.texts = read_events(place)
+        log.series, log.texts = _read_events(place)
     except ImportError:
         run.problems.append(f"event files were not read: pip install 'weft[tracking]' ({place})")
     return log
 
 
-def _take_trace(run: Run, path: Path) -> None:
+def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, list[tuple[int, str]]]]:
+    """Scalars by name and step, and texts with their steps, as TensorBoard itself reads them.
+
+    Events that a later run purged are left out.
+
+    Raises:
+        ImportError: The package tensorboard is not installed.
+    """
+    library: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = library.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()
+    scalars = {tag: {int(e.step): float(e.value) for e in accumulator.Scalars(tag)} for tag in tags["scalars"]}
+    texts = {}
+    for tag in tags["tensors"]:
+        name, _, kind = tag.rpartition("/")
+        if kind == "text_summary":
+            texts[name] = [
+                (int(event.step), b"".join(event.tensor_proto.string_val).decode(errors="replace"))
+                for event in accumulator.Tensors(tag)
+            ]
+    return scalars, texts
+
+
+def _read_profile(run: Run, path: Path) -> None:
     try:
         trace = read_trace(path)
     except ValueError as error:
