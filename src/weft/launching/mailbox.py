@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import pickle
 from typing import Any, NamedTuple
 
@@ -33,34 +35,26 @@ def dumps(value: Any, what: str) -> bytes:
         MissingExtra: Only cloudpickle could do it.
         TypeError: Nothing can.
     """
+    pickler: Any = pickle
+    with contextlib.suppress(ImportError):
+        pickler = importlib.import_module("cloudpickle")
+    data, found, cause = b"", "", None
     try:
-        import cloudpickle  # noqa: PLC0415  (an extra)
-    except ImportError:
-        return _plainly(value, what)
-    try:
-        data: bytes = cloudpickle.dumps(value)
-    except Exception as error:
+        data = pickler.dumps(value)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is reported)
+        found, cause = f"{type(error).__name__}: {error}", error
+    if pickler is not pickle and found:
         raise type_error(
             f"{what} cannot be sent to another process",
-            found=f"{type(error).__name__}: {error}",
+            found=found,
             expected="values that can be pickled",
             fix="make files, locks and connections inside of the function, and return plain values",
-        ) from error
-    return data
-
-
-def _plainly(value: Any, what: str) -> bytes:
-    data = b""
-    try:
-        data = pickle.dumps(value)
-        found = "something that is defined in __main__" if b"__main__" in data else ""
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is reported)
-        found = f"{type(error).__name__}: {error}"
-    if found:
+        ) from cause
+    if found or (pickler is pickle and b"__main__" in data):
         raise MissingExtra(
             f"{what} cannot be sent to another process without cloudpickle",
-            found=found,
+            found=found or "something that is defined in __main__",
             expected="a function of a module, or the extra weft[notebook]",
             fix="pip install 'weft[notebook]'",
-        )
+        ) from cause
     return data
