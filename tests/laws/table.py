@@ -306,6 +306,6 @@ PAIRS = [
     *itertools.product(ONE_OF_EACH, OTHERS),
     *itertools.product(OTHERS, ONE_OF_EACH),
     *itertools.permutations(OTHERS, 2),
-    *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS]),
-    *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS]),
+    *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS] if one is not CUSTOM),
+    *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS] if other is not CUSTOM),  # that sums over all ranks
 ]

@@ -52,9 +52,15 @@ class ForwardSource:
         )
 
     @property
-    def has_views(self) -> bool:
-        """Whether something is given another shape, which may be that of the input."""
-        return any(True for _ in self._views())
+    def is_known(self) -> bool:
+        """Whether the source could be read."""
+        return self._code is not None
+
+    @property
+    def asks_for_shapes(self) -> bool:
+        """Whether something asks for a shape or gives one, which may be that of the input."""
+        asked = [] if self._code is None else [node for node in ast.walk(self._code) if isinstance(node, ast.Attribute)]
+        return any(node.attr in (*_VIEWS, "shape", "size", "expand", "repeat", "new_zeros") for node in asked)
 
     def head_sizes(self) -> Iterator[int]:
         """The fixed last size of views in which the number before it is left open."""

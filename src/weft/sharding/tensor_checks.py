@@ -58,7 +58,8 @@ def styles_of(module: nn.Module, plan: Mapping[str, Any]) -> Styles:
             _check_kind(name, part, style, attentions)
             chosen.setdefault(name, []).append((pattern, style))
     _check_one_style(module, chosen)
-    cut = [name for name in chosen for p in module.get_submodule(name).parameters() if is_sharded(p)]
+    wanted = [name for name, found in chosen.items() if found[0][1] not in ("sequence", "replicate")]
+    cut = [name for name in wanted for p in module.get_submodule(name).parameters() if is_sharded(p)]
     if cut:
         raise AlreadyApplied(
             f"{_WHAT}: parts of the plan are cut already",
@@ -362,13 +363,14 @@ def _check_arguments(module: nn.Module, styles: Styles, blocks: Collection[str])
     for parent, columns, _ in _pairs(module, styles):
         name = _named(module, parent)
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-        as_block = isinstance(parent, nn.Sequential) or (name in blocks and not _source(parent, columns).has_views)
-        if columns and inside and name not in once and not as_block:
+        source = _source(parent, columns)
+        each_gathers = isinstance(parent, nn.Sequential) or (source.is_known and not source.asks_for_shapes)
+        if columns and inside and name not in once and not each_gathers:
             raise ContractError(
                 f"{_WHAT}: sequence=True, and {name} may use its argument for more than its columns",
                 found=f"forward of {type(parent).__name__}"
-                + (", a block, with views of its own" if name in blocks else "")
-                + "; its first argument has to go into the columns alone, apart from x.shape",
+                f"{', a block' if name in blocks else ''}, asks for shapes, and not all of its argument goes into the "
+                "columns",
                 expected="attention and MLP as parts of a block, with residual connections outside of them",
                 fix=f"weft.{_WHAT}(model, ctx, sequence=False)",
             )
