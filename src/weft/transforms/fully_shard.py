@@ -63,7 +63,7 @@ def fully_shard(
 
     Args:
         module: On the CPU, on `ctx.device`, or on meta: then it is made real unit by unit, so that no
-            rank holds more than one unit whole.
+            rank holds more than one unit whole. Parameters may be DTensors over other axes, which stay cut there.
         ctx: Where we run.
         units: What is gathered together: a class, a pattern of names ("blocks.*"), the smallest
             parts with so many parameters, a function of name and module, modules, or several of
@@ -71,7 +71,8 @@ def fully_shard(
             a `ModuleList` or `Sequential`, and large single layers outside of them. What is in no
             unit belongs to the module's own. All ranks have to call the same units, in one order.
         axis: Mesh axis to cut over; two axes (replica, shard): cut over the second and keep a copy
-            per rank of the first. Default: the data axes, at most two.
+            per rank of the first. Default: the data axes, at most two; axes along which a batch is in parts
+            (`context_parallel`), or some parameters are cut already (`expert_parallel`), belong to the last.
         reshard_after_forward: False keeps what was gathered in forward until backward: less
             traffic, more memory. A number: keep it cut over so many ranks.
         rebind: Optimizers that hold parameters of `module`: groups and state are carried over.
@@ -98,7 +99,8 @@ def fully_shard(
         OrderError: An optimizer holds its parameters and is not in `rebind`; or a transform that
             comes later was applied.
         ContextError: There is no such axis, a data axis is left out, or the ranks bring different models or options.
-        ContractError: Parameters are DTensors, cut over another axis.
+        ContractError: A parameter is cut over ranks that are no axis of the context; or parameters of one part are
+            to be sharded over different ranks.
         TypeError: `module` is not a module.
         ValueError: `units` or `ignored` match nothing; an option is out of range; the trained
             parameters of a unit have several dtypes, or hooks, which shards would not call; or

@@ -69,7 +69,8 @@ def replicate(
     at its end), and one broadcast of the buffers if there are any. None in forward or step.
 
     Args:
-        module: Trained alike on all ranks; all parameters on the CPU or on `ctx.device`.
+        module: Trained alike on all ranks; all parameters on the CPU or on `ctx.device`. Parameters may be DTensors
+            over other axes: their gradients are averaged at the end of backward, one message per set of ranks.
         ctx: Where we run.
         axis: Mesh axis, or axes, whose ranks hold the copies; default: all data axes, and those along which
             a batch is in parts (`context_parallel`).
@@ -92,7 +93,7 @@ def replicate(
         AlreadyApplied: `module`, a part of it, or a module around it is replicated already, by this or by torch.
         OrderError: `fully_shard` or `zero_partition` was applied, or a transform that comes later.
         ContextError: There is no such axis, a data axis is left out, or the ranks bring different models or options.
-        ContractError: Parameters are DTensors, cut over another axis.
+        ContractError: A parameter is cut over ranks that are no axis of the context.
         ValueError: An option is out of range, or the module lies on another device.
         PeerError: Another rank failed.
 

@@ -88,12 +88,12 @@ def zero_partition(
     and 3: as `fully_shard`, with one all-gather per unit in stage 2, and two in stage 3.
 
     Args:
-        module: All parameters on the CPU or on `ctx.device`.
+        module: All parameters on the CPU or on `ctx.device`; with torch's engine they may be DTensors over other axes.
         optimizer: Over parameters of `module`, with or without state.
         ctx: Where we run.
         stage: 1, 2 or 3.
         engine: Who does it: "torch", or "deepspeed", which is an extra to install.
-        axis: Mesh axis to divide over, or (replica, shard). Default: the data axes.
+        axis: Mesh axis to divide over, or (replica, shard). Default: as for `fully_shard`.
         units: For stages 2 and 3; as for `fully_shard`.
         unused: What it means when a parameter gets no gradient; as for `replicate`.
         buffers: As for `replicate`.
