@@ -38,50 +38,39 @@ def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, al
     check_choice("shard_data", "uneven", uneven, (*_UNEVEN, None), fix='weft.shard_data(loader, ctx, uneven="balance")')
     fix = 'weft.shard_data(loader, ctx, resized="next_epoch")'
     check_choice("shard_data", "resized", resized, ("error", "next_epoch"), fix=fix)
-    problem = _mode_problem(loader, mode) or _split_problem(loader, mode, uneven, already_sharded=already_sharded)
-    if problem is not None:
-        found, expected, fix = problem
-        raise value_error("shard_data: this loader cannot be shared out", found=found, expected=expected, fix=fix)
+    _check_mode(loader, mode)
+    _check_split(loader, mode, uneven, already_sharded=already_sharded)
 
 
-def _mode_problem(loader: DataLoader[Any], mode: str) -> tuple[str, str, str] | None:
+def _refusal(found: str, expected: str, fix: str) -> ValueError:
+    return value_error("shard_data: this loader cannot be shared out", found=found, expected=expected, fix=fix)
+
+
+def _check_mode(loader: DataLoader[Any], mode: str) -> None:
     fix = 'weft.shard_data(loader, ctx, mode="batches")'
     if mode == "shards" and shards_of(loader.dataset) is None:
         found = f'mode="shards" with {type(loader.dataset).__name__}, which has no shards'
-        return found, "an iterable dataset with `num_shards` and `shard(num_shards=, index=)`", fix
-    if mode != "split":
-        return None
-    if loader.batch_sampler is None and loader.batch_size is None:
-        return 'mode="split" with batch_size=None', "a loader with batch_size", fix
-    if not isinstance(loader.dataset, IterableDataset) and not is_stock(loader):
-        kind = type(loader.batch_sampler).__name__
-        return f'mode="split" with {kind}, whose batch size is unknown', "a loader with batch_size", fix
-    return None
+        raise _refusal(found, "an iterable dataset with `num_shards` and `shard(num_shards=, index=)`", fix)
+    if mode == "split" and loader.batch_sampler is None and loader.batch_size is None:
+        raise _refusal('mode="split" with batch_size=None', "a loader with batch_size", fix)
+    if mode == "split" and not isinstance(loader.dataset, IterableDataset) and not is_stock(loader):
+        found = f'mode="split" with {type(loader.batch_sampler).__name__}, whose batch size is unknown'
+        raise _refusal(found, "a loader with batch_size", fix)
 
 
-def _split_problem(
-    loader: DataLoader[Any], mode: str, uneven: str | None, *, already_sharded: bool
-) -> tuple[str, str, str] | None:
-    who = split_already(loader)
+def _check_split(loader: DataLoader[Any], mode: str, uneven: str | None, *, already_sharded: bool) -> None:
+    fix, who = "weft.shard_data(loader, ctx, already_sharded=True)", split_already(loader)
     if who is not None and not already_sharded:
-        return (
-            f"{who}: the data would be split twice",
-            "a source of the whole data, or already_sharded=True",
-            "weft.shard_data(loader, ctx, already_sharded=True)",
-        )
+        expected = "a source of the whole data, or already_sharded=True"
+        raise _refusal(f"{who}: the data would be split twice", expected, fix)
     if already_sharded and mode != "batches":
-        return (
-            f"already_sharded=True with mode={mode!r}",
-            "a source of the whole data for it",
-            "weft.shard_data(loader, ctx, already_sharded=True)",
-        )
+        raise _refusal(f"already_sharded=True with mode={mode!r}", "a source of the whole data for it", fix)
     if (already_sharded or mode == "shards") and uneven == "pad":
-        return (
+        raise _refusal(
             ("already_sharded=True" if already_sharded else 'mode="shards"') + ' with uneven="pad"',
             "'error', 'drop' or 'join': the samples of other ranks are not known here",
             'weft.shard_data(loader, ctx, already_sharded=True, uneven="join")',
         )
-    return None
 
 
 def check_divisible(batch_size: int, size: int) -> None:

@@ -33,17 +33,13 @@ class Compiled:
     def __init__(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> None:
         self._removable = Removable()
         codes: dict[type[nn.Module], types.CodeType] = {}
-        settings: dict[str, Any] = {"backend": options.backend, "fullgraph": options.fullgraph}
-        settings |= {"dynamic": options.dynamic, "mode": options.mode}
-        settings |= {"options": None if options.options is None else dict(options.options)}
+        settings: dict[str, Any] = {**options._asdict(), "options": options.options and dict(options.options)}
         for part in parts.values():
             settings["backend"] = _backend(part, options.backend)
             code = codes.setdefault(type(part), _new_code(type(part)))
             compiled = torch.compile(_with_code(part.forward, code), **settings)
-            once = not already_recomputed(part)
-            attach(
-                part, self._removable, around=_Compiled(compiled if once else _steady(compiled)), methods=["forward"]
-            )
+            around = _Compiled(_steady(compiled) if already_recomputed(part) else compiled)
+            attach(part, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
         """Let the modules run uncompiled."""
