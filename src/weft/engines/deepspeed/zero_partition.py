@@ -164,35 +164,24 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             expected="bf16, then zero_partition: DeepSpeed averages gradients before they could be scaled back",
             fix="weft.with_precision(model, ctx, 'bf16')",
         )
-    for wrong, found, expected, fix in (
-        (not trained, "no parameter with requires_grad", "something to train", "module.requires_grad_()"),
-        (
-            bool(left_out),
-            f"not in the optimizer: {listed(left_out)}",
-            "every trained parameter in the optimizer: DeepSpeed averages the gradients of its own only",
-            "requires_grad_(False) on them before zero_partition",
-        ),
-        (
-            bool(trained) and dtypes not in (["float32"], ["bfloat16"]),
-            f"parameters of {listed(dtypes)}",
-            "float32, or bfloat16: DeepSpeed steps in float32",
-            "module.float(), or engine='torch'",
-        ),
-        (
-            not known or kind is torch.optim.Adagrad,
-            kind.__name__,
-            "an optimizer that treats each element by itself: DeepSpeed steps on pieces of parameters"
-            + (", and makes an Adagrad anew" if kind is torch.optim.Adagrad else ""),
-            "torch.optim.AdamW(...), or engine='torch'",
-        ),
-    ):
-        if wrong:
-            raise ContractError(
-                f"zero_partition: DeepSpeed cannot train this {type(module).__name__} with this {kind.__name__}",
-                found=found,
-                expected=expected,
-                fix=fix,
-            )
+
+    def refusal(found: str, expected: str, fix: str) -> ContractError:
+        what = f"zero_partition: DeepSpeed cannot train this {type(module).__name__} with this {kind.__name__}"
+        return ContractError(what, found=found, expected=expected, fix=fix)
+
+    if not trained:
+        raise refusal("no parameter with requires_grad", "something to train", "module.requires_grad_()")
+    if left_out:
+        expected = "every trained parameter in the optimizer: DeepSpeed averages the gradients of its own only"
+        fix = "requires_grad_(False) on them before zero_partition"
+        raise refusal(f"not in the optimizer: {listed(left_out)}", expected, fix)
+    if dtypes not in (["float32"], ["bfloat16"]):
+        expected = "float32, or bfloat16: DeepSpeed steps in float32"
+        raise refusal(f"parameters of {listed(dtypes)}", expected, "module.float(), or engine='torch'")
+    if not known or kind is torch.optim.Adagrad:
+        expected = "an optimizer that treats each element by itself: DeepSpeed steps on pieces of parameters"
+        expected += ", and makes an Adagrad anew" if kind is torch.optim.Adagrad else ""
+        raise refusal(kind.__name__, expected, "torch.optim.AdamW(...), or engine='torch'")
 
 
 def _places(offload: Offload, stage: int) -> dict[str, str]:
