@@ -295,7 +295,7 @@ AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average
 
 TABLE = [
     SHARD, SPLIT, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
-    FULLY, HYBRID, TENSOR, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, AVERAGE,
+    FULLY, HYBRID, TENSOR, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
 ]  # fmt: skip
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.
 OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
@@ -306,6 +306,7 @@ PAIRS = [
     *itertools.product(ONE_OF_EACH, OTHERS),
     *itertools.product(OTHERS, ONE_OF_EACH),
     *itertools.permutations(OTHERS, 2),
-    *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS] if one is not CUSTOM),
-    *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS] if other is not CUSTOM),  # that sums over all ranks
+    # CUSTOM sums over all ranks; CONTEXT wants an axis of its own.
+    *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS] if one is not CUSTOM and one is not CONTEXT),
+    *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS] if other is not CUSTOM and other is not CONTEXT),
 ]

@@ -33,8 +33,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x):
-        q = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k, v = (layer(x).unflatten(-1, (self.keys, -1)).transpose(1, 2) for layer in (self.key, self.value))
+        q = self.query(x).unflatten(-1, (-1, 8)).transpose(1, 2)  # as many heads as this rank has
+        k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.key, self.value))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.keys != self.num_heads)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -402,6 +402,35 @@ def test_low_precision_travels_as_it_is_computed():
         assert parts == pytest.approx(whole, abs=5e-3)
 
 
+def _with_tensors(ctx):
+    model, x = _model(), _data()[:4]
+    pair = {"attention.query": "column", "attention.key": "column", "attention.value": "column", "attention.out": "row"}
+    plan = {f"blocks.*.{name}": style for name, style in pair.items()}
+    model, ctx = weft.tensor_parallel(model, ctx, plan=plan)
+    model, ctx = weft.context_parallel(model, ctx)
+    model, ctx = weft.fully_shard(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y, at = weft.split_sequence((*x, _positions(x[0])), ctx)
+    loss = F.cross_entropy(model(x, at).flatten(0, 1), y.flatten())
+    loss.backward()
+    norm = weft.clip_grads(model, ctx, max_norm=0.5)
+    optimizer.step()
+    return [weft.reduce(loss.detach(), ctx, "mean").item()], [float(norm)], _whole(model, ctx)
+
+
+@pytest.mark.slow
+def test_heads_cut_by_tensor_parallel_are_shared_further():
+    model, (x, y) = _model(), _data()[:4]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = F.cross_entropy(model(x, _positions(x)).flatten(0, 1), y.flatten())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+    optimizer.step()
+    expected = [loss.item()], [norm], [p.detach() for p in model.parameters()]
+    for found in run_ranks(_with_tensors, 4, mesh={"context": 2, "tensor": 2}):
+        _check_equal(found, expected)
+
+
 # -- counts ------------------------------------------------------------------------------------------
 
 
@@ -478,7 +507,7 @@ REFUSED = [
         {"axis": "nothing"},
         "'nothing' is not an axis",
     ),
-    (lambda: Attention(width=33, heads=3, keys=3), {}, "3 heads of 'Attention' cannot be shared by 2 ranks"),
+    (lambda: Attention(width=24, heads=3, keys=3), {}, "3 heads of 'Attention' cannot be shared by 2 ranks"),
     (lambda: nn.MultiheadAttention(32, 4, dropout=0.1), {}, "drops weights with probability 0.1"),
     (Attention, {"method": "ring"}, "method = 'ring' is unknown"),
     (Attention, {"order": "random"}, "order = 'random' is unknown"),
