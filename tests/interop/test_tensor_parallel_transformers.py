@@ -97,6 +97,26 @@ def test_a_model_trains_as_in_one_process(kind, options, sequence):
         assert difference(expected, found[2]) < 1e-12
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ({"tensor": 4}, None),
+        ({"data": 2, "tensor": 2}, "replicate"),
+        ({"shard": 2, "tensor": 2}, "fully_shard"),
+    ],
+    ids=["tensor", "data", "shard"],
+)
+def test_on_four_ranks(mesh, strategy, kind):
+    _, norms, expected = reference(kind, 10, tie_word_embeddings=kind == "Llama")
+    options = {"tie_word_embeddings": kind == "Llama"}
+    for sequence in (False, True):
+        for found in run_ranks(train, 4, kind, 10, sequence, strategy, options, mesh=mesh):
+            assert max(abs(a - b) for a, b in zip(norms, found[1], strict=True)) < 1e-12
+            assert difference(expected, found[2]) < 1e-12
+
+
 def test_the_plan_prints_what_is_left_out():
     plan = weft.tensor_plan(model("Mixtral"))
     assert plan["model.layers.*.self_attn.q_proj"] == "column" and plan["lm_head"] == "gather"

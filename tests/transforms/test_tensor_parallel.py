@@ -132,6 +132,27 @@ def test_a_window_that_was_left_is_added_up_with_the_next():
         assert difference(expected, found) < 1e-12
 
 
+def skipped(ctx, cut):
+    module = model()
+    if cut:
+        module, ctx = weft.tensor_parallel(module, ctx, plan=PLAN, sequence=True)
+    module, ctx = weft.replicate(module, ctx)
+    mine = list(samples(16).chunk(ctx.data_size)[ctx.data_rank].chunk(2))
+    module, loader, ctx = weft.accumulate_grads(module, mine, ctx, steps=2)
+    for window in loader:
+        for number, rows in enumerate(window):
+            if not number or not ctx.data_rank:
+                loss_of(module, rows).backward()
+    return dict(weft.full_grads(module, ctx))
+
+
+@pytest.mark.slow
+def test_the_ranks_of_one_batch_may_skip_the_last_one_together():
+    expected, _ = run_ranks(skipped, 2, False)
+    for found in run_ranks(skipped, 4, True, mesh={"data": 2, "tensor": 2}):
+        assert difference(expected, found) < 1e-12
+
+
 def forgotten(ctx):
     plan = {pattern: style for pattern, style in PLAN.items() if pattern != "blocks.*.attn.norm"}
     module, ctx = weft.tensor_parallel(model(), ctx, plan=plan)

@@ -116,13 +116,16 @@ class WindowSplitter(Generic[B]):
         if window == self.handed_out and self.is_open:
             self.is_open = False
             # Several modules are reduced in the order of their backward passes, which a rank that skipped them does not
-            # know; so all ranks have to have skipped the same ones.
-            owing = [number for number, sync in enumerate(self.syncs) if getattr(sync, "owes", False)]
-            if len(self.syncs) > 1 and owing and not left:
+            # know; so all ranks have to have skipped the same ones. What averages over nobody is between ranks with the
+            # same batches, which skip them together.
+            averaging = [sync for sync in self.syncs if sync.mean_over > 1]
+            owing = [number for number, sync in enumerate(averaging) if getattr(sync, "owes", False)]
+            if len(averaging) > 1 and owing and not left:
                 self.ctx.agree(
                     "accumulate_grads: modules without a backward pass in the last micro-batch", {"modules": owing}
                 )
-            for sync in self.syncs:
+            # As in a backward pass: what adds up over ranks with the same batch follows the averages.
+            for sync in sorted(self.syncs, key=lambda sync: sync.mean_over == 1):
                 sync.end_window(left=left)
 
     def split(
