@@ -334,6 +334,19 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, mesh, options):
         assert max((a - b).abs().max().item() for a, b in zip(trained, parameters, strict=True)) < 1e-12
 
 
+def _closed(ctx):
+    model, inner = weft.context_parallel(_model(), ctx)
+    x, at = weft.split_sequence((_data()[:2][0], torch.arange(LENGTH).expand(2, -1)), inner)
+    for holder in list(inner.world.root.holders):
+        holder.release()  # as closing the context does
+    with pytest.raises(ContextError, match="its process group is gone"):
+        model(x, at)
+
+
+def test_attention_of_a_closed_context_raises():
+    run_ranks(_closed, 2, mesh={"context": 2})
+
+
 def _undone(ctx):
     plain = _model()
     model, inner = weft.context_parallel(_model(), ctx)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parallel.sequence_exchange import Ranks, gather_sequences, heads_to_parts, parts_to_heads
-from weft.errors import ContractError
+from weft.errors import ContextError, ContractError
 from weft.tensors.sequence_order import chunks
 
 __all__ = ["Method", "SplitAttention", "dropout_refused", "heads_refused"]
@@ -39,11 +39,17 @@ class SplitAttention:
     def __init__(self, modules: Mapping[str, nn.Module], ranks: Ranks, method: Method) -> None:
         self._removable = Removable()
         self.inside = False
+        self._arounds = {name: _Around(self, name, ranks, method) for name in modules}
         for name, module in modules.items():
-            attach(module, self._removable, around=_Around(self, name, ranks, method), methods=["forward"])
+            attach(module, self._removable, around=self._arounds[name], methods=["forward"])
             if isinstance(module, nn.MultiheadAttention):
                 # With a hook on it, the layers of torch call it in eval mode, too, instead of a kernel of their own.
                 attach(module, self._removable, before=_nothing)
+
+    def release(self) -> None:
+        """Let the process group go; forward raises from now on."""
+        for around in self._arounds.values():
+            around.ranks = None
 
     def undo(self) -> None:
         """Let them attend to what they are given again."""
@@ -63,7 +69,7 @@ class _Around:
     def __init__(self, attention: SplitAttention, name: str, ranks: Ranks, method: Method) -> None:
         self.attention = attention
         self.name = name
-        self.ranks = ranks
+        self.ranks: Ranks | None = ranks
         self.method: Method = method
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,11 +77,19 @@ class _Around:
 
         Raises:
             ContractError: It does not compute with `F.scaled_dot_product_attention`, or not in a way that can be split.
+            ContextError: The context was closed.
         """
         attention = self.attention
+        if self.ranks is None:
+            raise ContextError(
+                "context_parallel: attention cannot exchange anything, its process group is gone",
+                found=f"a call of attention module {self.name!r} after the context was closed",
+                expected="calls inside of `with weft.start(...) as ctx:`, or the plain module",
+                fix="model, ctx = weft.undo(model, ctx)",
+            )
         if attention.inside:  # an attention module inside of another: its calls are caught once
             return call(*args, **kwargs)
-        caught = _Caught(self)
+        caught = _Caught(self, self.ranks)
         attention.inside = True
         try:
             with caught:
@@ -99,10 +113,11 @@ class _Caught(TorchFunctionMode):
         calls: How many calls it has caught.
     """
 
-    def __init__(self, at: _Around) -> None:
+    def __init__(self, at: _Around, ranks: Ranks) -> None:
         super().__init__()
         self.calls = 0
         self._at = at
+        self._ranks = ranks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,10 +149,10 @@ class _Caught(TorchFunctionMode):
         causal = is_causal or _is_causal(at, attn_mask, query.shape[-2])
         query, key, value = _cast_together(query, key, value)
         if at.method == "heads":
-            if query.shape[1] % at.ranks.number:
-                raise heads_refused(at.name, query.shape[1], at.ranks.number)
-            return _attend_in_heads(_Call(at.ranks, causal, scale), query, key, value)
-        return _attend_whole(_Call(at.ranks, causal, scale), query, key, value)
+            if query.shape[1] % self._ranks.number:
+                raise heads_refused(at.name, query.shape[1], self._ranks.number)
+            return _attend_in_heads(_Call(self._ranks, causal, scale), query, key, value)
+        return _attend_whole(_Call(self._ranks, causal, scale), query, key, value)
 
 
 class _Call(NamedTuple):
