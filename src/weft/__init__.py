@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from weft.transforms.clip_grads import clip_grads
     from weft.transforms.compile import compile
     from weft.transforms.context_parallel import context_parallel
+    from weft.transforms.expert_parallel import expert_parallel
     from weft.transforms.full_grads import full_grads
     from weft.transforms.full_params import full_params
     from weft.transforms.fully_shard import fully_shard
@@ -79,6 +80,7 @@ LATER = {
     "transforms.clip_grads": "clip_grads",
     "transforms.compile": "compile",
     "transforms.context_parallel": "context_parallel",
+    "transforms.expert_parallel": "expert_parallel",
     "transforms.full_grads": "full_grads",
     "transforms.full_params": "full_params",
     "transforms.fully_shard": "fully_shard",
@@ -129,6 +131,7 @@ __all__ = [
     "compose",
     "context_parallel",
     "errors",
+    "expert_parallel",
     "explain",
     "export",
     "full_grads",

@@ -78,6 +78,47 @@ def shard_fully(parts: Parts, ctx, **options):
     return ctx
 
 
+class Mixture(Model):
+    """The laws' model with a layer of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(8, 4)
+        self.stacked = Stacked()
+
+    def features(self, x):
+        hidden = super().features(x)
+        weights, chosen = self.router(hidden).softmax(-1).topk(4)
+        return hidden + self.stacked(hidden, chosen, weights)
+
+
+class Stacked(torch.nn.Module):
+    """Experts as transformers has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.weight = torch.nn.Parameter(torch.randn(4, 8, 8) / 8)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        chosen = torch.einsum("th,tkoh->tko", hidden_states, self.weight[top_k_index])
+        return (torch.tanh(chosen) * top_k_weights[..., None]).sum(1)
+
+
+class MixtureJob(Job):
+    """The laws' job with experts."""
+
+    def model(self):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return Mixture().to(self.dtype)
+
+
+def divide_experts(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.expert_parallel(parts.module, ctx, **options)
+    return ctx
+
+
 def partition(parts: Parts, ctx, **options):
     parts.module, parts.optimizer, ctx = weft.zero_partition(parts.module, parts.optimizer, ctx, **options)
     return ctx
@@ -238,6 +279,13 @@ TENSOR = Row(
     mesh={"tensor": -1},
     break_input=partial(cut_layers, plan={"nowhere": "column"}),
 )
+EXPERTS = Row(
+    name="expert_parallel",
+    apply=divide_experts,
+    mesh={"expert": -1},
+    job=MixtureJob,
+    break_input=partial(divide_experts, axis="nowhere"),
+)
 ZERO1 = Row(
     name="zero_partition[1]",
     apply=partial(partition, stage=1),
@@ -295,12 +343,14 @@ AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average
 
 TABLE = [
     SHARD, SPLIT, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
-    FULLY, HYBRID, TENSOR, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
+    FULLY, HYBRID, EXPERTS, TENSOR, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
 ]  # fmt: skip
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.
 OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
 ONE_OF_EACH = [SHARD, REPLICATE, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
 OTHERS = [FULLY, ZERO1, RECOMPUTE, COMPILED, CONTEXT, AVERAGE]
+# CUSTOM knows whole parameters only, CONTEXT has a job and a mesh of its own.
+WITH_EXPERTS = [row for row in [*ONE_OF_EACH, *OTHERS] if row is not CUSTOM and row is not CONTEXT]
 PAIRS = [
     *itertools.permutations(OPTIONS, 2),
     *itertools.product(ONE_OF_EACH, OTHERS),
@@ -309,4 +359,8 @@ PAIRS = [
     # CUSTOM sums over all ranks; CONTEXT wants an axis of its own.
     *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS] if one is not CUSTOM and one is not CONTEXT),
     *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS] if other is not CUSTOM and other is not CONTEXT),
+    *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS]),
+    *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS]),
+    *((one, EXPERTS) for one in WITH_EXPERTS),
+    *((EXPERTS, other) for other in WITH_EXPERTS),
 ]

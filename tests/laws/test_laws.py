@@ -10,6 +10,7 @@ from .table import (
     BF16,
     COMPILED,
     DEEPSPEED,
+    EXPERTS,
     FP16_MODULE,
     NORMS,
     OTHERS,
@@ -45,8 +46,16 @@ _NOT_AFTER = {
         "sum_gradients",
         "zero_partition",
         "tensor_parallel",
+        "expert_parallel",
     },
-    "average_weights": {"fully_shard", "replicate", "with_precision", "zero_partition", "tensor_parallel"},
+    "average_weights": {
+        "fully_shard",
+        "replicate",
+        "with_precision",
+        "zero_partition",
+        "tensor_parallel",
+        "expert_parallel",
+    },
     "compile": {
         "context_parallel",
         "fully_shard",
@@ -56,7 +65,9 @@ _NOT_AFTER = {
         "with_precision",
         "zero_partition",
         "tensor_parallel",
+        "expert_parallel",
     },
+    "expert_parallel": {"recompute", "sync_batch_norm", "with_precision"},
     "context_parallel": {"recompute", "sync_batch_norm", "with_precision"},
     "fully_shard": {
         "context_parallel",
@@ -67,6 +78,7 @@ _NOT_AFTER = {
         "with_precision",
         "zero_partition",
         "tensor_parallel",
+        "expert_parallel",
     },
     "recompute": {"sync_batch_norm", "with_precision"},
     "replicate": {
@@ -78,6 +90,7 @@ _NOT_AFTER = {
         "with_precision",
         "zero_partition",
         "tensor_parallel",
+        "expert_parallel",
     },
     "sum_gradients": {"fully_shard", "replicate", "with_precision", "zero_partition"},
     "tensor_parallel": {"recompute", "sync_batch_norm", "with_precision"},
@@ -90,6 +103,7 @@ _NOT_AFTER = {
         "sync_batch_norm",
         "with_precision",
         "tensor_parallel",
+        "expert_parallel",
     },
 }
 # ... and what DeepSpeed cannot do that torch can.
@@ -110,7 +124,7 @@ DIFFERENT = [(one, two) for one, two in PAIRS if _name(one) != _name(two)]
 
 def _is_other(pair):
     """Pairs with the later transforms belong to the slow suite."""
-    return any(row is other for row in pair for other in (*OTHERS, TENSOR))
+    return any(row is other for row in pair for other in (*OTHERS, EXPERTS, TENSOR))
 
 
 WITH_DEEPSPEED = [

@@ -24,13 +24,18 @@ SLOW = {
     "clip_grads",
     "compiled",
     "context_parallel",
+    "expert_parallel",
     "fully_shard",
     "gather_step",
     "recompute",
     "sync_batch_norm",
     "tensor_parallel",
 }  # a good part of the suite; `pytest -m slow` runs them
-MESHES = {"context_parallel": {"context": -1}, "tensor_parallel": {"tensor": -1}}  # of the others: one data axis
+MESHES = {
+    "context_parallel": {"context": -1},
+    "expert_parallel": {"expert": -1},
+    "tensor_parallel": {"tensor": -1},
+}  # of the others: one data axis
 MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [pytest.mark.slow] for name in SLOW}}
 RUNNABLE = [pytest.param(path, marks=MARKS.get(path.stem, []), id=path.stem) for path in SMALL]
 DERIVED = [path for path in SMALL if path.stem != "two_models"]

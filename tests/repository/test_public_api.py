@@ -21,9 +21,9 @@ from weft import errors
 ROOT = pathlib.Path(__file__).parents[2]
 
 TRANSFORMS = [
-    "accumulate_grads", "average_weights", "compile", "context_parallel", "fully_shard", "fuse_step", "gather_step",
-    "recompute", "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm", "tensor_parallel", "with_precision",
-    "zero_partition",
+    "accumulate_grads", "average_weights", "compile", "context_parallel", "expert_parallel", "fully_shard",
+    "fuse_step", "gather_step", "recompute", "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm",
+    "tensor_parallel", "with_precision", "zero_partition",
 ]  # fmt: skip
 FACADE = [
     *TRANSFORMS, "DistContext", "LossScaling", "Precision", "adopt", "all_or_none", "any_rank", "averages", "barrier",

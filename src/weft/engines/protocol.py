@@ -92,6 +92,12 @@ class Engine(Protocol):
         """Cut layers over a mesh of one axis, whose ranks form `group`."""
         ...
 
+    def divide_experts(
+        self, module: nn.Module, packed: Mapping[str, nn.Module], lists: Sequence[str], mesh: DeviceMesh
+    ) -> Undoable:
+        """Divide experts among the ranks of a mesh: stacked ones in parameters, and those in the named lists."""
+        ...
+
     def gathered(
         self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
     ) -> AbstractContextManager[None]:

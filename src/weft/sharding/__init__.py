@@ -7,6 +7,7 @@ units.py         which parts are gathered and freed together
 meta.py          real tensors for modules on meta
 other_axes.py    parameters that lie along other axes, or whose gradients are summed over others
 shard_module.py  all of it in its order, and the engine
+find_experts.py  experts that can be divided among ranks
 
 and for layers that are cut by a plan
 

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from weft.collectives import reduce
 from weft.context import DistContext, local
 from weft.context.placement import to_device
-from weft.contract import KeepsParameters, offered
+from weft.contract import KeepsParameters, layouts, offered
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
 from weft.tensors import dtensor
 from weft.testing.equivalence import largest_difference
@@ -176,7 +176,7 @@ def _complete(rows: list[Row]) -> list[Row]:
     """Training on several ranks needs something that makes the gradients equal."""
     if any(row.synchronizes for row in rows):
         return rows
-    return [PLAIN_SYNC, *rows]
+    return [*rows, PLAIN_SYNC]  # last: it asks where gradients are to be summed
 
 
 def pairs_agree(one: Row, two: Row, ranks: int = 2, job: Job | None = None) -> str:
@@ -304,10 +304,12 @@ def _count_hooks(module: nn.Module) -> int:
 
 
 def _sync_plainly(parts: Parts, ctx: DistContext) -> DistContext:
-    """Average gradients by hand, as a row of its own: the laws do not lean on `replicate`."""
+    """Sum gradients by hand, as a row of its own: the laws do not lean on `replicate`."""
     if ctx.world_size > 1:
-        for parameter in parts.module.parameters():
-            parameter.register_hook(partial(reduce, ctx=ctx, op="sum"))
+        for parameter, layout in zip(parts.module.parameters(), layouts(parts.module, ctx).values(), strict=True):
+            axes = [axis for axis in layout.reduce_over if ctx.axis_size(axis) > 1]
+            if axes and not parameter.is_meta:
+                parameter.register_hook(partial(reduce, ctx=ctx.on(axes), op="sum"))
     return ctx
 
 

@@ -113,6 +113,14 @@ class TorchEngine:
 
         return TensorParallelModule(module, mesh, group, options, peers)
 
+    def divide_experts(
+        self, module: nn.Module, packed: Mapping[str, nn.Module], lists: Sequence[str], mesh: DeviceMesh
+    ) -> Undoable:
+        """Divide the experts of a module among the ranks of a mesh, and send tokens to them."""
+        from weft.engines.torch.parallel.experts.divided import DividedExperts  # noqa: PLC0415  (as in `shard`)
+
+        return DividedExperts(module, packed, lists, mesh)
+
     def partition_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:

@@ -26,13 +26,15 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
     else stays. Collectives: where shards are made whole, one all-gather per tensor.
     """
     for old, parameter in new.items():
-        if old.grad is not None and parameter.grad is None:
+        if old.grad is not None and parameter.grad is None and not parameter.is_meta:
             parameter.grad = like(old.grad, parameter)
     for optimizer in optimizers:
         for entry in optimizer.param_groups:
             entry["params"][:] = [new.get(p, p) for p in entry["params"]]  # some optimizers keep the list
         held = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p in new}
         for old, state in held.items():
+            if new[old].is_meta and not old.is_meta:  # another rank has it now, and its state
+                continue
             optimizer.state[new[old]] = {
                 key: like(value, new[old]) if isinstance(value, torch.Tensor) and value.dim() else value
                 for key, value in state.items()

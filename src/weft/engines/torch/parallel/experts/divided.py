@@ -1,0 +1,111 @@
+"""Experts divided among the ranks of an axis: which rank holds which, and everybody's again when it is undone.
+
+Every token belongs to one rank, every expert to one rank of the axis. A row, which is a token for one of its experts,
+is computed where the expert is; so the gradient of an expert is complete there, for the tokens of all ranks of the
+axis: the all-to-all's backward has brought them. Numbers are those of one process: no row is dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.parallel.experts.all_to_all import Line
+from weft.engines.torch.parallel.experts.listed import ListedExperts
+from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
+from weft.engines.torch.parallel.experts.stacked import StackedExperts
+from weft.engines.torch.strategy import broadcast
+
+__all__ = ["DividedExperts"]
+
+
+class DividedExperts:
+    """The experts of one module, of which each rank of an axis holds equally many, one after the other.
+
+    Args:
+        module: Contains them.
+        packed: Modules with stacked experts, by qualified name.
+        lists: Qualified names of lists with a module per expert.
+        mesh: Of the axis.
+    """
+
+    def __init__(
+        self, module: nn.Module, packed: Mapping[str, nn.Module], lists: Sequence[str], mesh: DeviceMesh
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._removable = Removable()
+        self._line = Line(mesh.get_group())
+        self._packed = {f"{name}.{own}" if name else own for name, part in packed.items() for own in part._parameters}
+        self._owners = {name: _owners(module, name, self._line.size) for name in lists}
+        stacked = [p for part in packed.values() for p in part._parameters.values() if p is not None]
+        single = [p for owners in self._owners.values() for expert in owners for p in expert.parameters()]
+        real = [p for p in (*stacked, *single) if not p.is_meta]
+        if real:
+            broadcast(real, self._line.group)
+        replace_parameters(module, {p: _cut(p, mesh) for p in stacked})
+        elsewhere = [e for owners in self._owners.values() for e, owner in owners.items() if owner != self._line.place]
+        replace_parameters(module, {p: _like(p, torch.device("meta")) for e in elsewhere for p in e.parameters()})
+        for name, part in packed.items():
+            attach(part, self._removable, around=StackedExperts(name, part, self._line), methods=["forward"])
+        for name in lists:
+            around, _, own = name.rpartition(".")
+            part, experts = module.get_submodule(around), module.get_submodule(name)
+            assert isinstance(experts, nn.ModuleList)
+            layer = ListedExperts(name, part, own, experts, self._line)
+            attach(part, self._removable, around=layer, methods=["forward"])
+        refuse_local_losses("expert_parallel", module, self._removable)
+
+    def release(self) -> None:
+        """Let the process group go."""
+        self._line.release()
+
+    def undo(self) -> None:
+        """Give every rank all experts again. Collectives: an all-gather per stacked parameter, a broadcast per rank."""
+        module = self._module()
+        self._removable.remove()
+        if module is not None:
+            cut = [p for name, p in module.named_parameters() if name in self._packed]
+            replace_parameters(module, {p: unsharded_parameter(p, None) for p in cut if isinstance(p, DTensor)})
+            for owner in range(self._line.size if self._owners else 0):
+                self._bring(module, owner)
+        self.release()
+
+    def _bring(self, module: nn.Module, owner: int) -> None:
+        """Give every rank the listed experts of one."""
+        own = owner == self._line.place
+        theirs = [
+            p for owners in self._owners.values() for e, o in owners.items() if o == owner for p in e.parameters()
+        ]
+        device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+        whole = {p: p if own else _like(p, device) for p in theirs}
+        dist._broadcast_coalesced(self._line.group, [p.detach() for p in whole.values()], 250 * 2**20, owner)
+        if not own:
+            replace_parameters(module, whole)
+
+
+def _owners(module: nn.Module, name: str, ranks: int) -> dict[nn.Module, int]:
+    """The rank that holds each expert of a list."""
+    experts: Any = module.get_submodule(name)
+    return {expert: number // (len(experts) // ranks) for number, expert in enumerate(experts)}
+
+
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    held = len(parameter) // mesh.size()
+    first = mesh.get_local_rank() * held
+    with torch.no_grad():
+        mine = parameter[first : first + held].clone(memory_format=torch.contiguous_format)
+        cut: Any = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+    return nn.Parameter(cut, parameter.requires_grad)
+
+
+def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)

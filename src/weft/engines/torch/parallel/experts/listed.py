@@ -1,0 +1,233 @@
+"""Experts that are modules in a list, each whole on one rank; on the others their parameters are on meta.
+
+The module around the list calls its experts as it likes, those that have tokens, in a loop of its own. So its forward
+runs twice: first with stand-ins, which note what each expert is called with; then all rows travel in one exchange, and
+the second run receives the results. What forward changes or draws in the first run is put back before the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
+from weft.engines.torch.parallel.experts.stand_ins import DTYPES, Answering, Call, End, Noting, StandIn
+from weft.tensors.dtensor import is_sharded
+from weft.tensors.nested import map_tensors, tensors
+
+__all__ = ["ListedExperts"]
+
+
+class ListedExperts:
+    """What is done around the forward of a module with a list of experts."""
+
+    def __init__(self, name: str, part: nn.Module, own: str, experts: nn.ModuleList, line: Line) -> None:
+        self._name = name
+        self._part = weakref.ref(part)
+        self._own = own
+        self._template = weakref.ref(experts[0 if line.place else -1])  # of another rank: on meta
+        self._line = line
+        self._ends: dict[object, End] = {}  # of results, by those of inputs
+        self._compared = False
+
+    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run forward twice; see the top of this file."""
+        part: Any = self._part()
+        experts = part._modules[self._own]
+        calls: list[Call] = []
+        with self._put_back(part, args, kwargs), self._stand_ins(part, experts, Noting(self.end_of, calls)):
+            call(*args, **kwargs)
+        results, rows = self._compute(experts, calls)
+        answers = Answering(self._name, calls, results, compares=not self._compared)
+        with self._stand_ins(part, experts, answers):
+            output = call(*args, **kwargs)
+        answers.check_all()
+        self._compared = True
+        return _tied(output, rows)
+
+    @contextlib.contextmanager
+    def _stand_ins(self, part: nn.Module, experts: nn.ModuleList, book: Any) -> Iterator[None]:
+        part._modules[self._own] = nn.ModuleList(StandIn(number, book) for number in range(len(experts)))
+        try:
+            yield
+        finally:
+            part._modules[self._own] = experts
+
+    @contextlib.contextmanager
+    def _put_back(self, part: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Put buffers and random states back after the first run."""
+        buffers = [(one, name, b) for one in part.modules() for name, b in one._buffers.items() if b is not None]
+        values = [(buffer.clone(), buffer._version) for _, _, buffer in buffers]
+        devices = {t.device for t in (*tensors(args), *tensors(kwargs)) if t.device.type not in ("cpu", "meta")}
+        kind = next(iter(devices)).type if devices else "cuda"
+        with torch.random.fork_rng(devices=list(devices), device_type=kind):
+            yield
+        with torch.no_grad():
+            for (one, name, buffer), (value, version) in zip(buffers, values, strict=True):
+                if buffer._version != version:
+                    buffer.copy_(value)
+                one._buffers[name] = buffer
+
+    def end_of(self, rows: torch.Tensor) -> End:
+        """The shape of the result of one row, and the dtype."""
+        key = rows.shape[-1:], rows.dtype, torch.is_autocast_enabled(rows.device.type)
+        if key not in self._ends:
+            template = self._template()
+            assert template is not None
+            zeros = {
+                name: torch.zeros((), dtype=p.dtype, device=rows.device).expand(p.shape)
+                for name, p in template.named_parameters()
+            }
+            with torch.no_grad():
+                result = torch.func.functional_call(template, zeros, (rows.new_zeros(1, rows.shape[-1]),))
+            self._ends[key] = result.shape[1:], result.dtype
+        return self._ends[key]
+
+    # -- the exchange ------------------------------------------------------------------------------
+
+    def _compute(self, experts: nn.ModuleList, calls: list[Call]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The results of all calls, and all rows of them in one tensor; None if no rank calls an expert."""
+        plan = _exchange_plans(experts, calls, self._line)
+        if plan is None:
+            return [], None
+        order = sorted(range(len(calls)), key=lambda index: calls[index].number)
+        flat = [calls[index].rows.reshape(-1, plan.width) for index in order]
+        mine = torch.cat(flat) if flat else torch.zeros(0, plan.width, dtype=plan.dtype, device=plan.device)
+        if plan.tracked and not mine.requires_grad:
+            mine = mine.requires_grad_()  # the peers wait for this rank's part of the backward pass
+        (rows,) = send_rows(plan.route, mine)
+        (back,) = send_rows(plan.route.back(), self._run(list(experts)[plan.held], rows, plan.rows))
+        results: dict[int, torch.Tensor] = {}
+        for index, part in zip(order, back.split([len(one) for one in flat]), strict=True):
+            results[index] = part.view(*calls[index].rows.shape[:-1], *part.shape[1:])
+        return [results[index] for index in range(len(calls))], back
+
+    def _run(self, held: list[nn.Module], rows: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
+        """The results of rows that came from each rank for each expert that is held: counts [ranks, experts]."""
+        pieces = iter(rows.split([count for theirs in counts for count in theirs]))
+        parts = [[next(pieces) for _ in held] for _ in counts]
+        found: list[list[torch.Tensor]] = []
+        for expert, own in zip(held, zip(*parts, strict=True), strict=True):
+            result = self._result(expert, torch.cat(own))
+            found.append([] if result is None else list(result.split([len(one) for one in own])))
+        results = [column[place] for place in range(len(counts)) for column in found if column]
+        if results:
+            return torch.cat(results)
+        end, dtype = self.end_of(rows)
+        nothing = torch.zeros(0, *end, dtype=dtype, device=rows.device)
+        if not torch.is_grad_enabled():
+            return nothing
+        if rows.requires_grad:
+            return nothing + rows.sum()
+        return nothing.requires_grad_(any(p.requires_grad for expert in held for p in expert.parameters()))
+
+    def _result(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
+        """What an expert makes of rows; without any it is not called, and gets no gradient, as in one process."""
+        if len(rows):
+            return expert(rows)  # type: ignore[no-any-return]
+        if not any(is_sharded(p) for p in expert.parameters()):
+            return None
+        # The ranks that have the other shards may have rows: its parameters are gathered here too, and not used.
+        end, dtype = self.end_of(rows)
+        one = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
+        if torch.is_grad_enabled() and not one.requires_grad:
+            one.requires_grad_()
+
+        def unused(row: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(1, *end, dtype=dtype, device=row.device) + row.sum() * 0
+
+        with _forward_replaced(expert, unused):
+            return expert(one)[:0]  # type: ignore[no-any-return]
+
+
+class _Plan(NamedTuple):
+    """What travels: by which route, rows of which kind, and which experts this rank holds.
+
+    Attributes:
+        route: Of the rows.
+        rows: Received, by rank and expert.
+        held: The experts of this rank.
+        width: Numbers in a row.
+        dtype: Of rows.
+        device: Of rows.
+        tracked: Whether gradients flow back through rows.
+    """
+
+    route: Route
+    rows: list[list[int]]
+    held: slice
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    tracked: bool
+
+
+def _exchange_plans(experts: nn.ModuleList, calls: list[Call], line: Line) -> _Plan | None:
+    """Tell each rank how many rows of which kind there are for each expert; None if there are none anywhere."""
+    size, held = line.size, len(experts) // line.size
+    counts = [0] * len(experts)
+    for call in calls:
+        counts[call.number] += call.rows[..., 0].numel()
+    first = calls[0].rows if calls else None
+    tracked = any(one.rows.requires_grad for one in calls)
+    kind = [0, 0, 0] if first is None else [first.shape[-1], DTYPES.index(first.dtype), int(tracked)]
+    device = next(p.device for expert in experts for p in expert.parameters() if not p.is_meta)
+    mine = torch.tensor([[*kind, *counts]] * size, device=device)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=line.group)
+    heard: list[list[int]] = theirs.tolist()  # the one read of the host: messages have sizes
+    width, dtype, _ = max(each[:3] for each in heard)
+    if not width:
+        return None
+    here = slice(line.place * held, (line.place + 1) * held)
+    rows = [each[3:][here] for each in heard]
+    sent = [sum(counts[rank * held : (rank + 1) * held]) for rank in range(size)]
+    route = Route(line.group, sent, [sum(each) for each in rows])
+    return _Plan(route, rows, here, width, DTYPES[dtype], device, any(each[2] for each in heard))
+
+
+@contextlib.contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+def _tied(output: Any, rows: torch.Tensor | None) -> Any:
+    """The same output; a backward pass through it goes through `rows` too, as it does on the peers."""
+    if rows is None or not rows.requires_grad:
+        return output
+    tied = False
+
+    def tie(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal tied
+        if tied or not tensor.is_floating_point():
+            return tensor
+        tied = True
+        return _Tie.apply(tensor, rows)  # type: ignore[no-untyped-call,no-any-return]
+
+    return map_tensors(tie, output)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        del ctx, rows
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        del ctx
+        return gradients[0], None

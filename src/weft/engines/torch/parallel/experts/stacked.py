@@ -1,0 +1,111 @@
+"""Experts in stacked parameters [experts, ...], cut over an axis: tokens go to the rank that holds their expert.
+
+The module's own forward computes the rows that a rank receives, with the experts that it holds; so what a row becomes
+is what it becomes in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
+from weft.errors import value_error
+
+__all__ = ["StackedExperts"]
+
+
+class StackedExperts:
+    """What is done around the forward of one module of experts."""
+
+    def __init__(self, name: str, part: nn.Module, line: Line) -> None:
+        self._name = name
+        self._part = weakref.ref(part)
+        self._line = line
+
+    def __call__(self, call: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the experts of tokens [T, H], of which `index` and `weights` [T, K] say which and how much."""
+        part = self._part()
+        assert part is not None
+        hidden, index, weights = self._arguments(part, *args, **kwargs)
+        experts = next(len(p) for p in part._parameters.values() if p is not None)
+        held = experts // self._line.size
+        order, per_expert = self._sorted(index, experts)
+        route, chosen = _exchange_counts(per_expert.view(-1, held), self._line.group)
+        order = order[: sum(route.sent)]
+        tokens = hidden[order // index.shape[-1]]
+        rows, weight = send_rows(route, tokens, weights.reshape(-1, 1)[order])
+        with _held_alone(part, held):
+            results = _never_empty(call, rows, chosen[:, None], weight)
+        (own,) = send_rows(route.back(), results)
+        # Row by row and then the sum over K: adding up by index has no fixed order on an accelerator.
+        placed = own.new_zeros(index.numel(), own.shape[-1]).index_copy(0, order, own)
+        return placed.view(*index.shape, -1).sum(1).to(hidden.dtype)
+
+    @staticmethod
+    def _arguments(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bound = inspect.signature(type(part).forward).bind(part, *args, **kwargs)
+        _, hidden, index, weights = bound.args
+        return hidden, index, weights
+
+    def _sorted(self, index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows in the order of their experts, and how many each has; `experts` itself stands for none."""
+        flat = index.reshape(-1)
+        counts = torch.bincount(flat, minlength=experts + 1)
+        if len(counts) > experts + 1:
+            raise value_error(
+                f"expert_parallel: {self._name!r} is asked for an expert that there is not",
+                found=f"expert {len(counts) - 1}",
+                expected=f"0 to {experts - 1}",
+                fix="a router that chooses among the experts of its layer",
+            )
+        return torch.argsort(flat, stable=True), counts[:experts]
+
+
+def _exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[Route, torch.Tensor]:
+    """Tell each rank how many rows each of its experts will get: counts [ranks, experts per rank].
+
+    Returns the route of rows, and the expert of each row that is received.
+    """
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    # The one read of the host: messages have sizes.
+    sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+    size, held = counts.shape
+    experts = torch.arange(held, device=counts.device).repeat(size)
+    return Route(group, sent, received), experts.repeat_interleave(theirs.view(-1), output_size=sum(received))
+
+
+def _never_empty(
+    call: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Call experts; without rows, with one of zeros that has no weight.
+
+    Else a rank without rows would leave its parameters without a gradient, and the ranks that wait for its part of
+    the backward pass without a message.
+    """
+    if len(rows):
+        return call(rows, experts, weights)
+    one = (torch.cat([t, t.new_zeros(1, t.shape[-1])]) for t in (rows, experts, weights))
+    return call(*one)[:0]
+
+
+@contextlib.contextmanager
+def _held_alone(part: Any, held: int) -> Iterator[None]:
+    """Let a module have no other experts than those that this rank holds."""
+    parameters, experts = dict(part._parameters), part.num_experts
+    part._parameters.update({name: p.to_local() for name, p in parameters.items() if isinstance(p, DTensor)})
+    part.num_experts = held
+    try:
+        yield
+    finally:
+        part._parameters.update(parameters)
+        part.num_experts = experts
