@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from weft.data.split_sequence import split_sequence
     from weft.launching.launch_function import launch_function
     from weft.monitoring import log, progress
+    from weft.sharding.stages import plan_pipeline
     from weft.transforms.accumulate_grads import accumulate_grads
     from weft.transforms.average_weights import average_weights, averages
     from weft.transforms.clip_grads import clip_grads
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from weft.transforms.fully_shard import fully_shard
     from weft.transforms.fuse_step import fuse_step
     from weft.transforms.gather_step import gather_step
+    from weft.transforms.pipeline import pipeline
     from weft.transforms.recompute import recompute
     from weft.transforms.replicate import replicate
     from weft.transforms.shard_data import shard_data
@@ -86,6 +88,8 @@ LATER = {
     "transforms.fully_shard": "fully_shard",
     "transforms.fuse_step": "fuse_step",
     "transforms.gather_step": "gather_step",
+    "sharding.stages": "plan_pipeline",
+    "transforms.pipeline": "pipeline",
     "transforms.recompute": "recompute",
     "transforms.replicate": "replicate",
     "transforms.shard_data": "shard_data",
@@ -147,6 +151,8 @@ __all__ = [
     "loss_scale",
     "main_first",
     "on_preemption",
+    "pipeline",
+    "plan_pipeline",
     "progress",
     "recompute",
     "reduce",

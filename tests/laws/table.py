@@ -73,6 +73,19 @@ def cut_layers(parts: Parts, ctx, **options):
     return ctx
 
 
+def stages(parts: Parts, ctx, **options):
+    chosen = {
+        "stages": [["first", "second", "third"], ["scale", "head"]],  # of which two are tied
+        "loss": lambda output, y: (torch.nn.functional.cross_entropy(output, y, reduction="sum"), 1),
+        "schedule": "gpipe",
+        "micro_batches": 1,  # the last batch is of any size
+    }
+    parts.module, ctx = weft.pipeline(parts.module, ctx, **{**chosen, **options})
+    if dict(ctx.axes).get("data", 1) > 1:
+        parts.module, ctx = weft.replicate(parts.module, ctx)
+    return ctx
+
+
 def shard_fully(parts: Parts, ctx, **options):
     parts.module, ctx = weft.fully_shard(parts.module, ctx, **options)
     return ctx
@@ -286,6 +299,13 @@ EXPERTS = Row(
     job=MixtureJob,
     break_input=partial(divide_experts, axis="nowhere"),
 )
+STAGES = Row(
+    name="pipeline",
+    apply=stages,
+    synchronizes=True,
+    mesh={"data": -1, "pipeline": 2},
+    break_input=partial(stages, schedule="2f2b"),
+)
 ZERO1 = Row(
     name="zero_partition[1]",
     apply=partial(partition, stage=1),
@@ -343,7 +363,7 @@ AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average
 
 TABLE = [
     SHARD, SPLIT, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
-    FULLY, HYBRID, EXPERTS, TENSOR, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
+    FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
 ]  # fmt: skip
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.
 OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]

@@ -29,11 +29,13 @@ SLOW = {
     "gather_step",
     "recompute",
     "sync_batch_norm",
+    "pipeline",
     "tensor_parallel",
 }  # a good part of the suite; `pytest -m slow` runs them
 MESHES = {
     "context_parallel": {"context": -1},
     "expert_parallel": {"expert": -1},
+    "pipeline": {"pipeline": -1},
     "tensor_parallel": {"tensor": -1},
 }  # of the others: one data axis
 MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [pytest.mark.slow] for name in SLOW}}

@@ -22,15 +22,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 TRANSFORMS = [
     "accumulate_grads", "average_weights", "compile", "context_parallel", "expert_parallel", "fully_shard",
-    "fuse_step", "gather_step", "recompute", "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm",
+    "fuse_step", "gather_step", "pipeline", "recompute", "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm",
     "tensor_parallel", "with_precision", "zero_partition",
 ]  # fmt: skip
 FACADE = [
     *TRANSFORMS, "DistContext", "LossScaling", "Precision", "adopt", "all_or_none", "any_rank", "averages", "barrier",
     "broadcast", "check", "checkpointable", "clip_grads", "compose", "errors", "explain", "export", "full_grads",
     "full_params", "gather", "launch_function", "load_weights", "local", "log", "loss_scale", "main_first",
-    "on_preemption", "progress", "reduce", "restore", "save", "save_async", "split_sequence", "start", "tensor_plan",
-    "to_device", "transform", "undo", "was_skipped",
+    "on_preemption", "plan_pipeline", "progress", "reduce", "restore", "save", "save_async",
+    "split_sequence", "start", "tensor_plan", "to_device", "transform", "undo", "was_skipped",
 ]  # fmt: skip
 # What else is public, by module: frozen like the facade.
 MODULES = {
@@ -172,7 +172,7 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     names = [p.name for p in parameters]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "ctx" not in names:
-        by_two = ("export", "import_deepspeed", "launch_function", "offered", "padding_share")
+        by_two = ("export", "import_deepspeed", "launch_function", "offered", "padding_share", "plan_pipeline")
         assert len(positional) <= 2 and (len(positional) < 2 or name in by_two)
         return
     ctx = parameters[names.index("ctx")]

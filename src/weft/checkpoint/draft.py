@@ -27,6 +27,7 @@ from weft.checkpoint.format.tensor_blocks import Block, Held, holders, writers
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.replicas import Replicas, differing, digests, fingerprints, refuse
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
+from weft.checkpoint.state.other_ranks import add_elsewhere
 from weft.checkpoint.state.random_states import random_state
 from weft.collectives.on_all_ranks import from_main, gathered_on_main
 from weft.context import DistContext
@@ -69,12 +70,18 @@ def outline(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, tor
         TypeError: Something in the state cannot be saved; the text names it.
     """
     content = collect(state)
-    ranks = holders(content.tensors.values(), ctx)
+    partly = add_elsewhere(content, state, ctx)
+    ranks = holders((held for name, held in content.tensors.items() if ctx.rank in partly.get(name, (ctx.rank,))), ctx)
+    ranks |= {name: tuple(sorted(there.intersection(ranks.get(name, there)))) for name, there in partly.items()}
     written = _share(content, ranks, ctx)
     of_rank: dict[str, Any] = {"rng": random_state(ctx)} if state.rng else {}
     if content.generators:
         of_rank["generators"] = content.generators
-    several = {name: found for name, found in ranks.items() if len(found) > 1 and name not in content.buffers}
+    several = {
+        name: found
+        for name, found in ranks.items()
+        if len(found) > 1 and ctx.rank in found and name not in content.buffers
+    }
     replicas = fingerprints(_readable([content.tensors[name] for name in several], ctx), several)
     return outline_of(content, written, of_rank, replicas), _readable(written, ctx)
 
@@ -107,7 +114,9 @@ def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContex
     """
     tensors = content.tensors.values()
     sizes = {
-        held.name: held.tensor.nbytes for held in tensors if not held.is_sharded and held.name not in content.buffers
+        held.name: held.tensor.nbytes
+        for held in tensors
+        if not held.is_sharded and held.name not in content.buffers and len(ranks[held.name]) == ctx.world_size
     }
     chosen = writers(sizes, ctx.world_size)
     return [one for one in tensors if chosen.get(one.name, ranks[one.name][0]) == ctx.rank and one.block.size]

@@ -12,6 +12,7 @@ from weft.context import DistContext
 from weft.engines import Spmd
 from weft.engines.results import Undoable
 from weft.errors import listed, value_error
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = [
     "apply_layout",
@@ -98,7 +99,8 @@ def check_place(what: str, module: nn.Module, ctx: DistContext) -> None:
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in named if not is_elsewhere(tensor)]
 
 
 def _same(device: torch.device, wanted: torch.device) -> bool:

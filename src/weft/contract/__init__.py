@@ -23,7 +23,7 @@ are small protocols: `accumulate_grads` asks for every `GradSync` on a module an
 who offered it. There is nothing to register.
 """
 
-from weft.contract.layout import Layout, gradient_axes, layouts, part_axes
+from weft.contract.layout import Layout, gradient_axes, is_here, layouts, owners, part_axes
 from weft.contract.marks import applied_to, check_known, forget, offered
 from weft.contract.module_checks import (
     agree_on_parameters,
@@ -68,8 +68,10 @@ __all__ = [
     "compose",
     "forget",
     "gradient_axes",
+    "is_here",
     "layouts",
     "offered",
+    "owners",
     "part_axes",
     "reduce_dtype",
     "transform",

@@ -14,7 +14,7 @@ from weft.contract.protocols import Placed, ReducesOver
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
-__all__ = ["Layout", "axes_of_dims", "gradient_axes", "layouts", "part_axes"]
+__all__ = ["Layout", "axes_of_dims", "gradient_axes", "is_here", "layouts", "owners", "part_axes"]
 
 
 class Layout(NamedTuple):
@@ -174,3 +174,42 @@ def _layout(
         owner=tuple(dict.fromkeys(owner for layout in given for owner in layout.owner)),
         reduce_over=tuple(axis for axis, _ in ctx.axes if axis in added or axis in kept),
     )
+
+
+def owners(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
+    """The `Layout.owner` of the parameters and buffers that not all ranks have, by name.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: With or without transforms.
+
+    Returns:
+        `(axis, coordinate)`s of each; nothing if every rank has all of them.
+
+    Example:
+        >>> owners(nn.Linear(2, 2))
+        {}
+    """
+    found: dict[str, tuple[tuple[str, int], ...]] = {}
+    for prefix, part in module.named_modules():
+        for offer in offered(part, Placed):
+            for own, _ in (*part.named_parameters(), *part.named_buffers()):
+                layout = offer.layout(own)
+                if layout is not None and layout.owner:
+                    found[f"{prefix}.{own}" if prefix else own] = layout.owner
+    return found
+
+
+def is_here(owner: Iterable[tuple[str, int]], ctx: DistContext) -> bool:
+    """Whether a rank has a parameter with this `Layout.owner`.
+
+    Changes: nothing. Collectives: none.
+
+    Example:
+        >>> import weft
+        >>> ctx = weft.testing.fake(1, 2, mesh={"pipeline": 2})
+        >>> is_here([("pipeline", 0)], ctx), is_here([("pipeline", 1)], ctx), is_here([], ctx)
+        (False, True, True)
+    """
+    return all(ctx.coordinates.get(axis, coordinate) == coordinate for axis, coordinate in owner)

@@ -24,6 +24,7 @@ __all__ = [
     "CompileOptions",
     "Offload",
     "OtherMesh",
+    "PipelineOptions",
     "RecomputeOptions",
     "ReduceOptions",
     "Reduction",
@@ -224,3 +225,19 @@ class CompileOptions(NamedTuple):
     dynamic: bool | None = None
     mode: str | None = None
     options: Mapping[str, object] | None = None
+
+
+class PipelineOptions(NamedTuple):
+    """How a module is cut into the stages of a pipeline.
+
+    Attributes:
+        stages: Names of the layers of each stage, in the order of forward.
+        micro_batches: Into how many a batch is cut.
+        schedule: In which order forwards and backwards run.
+        loss: (output, target) -> the loss, or its sum and number of terms; None if forward returns the loss.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    micro_batches: int
+    schedule: str
+    loss: Callable[[Any, Any], Any] | None = None

@@ -5,7 +5,7 @@ What needs no device is not asked of an engine: it is a function in `weft.tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.engines.options import (
     CastOptions,
     CompileOptions,
+    PipelineOptions,
     RecomputeOptions,
     ReduceOptions,
     ShardOptions,
@@ -110,6 +111,30 @@ class Engine(Protocol):
 
     # -- optimizers and gradients
 
+    def pipeline(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        options: PipelineOptions,
+        peers: Peers | None = None,
+        *,
+        guard: Callable[[], AbstractContextManager[None]] = ...,
+        share: Callable[[Any, int], Any] = ...,
+    ) -> Undoable:
+        """Run the stages of a module on the ranks of `group`; without one, only give its calls the loss.
+
+        Args:
+            module: Whose parameters of other stages are on meta.
+            group: The ranks of the pipeline.
+            device: Of this rank.
+            options: How it is cut.
+            peers: The other ranks, for errors.
+            guard: A context for what waits for other ranks, which names the one to blame.
+            share: Gives all ranks the value of one: (value, its rank) -> the value.
+        """
+        ...
+
     def partition_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:
@@ -132,8 +157,19 @@ class Engine(Protocol):
         """Skip steps with non-finite gradients on all ranks of `group`."""
         ...
 
-    def gradients(self, parameters: Iterable[torch.Tensor], device: torch.device) -> Gradients:
-        """The gradients of `parameters` as this rank holds them, to take their norm and clip them."""
+    def gradients(
+        self,
+        parameters: Iterable[torch.Tensor],
+        device: torch.device,
+        partly: Mapping[int, dist.ProcessGroup] | None = None,
+    ) -> Gradients:
+        """The gradients of `parameters` as this rank holds them, to take their norm and clip them.
+
+        Args:
+            parameters: With gradients or without.
+            device: Of this rank.
+            partly: For parameters that only some ranks have, the ranks whose norms add up, by the id.
+        """
         ...
 
     def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:

@@ -6,6 +6,8 @@ shard_checks.py  modules, options and optimizers that cannot be sharded
 units.py         which parts are gathered and freed together
 meta.py          real tensors for modules on meta
 other_axes.py    parameters that lie along other axes, or whose gradients are summed over others
+stages.py        the stages of a pipeline: which layers come one after the other
+stage_tensors.py which rank of a pipeline keeps which parameters
 shard_module.py  all of it in its order, and the engine
 find_experts.py  experts that can be divided among ranks
 

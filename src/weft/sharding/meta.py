@@ -17,6 +17,7 @@ from weft.context import DistContext
 from weft.context.placement import value_device
 from weft.errors import listed, value_error
 from weft.peers.agreement import disagree
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["Source", "WeightSource", "draw_values", "draws", "is_meta", "own_tensors", "place_real"]
 
@@ -26,7 +27,7 @@ WeightSource = Weights | Callable[[], Weights] | Literal["later"] | None
 
 def is_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer has no values yet."""
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    return any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
 
 
 def place_real(module: nn.Module, ctx: DistContext) -> None:
@@ -122,6 +123,10 @@ class Source:
                         kind[name].copy_(self._given[id(old)])
                 if self._line.group is not None:
                     torch.distributed.broadcast(kind[name].detach(), group=self._line.group, group_src=0)
+
+    def leave(self, unit: nn.Module) -> None:
+        """Leave a unit on meta: another rank has it."""
+        self._done |= {id(part) for part in unit.modules()}
 
     def forget(self) -> None:
         """Let go of what was made; engines that exchange tensors refuse those with weak references."""

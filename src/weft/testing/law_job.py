@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from weft.collectives import reduce
 from weft.context import DistContext
 from weft.context.placement import to_device
-from weft.contract import GradSync, KeepsParameters, gradient_axes, offered, part_axes
+from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, part_axes
 from weft.data.split_sequence import split_sequence
 from weft.tensors import dtensor
+from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.sequence_order import part_of
 from weft.transforms.clip_grads import clip_grads
+from weft.transforms.undo import undo
 
 __all__ = [
     "Job",
@@ -194,6 +196,8 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
                 features, classes = to_device(_part(batch, ctx), ctx)
                 loss_of(parts.module, features, classes, total).backward()
             finish_step(parts.module, parts.optimizer, job, ctx)
+    if any(map(is_elsewhere, parts.module.parameters())):
+        parts.module, ctx = undo(parts.module, ctx, rebind=parts.optimizer)
     with contextlib.ExitStack() as stack:
         for offer in offered(parts.module, KeepsParameters):
             stack.enter_context(offer.gathered(write=False))
@@ -215,6 +219,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> torch.Tensor:
     """This batch's part of the mean loss over `total` samples."""
+    if any(record.name == "pipeline" for record in applied_to(module)):  # whose row has the same loss
+        found: torch.Tensor = module(x, y)
+        return found / total
     return nn.functional.cross_entropy(module(x).flatten(0, -2), y.flatten(), reduction="sum") / total
 
 
@@ -224,7 +231,8 @@ def finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, c
     rounds = torch.__version__ < "2.10" and True in cut
     # Of some modules torch sees no gradients; where only some parameters are cut it refuses; torch 2.9 takes the
     # norm of shards in float32.
-    if ctx is not None and (offered(module, KeepsParameters) or rounds or len(cut) > 1):
+    elsewhere = any(map(is_elsewhere, module.parameters()))
+    if ctx is not None and (offered(module, KeepsParameters) or rounds or len(cut) > 1 or elsewhere):
         clip_grads(module, ctx, max_norm=job.clip)
     else:
         torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)

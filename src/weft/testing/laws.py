@@ -41,6 +41,7 @@ from weft.context.placement import to_device
 from weft.contract import KeepsParameters, layouts, offered
 from weft.errors import AlreadyApplied, OrderError, PeerError, WeftError
 from weft.tensors import dtensor
+from weft.tensors.elsewhere import is_elsewhere
 from weft.testing.equivalence import largest_difference
 from weft.testing.law_job import (
     Job,
@@ -77,7 +78,7 @@ __all__ = [
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of the state, by name."""
-    return {name: dtensor.local(value).clone() for name, value in module.state_dict().items()}
+    return {name: dtensor.local(value).clone() for name, value in module.state_dict().items() if not value.is_meta}
 
 
 def _with_needs(row: Row) -> list[Row]:
@@ -118,6 +119,7 @@ def _check_names(ctx: DistContext, row: Row) -> None:
     changed = [name for name in kept if getattr(parts.loader, name) != getattr(untouched, name)]
     assert not changed, f"{row.name}: the loader lost {changed}"
     elsewhere = any(offer.elsewhere for offer in offered(module, KeepsParameters))
+    elsewhere |= any(map(is_elsewhere, module.parameters()))
     if elsewhere or any(dtensor.is_sharded(p) for p in module.parameters()):
         return  # the parts of other ranks cannot be copied
     copied = copy.deepcopy(module)

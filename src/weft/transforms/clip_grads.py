@@ -10,13 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weft.context import DistContext
+from weft.contract import Placed, offered, owners
 from weft.engines.torch.optim.ema import drop_gathered
 from weft.engines.torch.optim.grad_norm import with_nonfinite_gradient
 from weft.errors import listed, message, type_error, value_error
 from weft.peers.agreement import exchange
+from weft.tensors.dtensor import resting_parameters
 
 __all__ = ["clip_grads"]
 
@@ -47,9 +50,9 @@ def clip_grads(
 
     Changes: gradients, in place. With `nonfinite="skip"` they may become None.
     Collectives: if anything is sharded, one all-reduce of a few numbers per set of ranks over
-    which shards lie; else none. With `nonfinite`, that message informs all ranks when the shards lie
-    on all of them; else it takes one all-reduce of one number more. "raise" adds a meeting through
-    the store before it raises.
+    which shards lie, and one of a single number along the stages of a pipeline; else none. With
+    `nonfinite`, that message informs all ranks when the shards lie on all of them; else it takes
+    one all-reduce of one number more. "raise" adds a meeting through the store before it raises.
 
     Args:
         modules: A module, an optimizer, a parameter, or any iterable or mapping of them. A
@@ -93,7 +96,7 @@ def clip_grads(
     parameters = _parameters(parts)
     if max_value is not None:
         _check_real(parts)
-    gradients = ctx.engine.gradients(parameters, ctx.device)
+    gradients = ctx.engine.gradients(parameters, ctx.device, _owning_groups(parameters, ctx))
     if nonfinite is None:
         norm: torch.Tensor = gradients.norm(norm_type)
     else:
@@ -113,6 +116,23 @@ def clip_grads(
     elif max_value is not None:
         gradients.clamp(float(max_value))
     return norm
+
+
+def _owning_groups(parameters: list[torch.Tensor], ctx: DistContext) -> dict[int, dist.ProcessGroup]:
+    """The ranks of which only some have a parameter, by its id: those along the axes of a pipeline."""
+    given = set(map(id, parameters))
+    modules = {id(obj): obj for record in ctx.applied for obj in (ref() for ref in record.refs)}
+    found: dict[int, dist.ProcessGroup] = {}
+    for module in modules.values():
+        if not isinstance(module, nn.Module) or not offered(module, Placed):
+            continue
+        partly = owners(module)
+        for (name, _), parameter in zip(module.named_parameters(), resting_parameters(module), strict=True):
+            if name in partly and id(parameter) in given:
+                group = ctx.on([axis for axis, _ in partly[name]]).group
+                if group is not None:
+                    found[id(parameter)] = group
+    return found
 
 
 # -- what was given ----------------------------------------------------------------------------------

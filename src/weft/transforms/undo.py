@@ -14,6 +14,7 @@ from weft.contract import Undoable, check_known, forget, offered
 from weft.peers.agreement import disagree
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, optimizers_in
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["undo"]
 
@@ -43,7 +44,7 @@ def undo(
         `module` itself, and `ctx` without the records of its transforms.
 
     Raises:
-        OrderError: Parameters are sharded, and an optimizer that holds them is not in `rebind`.
+        OrderError: Parameters are sharded or on other ranks, and an optimizer that holds them is not in `rebind`.
         StaleContext: `ctx` does not know what was done to `module`, or to an optimizer.
         TypeError: `module` is not a module, or something in `rebind` not an optimizer.
         PeerError: Another rank failed.
@@ -67,10 +68,10 @@ def undo(
     ctx.agree("undo", {"transforms": [type(one).__name__ for one in undoable], "rebind": groups_of(module, optimizers)})
     for one in (module, *optimizers):
         ctx = forget(one, ctx)
-    old = dict(module.named_parameters())
     for undo in reversed(undoable):
+        old = dict(module.named_parameters())
         undo.undo()
-    exchange_parameters(module, ctx, old, optimizers)
+        exchange_parameters(module, ctx, old, optimizers)  # at once: the next one asks optimizers for their parameters
     return module, ctx
 
 
@@ -82,6 +83,6 @@ def _optimizers(
     check_module("undo", module, fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)")
     together = [ref() for record in ctx.records(module) for ref in record.refs]
     found = (*given, *(one for one in together if isinstance(one, torch.optim.Optimizer)))
-    if any(is_sharded(p) for p in module.parameters()):
+    if any(is_sharded(p) or is_elsewhere(p) for p in module.parameters()):
         check_optimizers("undo", module, ctx, found)
     return tuple({id(one): one for one in found}.values())

@@ -25,12 +25,14 @@ from weft.checkpoint.state.collect import tell_keepers
 from weft.collectives.on_all_ranks import num_threads
 from weft.collectives.primitives import finish, peers_named
 from weft.context import DistContext, World
+from weft.contract import owners
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import CheckpointError, ContextError, listed, value_error
 from weft.sharding import check_optimizers
 from weft.tensors.dtensor import is_sharded, local
+from weft.tensors.elsewhere import is_elsewhere
 from weft.weights.sources import Source
-from weft.weights.targets import Memory, Target, targets
+from weft.weights.targets import Memory, Target, targets, waits_for_values
 
 __all__ = ["Placement", "renamed"]
 
@@ -89,20 +91,23 @@ class Placement:
         changed = [one for one in held if self._dtypes[id(one.tensor)] != one.tensor.dtype]
         _check_dtypes(module, changed, ctx)
         self._changed = [one.tensor for one in changed]
-        self._moves = _moves(held, source, self._dtypes, ctx)
+        partly = owners(module)
+        moves = _moves(held, source, self._dtypes, ctx, partly)
+        self._facts = [
+            [move.name, str(move.dtype), tuple(move.tensor.shape)]
+            + ([] if move.name in partly else [is_sharded(move.tensor), move.tensor.is_meta])
+            for move in moves
+        ]
+        self._moves = [move for move in moves if not is_elsewhere(move.tensor)]
         self._memory = Memory(module, ctx, {id(move.tensor) for move in self._moves}, self._dtypes)
-        if any(one.tensor.is_meta for one in held):
+        if any(waits_for_values(one.tensor) for one in held):
             check_optimizers("load_weights", module, ctx, ())
         self._staged: dict[int, torch.Tensor] = {}
 
     def facts(self) -> dict[str, object]:
         """What has to be alike on all ranks."""
         there = [[name, one.entry.dtype, one.entry.shape] for name, one in sorted(self._source.tensors.items())]
-        here = [
-            [move.name, str(move.dtype), tuple(move.tensor.shape), is_sharded(move.tensor), move.tensor.is_meta]
-            for move in self._moves
-        ]
-        texts = {"tensors in the files": there, "tensors of the module": [here, self.missing]}
+        texts = {"tensors in the files": there, "tensors of the module": [self._facts, self.missing]}
         return {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in texts.items()}
 
     def read(self) -> None:
@@ -258,21 +263,40 @@ def renamed(source: Source, rename: Callable[[str], str | None] | None) -> Sourc
 # -- who reads what, and sends it to whom ------------------------------------------------------------
 
 
-def _moves(held: Sequence[Target], source: Source, dtypes: Mapping[int, torch.dtype], ctx: DistContext) -> list[Move]:
+def _moves(
+    held: Sequence[Target],
+    source: Source,
+    dtypes: Mapping[int, torch.dtype],
+    ctx: DistContext,
+    partly: Mapping[str, Sequence[tuple[str, int]]],
+) -> list[Move]:
     """What is read from where, into what, and which rank sends it to whom; see [Note: once per node]."""
     found = [(one, [name for name in one.names if name in source.tensors]) for one in held]
-    whole = {names[0]: one.tensor.nbytes for one, names in found if names and not is_sharded(one.tensor)}
+    whole = {
+        names[0]: one.tensor.nbytes
+        for one, names in found
+        if names and not is_sharded(one.tensor) and one.names[0] not in partly
+    }
     readers = writers(whole, ctx.world_size)  # who reads most has most to send
     moves: list[Move] = []
     for one, names in found:
         if names:
             routes: tuple[Route, ...] = ((ctx.group, readers[names[0]]),) if names[0] in readers else ()
-            if is_sharded(one.tensor):
+            if one.names[0] in partly and not is_sharded(one.tensor):
+                routes = _among_owners(partly[one.names[0]], len(moves), ctx)
+            elif is_sharded(one.tensor):
                 routes = _along_copies(names[0], one.tensor, len(moves), ctx)
             stored = tuple(dict.fromkeys(source.tensors[name] for name in names))
             routes = routes if ctx.world_size > 1 else ()
             moves.append(Move(names[0], stored, one.tensor, one.parameter, dtypes[id(one.tensor)], routes))
     return moves
+
+
+def _among_owners(owner: Sequence[tuple[str, int]], index: int, ctx: DistContext) -> tuple[Route, ...]:
+    """One of the ranks that have a tensor reads it, if only some have it."""
+    axes = {axis for axis, _ in owner}
+    line = ctx.on([name for name, _ in ctx.axes if name not in axes])
+    return ((line.group, index % line.world_size),) if line.world_size > 1 else ()
 
 
 def _along_copies(name: str, tensor: torch.Tensor, index: int, ctx: DistContext) -> tuple[Route, ...]:

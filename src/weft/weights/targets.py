@@ -16,8 +16,9 @@ from weft.context.placement import value_device, values_replaced
 from weft.errors import CheckpointError, listed, type_error
 from weft.sharding.meta import draw_values, draws, own_tensors
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["Memory", "Target", "targets"]
+__all__ = ["Memory", "Target", "targets", "waits_for_values"]
 
 
 class Target(NamedTuple):
@@ -65,6 +66,11 @@ def targets(module: nn.Module, elsewhere: Mapping[int, torch.Tensor]) -> list[Ta
     return [Target(tuple(names), elsewhere.get(one, value), one) for one, (names, value) in found.items()]
 
 
+def waits_for_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on meta, and not because another rank has it."""
+    return tensor.is_meta and not is_elsewhere(tensor)
+
+
 class Memory:
     """Memory for the tensors of a module on meta, and what draws those that no file has; all can be undone.
 
@@ -87,7 +93,7 @@ class Memory:
             (name, part, own, tensor)
             for name, part in module.named_modules()
             for own, tensor in own_tensors(part)
-            if tensor.is_meta and id(tensor) not in given
+            if waits_for_values(tensor) and id(tensor) not in given
         ]
         self.drawn = list({id(tensor): tensor for *_, tensor in unknown}.values())
         self._drawing = {name: part for name, part, *_ in unknown}
@@ -106,7 +112,7 @@ class Memory:
         for part in self._module.modules():
             for kind in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
                 for name, tensor in kind.items():
-                    if tensor is not None and tensor.is_meta:
+                    if tensor is not None and waits_for_values(tensor):
                         self._before.append((kind, name, tensor))
                         kind[name] = self._made(tensor)
         for name, part in self._drawing.items():

@@ -3,5 +3,6 @@
 collect.py        what has to survive, as tensors and plain values, by name
 apply.py          from the files into the objects, all or nothing
 json_values.py    plain values as JSON, and back
+other_ranks.py    what only some ranks have, as in a pipeline
 random_states.py  random states, also of the user's own generators
 """

@@ -119,7 +119,8 @@ def check_values(plan: Plan) -> None:
         CheckpointError: Those of one of two tensors would be, or numbers too large for their dtype.
     """
     reader, live = plan.reader, plan.live.tensors
-    wrong = [text for name, stored in plan.weights.items() for text in reader.lost_values(live[name], *stored)]
+    here = {name: stored for name, stored in plan.weights.items() if not live[name].tensor.is_meta}  # or another rank's
+    wrong = [text for name, stored in here.items() for text in reader.lost_values(live[name], *stored)]
     if wrong:
         raise CheckpointError(
             f"restore: {reader.folder} does not fit the state",
@@ -148,7 +149,8 @@ def request(state: Checkpoint, reader: Reader, ctx: DistContext, *, strict: bool
     live = collect(state, to_save=False)
     weights, missing, unexpected = _compare(state, live, reader, strict=strict)
     for name, stored in weights.items():
-        reader.request_into(stored[0], live.tensors[name])
+        if not live.tensors[name].tensor.is_meta:  # another rank has it
+            reader.request_into(stored[0], live.tensors[name])
     saved = reader.manifest.values
     loaded = {key: _requested(key, state, live, reader, ctx) for key in state.objects if key in saved}
     return Plan(state, reader, live, weights, missing, unexpected, loaded, _random(state, reader, ctx))
@@ -161,6 +163,8 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Reader, ctx: 
     def tensor(name: str) -> torch.Tensor:
         """What is not sharded comes back whole, in the shape it was saved in."""
         held = live.tensors.get(name)
+        if held is not None and held.tensor.is_meta:  # another rank has it
+            return torch.empty_like(held.tensor)
         return reader.request(name, held if held is not None and held.is_sharded else None)
 
     try:
@@ -216,7 +220,11 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Rea
         return reader.request(name, None)
 
     content: dict[str, Any] = decode(saved.get("more", {}), whole)
-    content["state"] = {order[name]: decode(entry, like(parameters[name])) for name, entry in saved["state"].items()}
+    content["state"] = {
+        order[name]: decode(entry, like(parameters[name]))
+        for name, entry in saved["state"].items()
+        if not parameters[name].is_meta  # else another rank has it
+    }
     content["state"] |= decode(saved.get("shared", {}), whole)
     content["param_groups"] = [
         {**decode(entry["options"], whole), "params": [order[name] for name in group]}

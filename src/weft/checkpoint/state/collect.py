@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from weft.checkpoint.format.tensor_blocks import Held, hold
-from weft.checkpoint.state.json_values import check_tensor, encode
+from weft.checkpoint.state.json_values import check_tensor, check_values, encode
 from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
 from weft.context import Applied, DistContext
-from weft.contract import KeepsParameters, Stateful, offered
+from weft.contract import KeepsParameters, Stateful, offered, owners
 from weft.errors import listed, type_error, value_error
 from weft.tensors.dtensor import resting_parameters
 
@@ -32,6 +32,7 @@ __all__ = [
     "check_state",
     "checkpointable",
     "collect",
+    "has_owners",
     "is_extra",
     "keepers",
     "kept_by",
@@ -207,7 +208,15 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
             content.generators[key] = generator_state(obj)
         else:
             content.values[key] = encode(key, obj.state_dict(), content.tensors)
+    if not has_owners(state):
+        for name, held in content.tensors.items():
+            check_values(name, held.tensor)
     return content
+
+
+def has_owners(state: Checkpoint) -> bool:
+    """Whether a module has parameters that only some ranks have, as in a pipeline; on the others they are on meta."""
+    return any(owners(obj) for obj in state.objects.values() if isinstance(obj, nn.Module))
 
 
 def parameter_names(state: Checkpoint) -> dict[int, str]:

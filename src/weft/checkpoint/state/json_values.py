@@ -14,7 +14,7 @@ from weft.checkpoint.format.manifest import DTYPES
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.errors import type_error
 
-__all__ = ["check_tensor", "decode", "encode"]
+__all__ = ["check_tensor", "check_values", "decode", "encode"]
 
 _MOST_NESTED = 200  # three times as deep in JSON, which Python reads a thousand deep
 _MOST_BITS = 10_000  # of a whole number; Python reads 4300 digits
@@ -87,8 +87,7 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
         TypeError: Its dtype or layout has no place in the format; the text names its path.
     """
     name = str(tensor.dtype).removeprefix("torch.")
-    has_values = not is_lazy(tensor) and not tensor.is_meta
-    if name in DTYPES and tensor.layout is torch.strided and has_values:
+    if name in DTYPES and tensor.layout is torch.strided and not is_lazy(tensor):
         return
     raise type_error(
         f"save: {path} cannot be saved",
@@ -96,10 +95,25 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
         if is_lazy(tensor)
         else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
         expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
-        fix="leave it out of state_dict(), or convert it there"
-        if has_values
-        else "give it values first: weft.load_weights(module, path, ctx), or one call of a lazy module",
+        fix="give it values first: one call of a lazy module"
+        if is_lazy(tensor)
+        else "leave it out of state_dict(), or convert it there",
     )
+
+
+def check_values(path: str, tensor: torch.Tensor) -> None:
+    """Raise if a tensor has no values, on any rank.
+
+    Raises:
+        TypeError: It is on meta; the text names its path.
+    """
+    if tensor.is_meta:
+        raise type_error(
+            f"save: {path} cannot be saved",
+            found=f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
+            fix="give it values first: weft.load_weights(module, path, ctx)",
+        )
 
 
 def decode(value: Any, tensors: Callable[[str], torch.Tensor]) -> Any:

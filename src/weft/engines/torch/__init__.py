@@ -6,6 +6,7 @@ reduced_apart.py  parameters whose gradients are averaged apart from the others
 ddp/              gradients averaged during backward
 fsdp/             parameters in shards
 parallel/         one batch on several ranks: layers cut over them
+pipeline/         layers on several ranks, one stage after the other
 optim/            what happens around an optimizer's step
 amp/              mixed precision
 compute/          activation checkpointing, torch.compile

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.engines.options import (
     CastOptions,
     CompileOptions,
+    PipelineOptions,
     RecomputeOptions,
     ReduceOptions,
     ShardOptions,
@@ -35,10 +36,17 @@ from weft.engines.torch.optim.ema import WeightAverages
 from weft.engines.torch.optim.flat_step import FlatStep, flat_buffer_of
 from weft.engines.torch.optim.grad_norm import Gradients
 from weft.engines.torch.optim.skip_step import SkippingStep
+from weft.engines.torch.pipeline.with_loss import WithLoss
 from weft.engines.torch.strategy import broadcast
 from weft.tensors.dtensor import local
 
 __all__ = ["TorchEngine"]
+
+
+def _mine(value: Any, rank: int) -> Any:
+    """What one rank alone is told: its own value."""
+    del rank
+    return value
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,25 @@ class TorchEngine:
 
         return DividedExperts(module, packed, lists, mesh)
 
+    def pipeline(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        options: PipelineOptions,
+        peers: Peers | None = None,
+        *,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        share: Callable[[Any, int], Any] = _mine,
+    ) -> Undoable:
+        """Run the stages of a module on the ranks of `group`; see `PipelinedModule`."""
+        if group is None:
+            return WithLoss(module, options.loss)
+        from weft.engines.torch.pipeline.pipelined import PipelinedModule  # noqa: PLC0415  (as in `shard`)
+
+        assert peers is not None
+        return PipelinedModule(module, group, device, options, peers, guard, share)
+
     def partition_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:
@@ -149,9 +176,20 @@ class TorchEngine:
 
         return gathered(module, parameters, group, write=write)
 
-    def gradients(self, parameters: Iterable[torch.Tensor], device: torch.device) -> Gradients:
-        """The gradients of `parameters` as this rank holds them, to take their norm and clip them."""
-        return Gradients(parameters, device)
+    def gradients(
+        self,
+        parameters: Iterable[torch.Tensor],
+        device: torch.device,
+        partly: Mapping[int, dist.ProcessGroup] | None = None,
+    ) -> Gradients:
+        """The gradients of `parameters` as this rank holds them, to take their norm and clip them.
+
+        Args:
+            parameters: With gradients or without.
+            device: Of this rank.
+            partly: For parameters that only some ranks have, the ranks whose norms add up, by the id.
+        """
+        return Gradients(parameters, device, partly or {})
 
     def sync_batch_norms(self, module: nn.Module, group: dist.ProcessGroup | None) -> Undoable:
         """Compute batch statistics over `group`."""

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import CompileOptions, RecomputeOptions, ReduceOptions, ShardOptions, StepMeshes
+from weft.engines.options import (
+    CompileOptions,
+    PipelineOptions,
+    RecomputeOptions,
+    ReduceOptions,
+    ShardOptions,
+    StepMeshes,
+)
 from weft.engines.peers import Peers
 from weft.engines.protocol import Engine
 from weft.engines.results import Axes, Held, ReducedModule, Undoable
@@ -164,6 +171,29 @@ class XlaEngine(TorchEngine):
     ) -> ReducedModule:
         """Cut a module over the devices of all hosts."""
         return _of_hosts(self, module, list(mesh.mesh_dim_names or ()), "all", group)
+
+    def pipeline(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        options: PipelineOptions,
+        peers: Peers | None = None,
+        *,
+        guard: Any = None,
+        share: Any = None,
+    ) -> Undoable:
+        """Refused: torch's schedules send tensors of their own.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise value_error(
+            "pipeline: has no place on xla",
+            found=f"schedule {options.schedule!r} for {type(module).__name__}",
+            expected="an engine whose ranks send tensors to each other",
+            fix="weft.fully_shard(model, ctx)",
+        )
 
     def whole_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None

@@ -21,7 +21,7 @@ from torch import nn
 
 from weft.engines.options import CompileOptions
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed, moves_statistics_twice, no_cached_casts
-from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
+from weft.engines.torch.hooks.method_hooks import Removable, Routed, arounds, attach
 from weft.errors import listed, value_error
 
 __all__ = ["Compiled", "already_compiled", "check_backend"]
@@ -98,7 +98,7 @@ def already_compiled(module: nn.Module) -> list[str]:
 def _is_compiled(part: nn.Module) -> bool:
     return (
         any(isinstance(around, _Compiled) for around in arounds(part, "forward"))
-        or part._compiled_call_impl is not None
+        or not isinstance(part._compiled_call_impl, (Routed, type(None)))
         or isinstance(part, torch._dynamo.OptimizedModule)
     )
 

@@ -14,6 +14,7 @@ from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.optim.step_watch import Steps
 from weft.engines.torch.reduced_apart import ReducedApart
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["Trained"]
 
@@ -35,7 +36,7 @@ class Trained:
         entrance: Callable[[], Callable[[torch.Tensor], Any]],
     ) -> None:
         self.unsharded = unsharded
-        self.on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        self.on_meta = any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
         self._what = what
         self._units = units
         self._entrance = entrance

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from weft.engines.options import ShardOptions
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.tensors.dtensor import groups_of, reset_units, set_spec_of
+from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["Units", "without_views"]
@@ -133,7 +134,8 @@ def _shard_unit(
         attach(part, removable, after=lambda *call: without_views(call[-1]))
     # By name: those of a module on meta are other objects by now.
     ignored = set(options.ignored)
-    full = {p for name, p in root.named_parameters(remove_duplicate=False) if name in ignored}
+    named = root.named_parameters(remove_duplicate=False)
+    full = {p for name, p in named if name in ignored or is_elsewhere(p)}
     reshard: bool | int | None = options.reshard_after_forward
     parts: list[nn.Module] = list(unit)
     target: Any = parts if len(parts) > 1 else parts[0]

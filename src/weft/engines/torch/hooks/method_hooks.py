@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Removable", "arounds", "attach"]
+__all__ = ["Removable", "Routed", "arounds", "attach", "route_calls"]
 
 
 class Removable:
@@ -74,6 +74,39 @@ def arounds(module: nn.Module, name: str) -> list[Callable[..., Any]]:
         found.append(call._around)
         call = call._call
     return found
+
+
+def route_calls(module: nn.Module, removable: Removable, route: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    """Call `route(call, args, kwargs)` in place of a module, outside of its hooks; a copy of it is plain.
+
+    Takes the place in which `Module.compile` puts its function.
+    """
+    earlier = module._compiled_call_impl
+    module._compiled_call_impl = Routed(weakref.ref(module), earlier, route)
+    owner = weakref.ref(module)
+
+    def restore() -> None:
+        alive = owner()
+        if alive is not None:
+            alive._compiled_call_impl = earlier
+
+    removable.add(restore)
+
+
+class Routed:
+    """What stands in the place of the call of a module."""
+
+    def __init__(
+        self, module: weakref.ref[nn.Module], earlier: Callable[..., Any] | None, route: Callable[..., Any]
+    ) -> None:
+        self._module = module
+        self._earlier = earlier
+        self._route = route
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what it was routed to."""
+        module: Any = self._module()
+        return self._route(self._earlier or module._call_impl, args, kwargs)
 
 
 class _Hook:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from weft.errors import ContractError, listed
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["ParameterWatch"]
 
@@ -48,7 +49,7 @@ class ParameterWatch:
         self._parts = list(chain.from_iterable(map(dict.values, self._children)))
         self._held = list(chain.from_iterable(map(dict.values, self._slots)))
         named = dict(module.named_parameters())
-        self.trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.trained = {name: p for name, p in named.items() if p.requires_grad and not is_elsewhere(p)}
         self._parameters = list(named.values())
         self._flags = [p.requires_grad for p in self._parameters]
 

@@ -5,7 +5,8 @@ runs, so nothing is communicated but a few numbers.
 
 [Note: who adds up what] Along every mesh axis that cuts a gradient into shards, the p-th powers of
 the shards' norms are added up; along an axis of copies nothing is. Gradients cut in the same way
-share one number, and all numbers for one set of ranks share one message.
+share one number, and all numbers for one set of ranks share one message. Of parameters that only some ranks have, as
+those of the stages of a pipeline, the powers are added up over these ranks last, as one number.
 
 Source: `torch.nn.utils.clip_grad_norm_`; its bits wherever nothing is sharded.
 """
@@ -35,6 +36,18 @@ Kind = tuple[torch.device, torch.dtype]
 _LOW = (torch.float16, torch.bfloat16)
 
 
+class Place(NamedTuple):
+    """Who holds gradients of one kind.
+
+    Attributes:
+        cut: The sets of ranks over which their shards lie.
+        line: The ranks of which only some have them; () if all have.
+    """
+
+    cut: Cut = ()
+    line: Ranks = ()
+
+
 class TotalNorm(NamedTuple):
     """What the ranks found together.
 
@@ -50,18 +63,22 @@ class TotalNorm(NamedTuple):
 class Gradients:
     """The gradients of some parameters, as this rank holds them."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], device: torch.device, partly: Mapping[int, dist.ProcessGroup]
+    ) -> None:
         self._device = device
+        self._partly = {one: tuple(dist.get_process_group_ranks(group)) for one, group in partly.items()}
+        self._lines = {self._partly[one]: group for one, group in partly.items()}
         self._dtype = torch.float32  # of the norm, if gradients are cut
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         with torch.no_grad():
             pieces = self._collect(parameters)
-        self._pieces = {cut: _by_kind(tensors) for cut, tensors in pieces.items()}
+        self._pieces = {place: _by_kind(tensors) for place, tensors in pieces.items()}
 
-    def _collect(self, parameters: Iterable[torch.Tensor]) -> dict[Cut, list[torch.Tensor]]:
+    def _collect(self, parameters: Iterable[torch.Tensor]) -> dict[Place, list[torch.Tensor]]:
         whole: list[torch.Tensor] = []
-        pieces: dict[Cut, list[torch.Tensor]] = {(): whole}
-        layouts: dict[tuple[int, object, torch.dtype], list[torch.Tensor]] = {}
+        pieces: dict[Place, list[torch.Tensor]] = {Place(): whole}
+        layouts: dict[tuple[int, object, torch.dtype, Ranks], list[torch.Tensor]] = {}
         # Who has a DTensor has imported it; an empty tuple is the type of nothing.
         dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
@@ -69,20 +86,23 @@ class Gradients:
             return isinstance(tensor, dtensor)
 
         for p in parameters:
-            gradient = p.grad
+            gradient, line = p.grad, self._partly.get(id(p), ())
+            if line and p.is_meta:
+                continue  # another rank has it
             if isinstance(gradient, CutGradient):
-                pieces.setdefault(self._ranks_of(gradient), []).append(gradient.piece())
+                pieces.setdefault(Place(self._ranks_of(gradient), line), []).append(gradient.piece())
                 self._dtype = torch.promote_types(self._dtype, gradient.dtype.to_real())
                 continue
             layout = gradient if is_sharded(gradient) else p
             if not is_sharded(layout):
                 if gradient is not None:
-                    whole.append(gradient if gradient.layout is torch.strided else _values(p, gradient))
+                    same = pieces.setdefault(Place((), line), []) if line else whole
+                    same.append(gradient if gradient.layout is torch.strided else _values(p, gradient))
                 continue
             # Also for a parameter without gradient: the other ranks may have one and wait for our number.
-            key = (id(layout.device_mesh), layout.placements, layout.dtype)
+            key = (id(layout.device_mesh), layout.placements, layout.dtype, line)
             if key not in layouts:
-                layouts[key] = pieces.setdefault(self._cut_of(layout), [])
+                layouts[key] = pieces.setdefault(Place(self._cut_of(layout), line), [])
                 self._dtype = torch.promote_types(self._dtype, layout.dtype.to_real())
             if gradient is not None:
                 # Without grad mode no detach is needed, which is ten times the work on a DTensor.
@@ -139,25 +159,33 @@ class Gradients:
         return TotalNorm(torch.where(value.isfinite(), math.nan, value), is_finite=False)
 
     def _combined(self, p: float, everyone: Ranks | None) -> torch.Tensor:
-        norms = {cut: _norm(kinds, p, self._device) for cut, kinds in self._pieces.items()}
-        whole = norms.pop(())
-        if not norms:
+        norms = {place: _norm(kinds, p, self._device) for place, kinds in self._pieces.items()}
+        whole = norms.pop(Place())
+        if not norms and not self._lines:
             return whole
         # Sums of powers need more bits than their root; mps has no more.
         wide = torch.float32 if self._device.type == "mps" else torch.float64
-        powers = {cut: _power(norm.to(wide), p) for cut, norm in norms.items()}
+        powers = {place: _power(norm.to(wide), p) for place, norm in norms.items()}
         rest = _power(whole.to(wide), p)
         # The message to everyone comes last: it tells what this rank alone knows of the others.
         for ranks in sorted(self._groups, key=lambda ranks: ranks == everyone):
-            members = [cut for cut in powers if ranks in cut]
-            numbers = torch.stack([powers[cut] for cut in members])
+            members = [place for place in powers if ranks in place.cut]
+            numbers = torch.stack([powers[place] for place in members])
             if ranks == everyone:
-                others = [power for cut, power in powers.items() if cut not in members]
+                others = [power for place, power in powers.items() if place not in members]
                 numbers += 0 * sum(others, rest)  # 0, or nan if one of them is not finite
             numbers = _all_reduce(numbers, p, self._groups[ranks])
             powers.update(zip(members, numbers.unbind(), strict=True))
-        parts = torch.stack([rest, *powers.values()])
-        value = parts.amax() if p == math.inf else parts.sum().pow(1 / p)
+        parts = [rest, *(power for place, power in powers.items() if not place.line)]
+        for line, group in self._lines.items():
+            mine = [torch.zeros_like(rest), *(power for place, power in powers.items() if place.line == line)]
+            parts += _all_reduce(_joined(mine, p).reshape(1), p, group).unbind()
+        value = _joined(parts, p)
+        if p != math.inf:
+            value = value.pow(1 / p)
+        for kinds in self._pieces.values():
+            for _, dtype in kinds:
+                self._dtype = torch.promote_types(self._dtype, dtype.to_real()) if self._lines else self._dtype
         return value.to(torch.promote_types(self._dtype, whole.dtype))
 
     # -- changes in place ------------------------------------------------------------------------
@@ -226,6 +254,12 @@ def _norm(kinds: Mapping[Kind, list[torch.Tensor]], p: float, device: torch.devi
         norms = [norm.to(norms[0].device) for norm in norms]
     joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
     return joined
+
+
+def _joined(powers: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """The power of the norm of parts together, from those of each."""
+    stacked = torch.stack(list(powers))
+    return stacked.amax() if p == math.inf else stacked.sum()
 
 
 def _power(norm: torch.Tensor, p: float) -> torch.Tensor:

@@ -1,0 +1,11 @@
+"""The layers of a module on several ranks, one stage after the other.
+
+pipelined.py         the calls of the module: forwards, backwards and the loss of a whole schedule
+stage_forward.py     the forward of the module, of which a rank computes one stage
+stage_borders.py     what leaves one stage and enters the next
+stage_parameters.py  parameters and gradients of the passes of a schedule
+schedules.py         torch's schedules
+batch_parts.py       a batch in parts, and the loss of all of them
+with_loss.py         the calls of a pipeline of one stage
+not_computed.py      a tensor that another stage computes
+"""

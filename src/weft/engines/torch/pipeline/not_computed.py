@@ -1,0 +1,93 @@
+"""A tensor that is computed on another rank: it has a shape, a dtype and a device, and no values.
+
+It stands for what other stages of a pipeline compute when the forward of the whole module runs on one of them. What
+is computed from it is elsewhere, too. A layer of this rank that is given one would compute with nothing, which is
+an error; so is a read of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from weft.errors import ContractError
+
+__all__ = ["Elsewhere", "has_elsewhere"]
+
+# Results that depend on nothing but a shape, a dtype and a device: they are real.
+_MADE = frozenset(
+    ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")
+)
+
+
+class Elsewhere(torch.Tensor):
+    """Such a tensor."""
+
+    @staticmethod
+    def like(tensor: torch.Tensor, device: torch.device | None = None) -> Elsewhere:
+        """One of the same shape, dtype and device."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Elsewhere = make(
+            Elsewhere, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+        )
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        return f"Elsewhere({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        given = [one for one in _flat((args, kwargs or {})) if isinstance(one, cls)]
+        device = given[0].device
+
+        def on_meta(value: Any) -> Any:
+            return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+        def real(value: Any) -> Any:
+            return (
+                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+                if isinstance(value, cls)
+                else value
+            )
+
+        if func._schema.name.partition("::")[2] in _MADE:
+            return func(*_mapped(real, args), **_mapped(real, kwargs or {}))
+        try:
+            found = func(*_mapped(on_meta, args), **_mapped(on_meta, kwargs or {}))
+        except (NotImplementedError, RuntimeError) as error:
+            raise ContractError(
+                f"pipeline: {func} needs values that another stage computes",
+                found=f"a tensor of shape {tuple(given[0].shape)} without values",
+                expected="between the layers of a module only what does not depend on values of other stages",
+                fix="weft.pipeline(model, ctx, stages=[...]) with the layers it belongs to in one stage",
+            ) from error
+        if func._schema.is_mutable:
+            return args[0]
+        return _mapped(lambda value: cls.like(value, device) if isinstance(value, torch.Tensor) else value, found)
+
+
+def has_elsewhere(value: Any) -> bool:
+    """Whether a nested value holds such a tensor."""
+    return any(isinstance(one, Elsewhere) for one in _flat(value))
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _flat(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _flat(one)
+    else:
+        yield value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(change, one) for one in value)
+    if isinstance(value, dict):
+        return {key: _mapped(change, one) for key, one in value.items()}
+    return change(value)

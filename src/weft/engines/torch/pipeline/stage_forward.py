@@ -1,0 +1,159 @@
+"""The forward of a whole module, of which this rank computes one stage.
+
+[Note: one forward for all stages] Every rank runs the forward that the user wrote, with its own inputs: all ranks of a
+pipeline have the same batch. Layers of this stage compute. The last layer of the stage before returns what was
+received from there. Other layers of earlier stages return a tensor without values (`Elsewhere`); when a layer of a
+later stage is called, the work of this stage is done, and forward is left. So what lies between the layers (masks,
+positions, rotary embeddings) needs no description, and an order of layers that is not that of the stages is found:
+a layer would be given a tensor without values.
+
+A call is routed outside of all hooks of a layer, which belong to the stage that has the layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from weft.engines.torch.hooks.method_hooks import Removable, route_calls
+from weft.engines.torch.pipeline.not_computed import Elsewhere, has_elsewhere
+from weft.errors import ContractError
+from weft.tensors.nested import map_tensors
+
+__all__ = ["StageForward"]
+
+
+class _Left(BaseException):
+    """Forward is left: a layer of a later stage was called. Not an Exception, which a forward may catch."""
+
+
+class _Call:
+    """One forward of one stage."""
+
+    def __init__(self, stage: int, received: Any) -> None:
+        self.stage = stage
+        self.received = received
+        self.has_received = False
+        self.output: Any = None
+        self.is_done = False
+
+
+class StageForward:
+    """Runs the stages of one module.
+
+    Attributes:
+        stages: Names of the layers of each stage.
+        here: The stages of this rank.
+    """
+
+    def __init__(
+        self, module: nn.Module, stages: Sequence[Sequence[str]], here: Sequence[int], removable: Removable
+    ) -> None:
+        self.stages = stages
+        self.here = tuple(here)
+        self._kind = type(module).__name__
+        self._running: _Call | None = None
+        for number, names in enumerate(stages):
+            parts = [(name, module.get_submodule(name)) for name in names if not _is_parameter(module, name)]
+            for name, part in parts:
+                route = _Route(weakref.ref(self), number, name, is_last=name == parts[-1][0])
+                route_calls(part, removable, route)
+
+    def run(self, stage: int, received: Any, forward: Callable[[], Any]) -> Any:
+        """Compute one stage: what its last layer gives, and for the last stage what `forward` gives.
+
+        Raises:
+            ContractError: The layers are called in another order than that of the stages.
+        """
+        call = _Call(stage, received)
+        before, self._running = self._running, call
+        try:
+            output = forward()
+        except _Left:
+            return call.output
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            self._raise_order(f"between the layers, a parameter of another stage is used: {error}", error)
+        finally:
+            self._running = before
+        if stage < len(self.stages) - 1 or (stage and not call.has_received):
+            missing = self.stages[stage + 1][0] if not stage or call.has_received else self.stages[stage - 1][-1]
+            self._raise_order(f"forward ended without a call of {missing}")
+        if has_elsewhere(output):
+            self._raise_order("the output of the module depends on a layer of an earlier stage")
+        return output
+
+    def route(self, number: int, name: str, run: Callable[..., Any], args: Any, kwargs: Any, *, is_last: bool) -> Any:
+        """What a call of a layer does; see [Note: one forward for all stages]."""
+        call = self._running
+        if call is None:
+            if number not in self.here:
+                self._raise_not_here(number, name)
+            return run(*args, **kwargs)
+        if number > call.stage:
+            if not call.is_done:
+                self._raise_order(f"{name} of stage {number} is called before the last layer of stage {call.stage}")
+            raise _Left
+        if number < call.stage:
+            return self._of_earlier(call, number, name, is_last=is_last)
+        if has_elsewhere((args, kwargs)):
+            self._raise_order(f"{name} of stage {number} is given what another stage computes")
+        output = run(*args, **kwargs)
+        if not is_last or number == len(self.stages) - 1:
+            return output
+        if call.is_done:
+            self._raise_order(f"{name}, the last layer of stage {number}, is called twice")
+        call.output, call.is_done = output, True
+        return map_tensors(Elsewhere.like, output)
+
+    def _of_earlier(self, call: _Call, number: int, name: str, *, is_last: bool) -> Any:
+        if call.has_received:
+            self._raise_order(f"{name} of stage {number} is called after the last layer of stage {call.stage - 1}")
+        if is_last and number == call.stage - 1:
+            call.has_received = True
+            return call.received
+        return map_tensors(Elsewhere.like, call.received)
+
+    def _raise_order(self, found: str, cause: BaseException | None = None) -> NoReturn:
+        chain = " | ".join(
+            " ".join((names[0], "...", names[-1])[: 3 if len(names) > 1 else 1]) for names in self.stages
+        )
+        raise ContractError(
+            f"pipeline: {self._kind} does not call its layers in the order of the stages",
+            found=found,
+            expected=f"each layer called once, with what the layers before it gave: {chain}",
+            fix="weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward",
+        ) from cause
+
+    def _raise_not_here(self, number: int, name: str) -> NoReturn:
+        raise ContractError(
+            f"pipeline: {name} is a layer of another stage",
+            found=f"a call of it past the module, on a rank with stage {', '.join(map(str, self.here))}",
+            expected=f"calls of the {self._kind} itself, on all ranks; {name} is in stage {number}",
+            fix="model(...)  # or weft.undo(model, ctx) to have all layers on every rank",
+        )
+
+
+class _Route:
+    """The calls of one layer."""
+
+    def __init__(self, owner: weakref.ref[StageForward], number: int, name: str, *, is_last: bool) -> None:
+        self._owner = owner
+        self._number = number
+        self._name = name
+        self._is_last = is_last
+
+    def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        owner = self._owner()
+        if owner is None:
+            return run(*args, **kwargs)
+        return owner.route(self._number, self._name, run, args, kwargs, is_last=self._is_last)
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]), torch.Tensor)

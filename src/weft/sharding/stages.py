@@ -1,0 +1,237 @@
+"""The stages of a pipeline: which layers come one after the other, and how they are shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+
+from weft.checks import check_count, check_module
+from weft.errors import ContractError, listed, type_error, value_error
+
+__all__ = ["PipelinePlan", "plan_of", "plan_pipeline"]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The stages of a module; prints as a table.
+
+    Attributes:
+        stages: For each stage the names of its layers, in the order in which forward calls them.
+        num_bytes: Bytes of parameters of each stage.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    num_bytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            f"{number:>5}  {size:>14,}  {names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} ({len(names)})"
+            for number, (names, size) in enumerate(zip(self.stages, self.num_bytes, strict=True))
+        ]
+        return "\n".join([f"{'stage':>5}  {'bytes':>14}  layers", *rows])
+
+
+def plan_pipeline(module: nn.Module, n: int) -> PipelinePlan:
+    """Share out the layers of a module over the stages of a pipeline, for `pipeline(stages=...)`, or to be printed.
+
+    The layers come one after the other as `base_model_pp_plan` of transformers says, else in the order in which they
+    are registered: the children of the module, of its `nn.ModuleList` and `nn.Sequential`, and of what holds these.
+    Neighbors share a stage, so that the largest stage has as few bytes of parameters as possible. That forward calls
+    them in this order is checked when it runs.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: With its parameters anywhere, also on meta.
+        n: Number of stages: the ranks of the axis, times 2 for the schedules with two stages per rank.
+
+    Returns:
+        The names of the layers of each stage, and their bytes. A parameter of `module` itself is in the first stage.
+
+    Raises:
+        ContractError: There are fewer blocks than stages, or two stages would share a parameter.
+        TypeError: Not a module.
+        ValueError: `n` is not a number of stages.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+        >>> print(plan_pipeline(model, 2))
+        stage           bytes  layers
+            0              48  0 (1)
+            1             100  1 ... 3 (3)
+    """
+    check_module("plan_pipeline", module, fix="plan = weft.plan_pipeline(model, 4)")
+    check_count("plan_pipeline", "n", n, fix="weft.plan_pipeline(model, 4)")
+    layers, blocks = _chain(module)
+    if blocks < n:
+        raise ContractError(
+            f"pipeline: {type(module).__name__} has fewer blocks than there are stages",
+            found=f"{blocks} block(s) for {n} stages; layers: {listed(layers)}",
+            expected="at least one block per stage",
+            fix="fewer ranks along the axis, a schedule with one stage per rank, or stages=[...]",
+        )
+    sizes = [_num_bytes(module.get_submodule(name)) for name in layers]
+    cuts = _balanced(sizes, n)
+    stages = [layers[start:end] for start, end in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+    loose = [name for name, _ in module.named_parameters() if not any(_within(name, layer) for layer in layers)]
+    return plan_of("pipeline", module, [[*loose, *stages[0]], *stages[1:]], n)
+
+
+def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | PipelinePlan, n: int) -> PipelinePlan:
+    """The plan for stages that were given: names of layers, the layers themselves, or names of parameters.
+
+    Raises:
+        ContractError: Two stages share a parameter.
+        TypeError: Something in it is neither a name nor a layer.
+        ValueError: The number of stages is not `n`, a name is unknown, or a parameter is in no stage or in several.
+    """
+    given = stages.stages if isinstance(stages, PipelinePlan) else stages
+    names = {id(part): name for name, part in module.named_modules()}
+    known = {*names.values(), *(name for name, _ in module.named_parameters(remove_duplicate=False))} - {""}
+    found = [[_name(what, one, names, known) for one in stage] for stage in given]
+    if len(found) != n or not all(found):
+        raise value_error(
+            f"{what}: the number of stages does not fit",
+            found=f"{len(found)} stage(s) with {', '.join(str(len(stage)) for stage in found)} layer(s)",
+            expected=f"{n} stages with at least one layer each",
+            fix=f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, {n}))",
+        )
+    places = _places(module, found)
+    lost = [name for name, stages in places.items() if not stages]
+    twice = [f"{name} in {len(stages)}" for name, stages in places.items() if len(stages) > 1]
+    if lost or twice:
+        raise value_error(
+            f"{what}: each parameter belongs to one stage",
+            found=f"in no stage: {listed(lost) or 'none'}; in several: {listed(twice) or 'none'}",
+            expected="stages that hold all layers with parameters, each once",
+            fix=f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, {n}))",
+        )
+    _check_tied(what, module, {name: stages[0] for name, stages in places.items()})
+    sizes = [0] * n
+    seen: set[int] = set()
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            sizes[places[name][0]] += parameter.nbytes
+    return PipelinePlan(tuple(map(tuple, found)), tuple(sizes))
+
+
+def stage_of(plan: PipelinePlan, name: str) -> int | None:
+    """The stage that a parameter, buffer or layer belongs to; None for one of no stage."""
+    for number, layers in enumerate(plan.stages):
+        if any(_within(name, layer) for layer in layers):
+            return number
+    return None
+
+
+# -- the chain ---------------------------------------------------------------------------------------
+
+
+def _chain(module: nn.Module) -> tuple[list[str], int]:
+    """The layers in the order in which they are called, and how many of them are blocks."""
+    planned = _planned(module)
+    layers = list(_expanded(module, "", planned))
+    lists = [name for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    blocks = [layer for layer in layers if any(layer.rpartition(".")[0] == name for name in lists)]
+    return layers, len(blocks) or len(layers)
+
+
+def _planned(module: nn.Module) -> Mapping[str, Any]:
+    """What transformers says of the order of the parts of its base model."""
+    plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def _expanded(module: nn.Module, prefix: str, planned: Mapping[str, Any]) -> Iterator[str]:
+    children = dict(module.named_children())
+    if planned and set(planned) <= set(children):
+        children = {name: children[name] for name in [*planned, *(n for n in children if n not in planned)]}
+    for name, child in children.items():
+        if not any(True for _ in child.parameters()) and not isinstance(module, nn.Sequential):
+            continue  # without parameters it runs on every stage
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) or _holds_blocks(child, module):
+            yield from _expanded(child, f"{prefix}{name}.", planned)
+        else:
+            yield prefix + name
+
+
+def _holds_blocks(child: nn.Module, module: nn.Module) -> bool:
+    """Whether most of a module is in lists of blocks of this child of it."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return False  # the child is a block itself
+    lists = [part for part in child.modules() if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) > 1]
+    return any(2 * _num_bytes(part) > _num_bytes(child) for part in lists)
+
+
+def _num_bytes(part: nn.Module) -> int:
+    return sum(p.nbytes for p in part.parameters())
+
+
+def _balanced(sizes: Sequence[int], n: int) -> list[int]:
+    """Where to cut a row into n parts, so that the largest is as small as can be."""
+    best: list[list[tuple[int, list[int]]]] = [[(sum(sizes[:end]), []) for end in range(len(sizes) + 1)]]
+    for parts in range(2, n + 1):
+        row: list[tuple[int, list[int]]] = []
+        for end in range(len(sizes) + 1):
+            found = [
+                (max(best[-1][cut][0], sum(sizes[cut:end])), [*best[-1][cut][1], cut]) for cut in range(parts - 1, end)
+            ]
+            row.append(min(found, key=lambda one: one[0]) if found else (sum(sizes) + 1, []))
+        best.append(row)
+    return best[-1][-1][1]
+
+
+# -- what was given ----------------------------------------------------------------------------------
+
+
+def _name(what: str, one: Any, names: Mapping[int, str], known: set[str]) -> str:
+    if isinstance(one, nn.Module) and id(one) in names:
+        return names[id(one)]
+    if not isinstance(one, (str, nn.Module)):
+        raise type_error(
+            f"{what}: stages holds something else than layers",
+            found=type(one).__name__,
+            expected="for each stage a list of names of layers, or of layers",
+            fix=f'weft.{what}(model, ctx, stages=[["embed", "layers.0"], ["layers.1", "head"]])',
+        )
+    if one not in known:
+        raise value_error(
+            f"{what}: a stage holds a layer that the module has not",
+            found=repr(one) if isinstance(one, str) else type(one).__name__,
+            expected=f"names such as {listed(sorted(known))}",
+            fix=f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, 2))",
+        )
+    return str(one)
+
+
+def _within(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(f"{layer}.")
+
+
+def _places(module: nn.Module, stages: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """The stages that hold each parameter, by each of its names."""
+    return {
+        name: [number for number, layers in enumerate(stages) for layer in layers if _within(name, layer)]
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _check_tied(what: str, module: nn.Module, places: Mapping[str, int]) -> None:
+    tied: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    shared = [same for same in tied.values() if len({places[name] for name in same}) > 1]
+    if shared:
+        _raise_tied(what, shared, places)
+
+
+def _raise_tied(what: str, shared: Sequence[Sequence[str]], places: Mapping[str, int]) -> NoReturn:
+    raise ContractError(
+        f"{what}: tied weights would lie on several stages",
+        found=listed(" = ".join(f"{name} (stage {places[name]})" for name in same) for same in shared),
+        expected="a parameter on one stage: its gradient comes from one rank",
+        fix="config.tie_word_embeddings = False, with weights of their own, or stages=[...] that keep them together",
+    )

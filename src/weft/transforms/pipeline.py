@@ -1,0 +1,250 @@
+"""`pipeline`: the layers of a module on several ranks, one after the other, and the loop as it was.
+
+Arguments, agreement of the ranks and who keeps which parameters are here; schedules and calls are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from weft.checks import check_count, check_module
+from weft.collectives import broadcast
+from weft.collectives.primitives import peers_named
+from weft.context import DistContext
+from weft.context.placement import check_place, place_module
+from weft.contract import Layout, agree_on_parameters, offered, transform
+from weft.engines.options import PipelineOptions
+from weft.engines.results import Undoable
+from weft.engines.torch.ddp.trained import is_reduced
+from weft.engines.torch.pipeline.batch_parts import check_flags
+from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
+from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error
+from weft.peers.ledger import Ledger
+from weft.precision import PrecisionOffer
+from weft.sharding import WeightSource, check_optimizers, exchange_parameters, groups_of, optimizers_in
+from weft.sharding.meta import Source, is_meta
+from weft.sharding.stage_tensors import StageTensors, forget_state
+from weft.sharding.stages import PipelinePlan, plan_of, plan_pipeline
+from weft.tensors.dtensor import is_fsdp
+
+__all__ = ["pipeline"]
+
+M = TypeVar("M", bound=nn.Module)
+Schedule = Literal[
+    "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
+]
+
+
+@transform(
+    after={"with_precision", "recompute", "tensor_parallel", "context_parallel", "expert_parallel"},
+    before={"replicate", "fully_shard", "zero_partition", "accumulate_grads", "compile", "average_weights"},
+    excludes={"sync_batch_norm"},
+    collective=True,
+)
+def pipeline(
+    module: M,
+    ctx: DistContext,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    axis: str = "pipeline",
+    stages: PipelinePlan | Sequence[Sequence[str | nn.Module]] | None = None,
+    micro_batches: int = 8,
+    schedule: Schedule = "1f1b",
+    rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    weights: WeightSource = None,
+) -> tuple[M, DistContext]:
+    """Put the layers of `module` on the ranks along `axis`, one stage after the other; the loop stays as it is.
+
+    Each call cuts its batch into micro-batches and sends what the last layer of a stage gives to the next rank.
+    All ranks along `axis` get the same batch, and the same loss back:
+
+        loss = model(input_ids, labels=labels).loss     # or: loss = model(x, y), with loss=fn(output, target)
+        (loss * window.share).backward()
+
+    The call runs the forwards and backwards of the schedule and keeps the gradients aside; `backward()` multiplies
+    them by what arrives and gives them to the parameters. So a loss has one backward pass, of any function of it.
+    Without gradients (`torch.no_grad()`) a call gives every rank along `axis` what the module returns.
+
+    Source: Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019; `torch.distributed.pipelining`, whose
+    schedules run here.
+
+    Changes: `module` in place: rank 0's values; parameters and buffers of other stages are on meta under their own
+    names, without gradients. Calls of its layers are routed. Names, class and keys stay.
+    Collectives: here, one broadcast of all parameters along `axis`; per call and micro-batch, one message forward and
+    one back between neighbors, and one broadcast of the loss. The first call with inputs of new shapes also sends the
+    first micro-batch once more, to learn the shapes, and the last stage compares its loss with that of the whole
+    batch. Without gradients, one message forward per micro-batch, and a broadcast of the outputs.
+
+    Args:
+        module: Whose layers forward calls one after the other, each once; on the CPU, on `ctx.device` or on meta.
+            Dropout has to be 0 and BatchNorm is refused: one process would compute other numbers.
+        ctx: Where we run.
+        loss: A function of output and target, if forward does not return the loss; the call then takes the target
+            last, or as `target=`. It gives the mean over the rows, or a sum and the number of its terms.
+        axis: Mesh axis of the stages.
+        stages: For each stage the names of its layers, or a plan; default: `plan_pipeline`, which balances the bytes
+            of parameters.
+        micro_batches: Into how many parts a batch is cut; it has to divide the rows.
+        schedule: "1f1b", "gpipe": one stage per rank. "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
+            "zbv_zero_bubble", "dualpipe_v": two, or with `stages` and the first three more.
+        rebind: Optimizers over the parameters of `module`, which continue with those of this rank's stages.
+        weights: For a module on meta: tensors by name, a function that gives them, or None: `reset_parameters()`.
+            Each rank makes its own stages only.
+
+    Returns:
+        `module` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: `module` is replicated or sharded already.
+        ContextError: There is no such axis, or the ranks bring different models or options.
+        ContractError: Fewer blocks than stages, tied weights on several stages, dropout, BatchNorm, or fp16.
+        OrderError: A living optimizer holds parameters and is not in `rebind`.
+        TypeError: Not a module, or an option of another kind.
+        ValueError: An option is out of range, or the schedule does not fit the number of stages or micro-batches.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> model, ctx = weft.pipeline(nn.Linear(2, 1), weft.local(), loss=nn.functional.mse_loss)
+        >>> loss = model(torch.ones(8, 2), torch.ones(8, 1))
+        >>> loss.dim()
+        0
+    """
+    check_module("pipeline", module)
+    check_count("pipeline", "micro_batches", micro_batches, fix="weft.pipeline(..., micro_batches=8)")
+    per_rank = stages_per_rank(schedule)
+    _check_loss(loss)
+    ranks = ctx.axis_size(axis) if ctx.world_size > 1 else 1
+    optimizers = optimizers_in("pipeline", rebind)
+    _check_module(module, ctx)
+    given = stages.stages if isinstance(stages, PipelinePlan) else stages
+    number = ranks * per_rank if given is None else len(given)
+    if ranks > 1:
+        check_schedule(schedule, ranks, number, micro_batches)
+        plan = plan_pipeline(module, number) if given is None else plan_of("pipeline", module, given, number)
+    else:
+        plan = PipelinePlan((), ())
+    options = PipelineOptions(plan.stages, micro_batches, schedule, loss)
+    if weights == "later":
+        _raise_later()
+    if ranks == 1:
+        place_module("pipeline", module, ctx)
+        return module, ctx if loss is None else ctx.offering(ctx.engine.pipeline(module, None, ctx.device, options))
+    on_meta = is_meta(module)
+    if not on_meta:
+        check_place("pipeline", module, ctx)
+    check_optimizers("pipeline", module, ctx, optimizers)
+    ctx.require_collective("pipeline")
+    line = ctx.on(axis)
+    facts = {"stages": plan.stages, "micro_batches": micro_batches, "schedule": schedule, "axis": axis, "meta": on_meta}
+    agree_on_parameters("pipeline", module, ctx, {**facts, "rebind": groups_of(module, optimizers)})
+    source = Source("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights) if on_meta else None
+    old = dict(module.named_parameters())
+    tensors = StageTensors(module, ctx, axis, plan, owners(schedule, ranks, number))
+    tensors.keep(source)
+    exchange_parameters(module, ctx, old, optimizers)
+    forget_state(module, optimizers)
+    assert line.group is not None
+    calls = ctx.engine.pipeline(
+        module,
+        line.group,
+        ctx.device,
+        options,
+        Ledger(line.world, "pipeline"),
+        guard=lambda: peers_named("pipeline", line.world),
+        share=lambda value, rank: broadcast(value, line, source=rank),
+    )
+    return module, ctx.offering(_Pipeline(tensors, calls))
+
+
+class _Pipeline:
+    """What a pipeline offers: where parameters lie, and how it is taken back."""
+
+    def __init__(self, tensors: StageTensors, calls: Undoable) -> None:
+        self._tensors = tensors
+        self._calls = calls
+
+    def layout(self, name: str) -> Layout | None:
+        """The ranks that have a parameter."""
+        return self._tensors.layout(name)
+
+    def undo(self) -> None:
+        """Give every rank all layers again. Collectives: one broadcast per parameter, buffer and tensor of state."""
+        self._calls.undo()
+        self._tensors.bring_back()
+
+
+# -- what can be wrong -------------------------------------------------------------------------------
+
+
+def _others(ctx: DistContext, axis: str) -> tuple[str, ...]:
+    return tuple(name for name, _ in ctx.axes if name != axis)
+
+
+def _check_loss(loss: object) -> None:
+    if loss is not None and not callable(loss):
+        raise type_error(
+            f"pipeline: loss = {loss!r} is not a function",
+            found=type(loss).__name__,
+            expected="a function of output and target, or None if forward returns the loss",
+            fix="weft.pipeline(model, ctx, loss=torch.nn.functional.cross_entropy)",
+        )
+
+
+def _check_module(module: nn.Module, ctx: DistContext) -> None:
+    """Raise if a pipeline of this module could not compute what one process does."""
+    if is_fsdp(module) or any(is_reduced(p) for p in module.parameters()):
+        raise AlreadyApplied(
+            f"pipeline: parameters of {type(module).__name__} are replicated or sharded already",
+            found="a strategy on the module or a part of it",
+            expected="pipeline, then the strategy",
+            fix="model, ctx = weft.pipeline(model, ctx); model, ctx = weft.fully_shard(model, ctx)",
+        )
+    if any(offer.precision.scaling for offer in offered(module, PrecisionOffer)):
+        raise ContractError(
+            "pipeline: has no loss scale",
+            found="with_precision with fp16, whose scale acts outside of the backward passes of micro-batches",
+            expected='"bf16" or "fp32"',
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+        )
+    named = [(name or "the module itself", part) for name, part in module.named_modules()]
+    norms = [name for name, part in named if isinstance(part, _BatchNorm)]
+    drops = [name for name, part in named if _drops(part)]
+    if norms or drops:
+        raise ContractError(
+            f"pipeline: {type(module).__name__} would compute other numbers than in one process",
+            found="; ".join(
+                [
+                    *([f"batch statistics of micro-batches: {listed(norms)}"] if norms else []),
+                    *([f"dropout, drawn for each micro-batch: {listed(drops)}"] if drops else []),
+                ]
+            ),
+            expected="layers that treat each row by itself",
+            fix="GroupNorm or LayerNorm in place of BatchNorm"
+            if norms
+            else "dropout 0, as in config.attention_dropout",
+        )
+    check_flags(module, {})
+
+
+def _drops(part: nn.Module) -> bool:
+    """Whether a layer draws random numbers in training."""
+    if isinstance(part, _DropoutNd):
+        return part.p > 0
+    rates = (getattr(part, name, 0) for name in ("attention_dropout", "dropout", "dropout_p", "attn_dropout"))
+    return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)
+
+
+def _raise_later() -> None:
+    raise ContextError(
+        'pipeline: weights = "later" cannot be used',
+        found="'later'",
+        expected="tensors by name, a function that gives them, or None: each rank makes its own stages at once",
+        fix="weft.pipeline(model, ctx, weights=lambda: load_file(path))  # of safetensors.torch",
+    )

@@ -1,0 +1,139 @@
+"""pipeline with models of transformers: Llama and Mixtral, their own loss and another, on several meshes."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import weft
+from weft.testing import fake, run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 67,
+}
+
+
+def _model(kind, **more):
+    torch.manual_seed(0)
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **more)).double()
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **more)
+    config._experts_implementation = "eager"  # the other one has no float64
+    return transformers.MixtralForCausalLM(config).double()
+
+
+def _loss(output, target):
+    return cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def _batch(step):
+    tokens = torch.randint(0, 67, (4, 9), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _fit(model, call, ctx, steps=10):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    numbers = []
+    for step in range(steps):
+        loss = call(*_batch(step))
+        loss.backward()
+        numbers.append((loss.item(), weft.clip_grads(model, ctx, max_norm=0.5).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        logits = model(input_ids=_batch(99)[0]).logits
+    named = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    return (
+        numbers,
+        {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named.items()},
+        logits,
+    )
+
+
+def _trained(ctx, kind, strategy):
+    model, ctx = weft.pipeline(_model(kind), ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))
+    if strategy:
+        model, ctx = weft.fully_shard(model, ctx, units="model.layers.*")
+
+    def call(x, y):
+        rows = slice(2 * ctx.coordinates["data"], 2 * ctx.coordinates["data"] + 2) if strategy else slice(None)
+        return model(x[rows], y[rows])
+
+    return _fit(model, call, ctx)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [
+        ({"pipeline": 2}, "llama"),
+        ({"pipeline": 2}, "mixtral"),
+        pytest.param({"pipeline": 4}, "llama", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 4}, "mixtral", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2}, "llama", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ten_steps_are_those_of_one_process(mesh, kind):
+    model = _model(kind)
+    numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local())
+    found = run_ranks(_trained, 4 if len(mesh) == 2 or mesh["pipeline"] == 4 else 2, kind, "data" in mesh, mesh=mesh)
+    together = {name: value for one in found for name, value in one[1].items()}
+    assert max((together[name] - value).abs().max().item() for name, value in parameters.items()) < 1e-12
+    for told, _, given in found:
+        assert (given - logits).abs().max() < 1e-12
+        assert max(abs(norm - expected) for (_, norm), (_, expected) in zip(told, numbers, strict=True)) < 1e-12
+    for step, (loss, _) in enumerate(numbers):
+        assert abs(sum(told[step][0] for told, _, _ in found) / len(found) - loss) < 1e-12
+
+
+def _labelled(ctx):
+    model, ctx = weft.pipeline(_model("llama"), ctx, micro_batches=4)
+    tokens, labels = _ignoring()
+    output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels)
+    output.loss.backward()
+    with torch.no_grad():
+        evaluated = model(input_ids=tokens, labels=labels)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return output.loss.item(), gradients, evaluated.loss.item(), evaluated["logits"]
+
+
+def _ignoring():
+    tokens = _batch(0)[0]
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    labels[2, 3:] = -100
+    return tokens, labels
+
+
+def test_its_own_loss_is_the_mean_over_the_labels_that_count():
+    model = _model("llama")
+    tokens, labels = _ignoring()
+    expected = model(input_ids=tokens, labels=labels)
+    expected.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for loss, found, evaluated, logits in run_ranks(_labelled, 2, mesh={"pipeline": 2}):
+        assert abs(loss - expected.loss.item()) < 1e-6  # transformers computes it in float32
+        assert abs(evaluated - expected.loss.item()) < 1e-6
+        assert (logits - expected.logits).abs().max() < 1e-12
+        assert max((gradient - gradients[name]).abs().max().item() for name, gradient in found.items()) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: _model("llama", tie_word_embeddings=True), r"embed_tokens.weight \(stage 0\) = lm_head.weight"),
+        (lambda: _model("mixtral", output_router_logits=True), "output_router_logits"),
+        (lambda: _model("llama", attention_dropout=0.1), "self_attn"),
+    ],
+    ids=["tied", "router", "dropout"],
+)
+def test_what_one_process_would_compute_otherwise_is_refused(make, text):
+    with pytest.raises((ValueError, weft.errors.ContractError), match=text):
+        weft.pipeline(make(), fake(0, 2, mesh={"pipeline": 2}))
