@@ -57,7 +57,13 @@ def _fit(model, call, ctx, steps=10):
 
 
 def _trained(ctx, kind, strategy):
-    model, ctx = weft.pipeline(_model(kind), ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))
+    model = _model(kind)
+    if "tensor" in dict(ctx.axes):
+        cut, inner = weft.tensor_parallel(_model(kind), ctx, sequence=True)
+        with pytest.raises(weft.errors.ContractError, match="the sequence is cut between the layers"):
+            weft.pipeline(cut, inner, loss=_loss)
+        model, ctx = weft.tensor_parallel(model, ctx)
+    model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))
     if strategy:
         model, ctx = weft.fully_shard(model, ctx, units="model.layers.*")
 
@@ -77,6 +83,7 @@ def _trained(ctx, kind, strategy):
         pytest.param({"pipeline": 4}, "mixtral", marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, "llama", marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "tensor": 2}, "llama", marks=pytest.mark.slow),
     ],
     ids=str,
 )

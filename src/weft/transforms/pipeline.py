@@ -103,7 +103,8 @@ def pipeline(
     Raises:
         AlreadyApplied: `module` is replicated or sharded already.
         ContextError: There is no such axis, or the ranks bring different models or options.
-        ContractError: Fewer blocks than stages, tied weights on several stages, dropout, BatchNorm, or fp16.
+        ContractError: Fewer blocks than stages, tied weights on several stages, dropout, BatchNorm, fp16, or
+            `tensor_parallel` with `sequence=True`.
         OrderError: A living optimizer holds parameters and is not in `rebind`.
         TypeError: Not a module, or an option of another kind.
         ValueError: An option is out of range, or the schedule does not fit the number of stages or micro-batches.
@@ -212,6 +213,13 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
             found="with_precision with fp16, whose scale acts outside of the backward passes of micro-batches",
             expected='"bf16" or "fp32"',
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
+        )
+    if any(("sequence", "True") in record.options for record in ctx.records(module)):
+        raise ContractError(
+            "pipeline: the sequence is cut between the layers",
+            found="tensor_parallel(..., sequence=True), which begins with the first block and ends with the last one",
+            expected="layers that give whole sequences: positions between them are computed on every stage",
+            fix="weft.tensor_parallel(model, ctx, sequence=False)",
         )
     named = [(name or "the module itself", part) for name, part in module.named_modules()]
     norms = [name for name, part in named if isinstance(part, _BatchNorm)]
