@@ -306,7 +306,7 @@ def test_messages_of_a_call_are_one_each_way_per_micro_batch_and_the_loss():
 def _run(ctx, folder, begin, steps, *, is_pipelined, strategy=None):
     model = _net(4)
     if is_pipelined:
-        model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=2)
+        model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))
     if strategy:
         model, ctx = getattr(weft, strategy)(model, ctx)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
