@@ -216,7 +216,7 @@ def test_a_file_of_accelerate_is_converted(tmp_path, capsys, monkeypatch):
         (
             "deepspeed_config",
             {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0},
-            "weft.zero_partition(model, optimizer, ctx, stage=2); weft.accumulate_grads(model, loader, ctx, steps=4); weft.clip_grads(model, ctx, norm=1.0)",  # noqa: E501
+            "weft.zero_partition(model, optimizer, ctx, stage=2); weft.accumulate_grads(model, loader, ctx, steps=4); weft.clip_grads(model, ctx, max_norm=1.0)",  # noqa: E501
         ),
         (
             "deepspeed_config",

@@ -3,6 +3,7 @@
 launch.py             start a script on several processes
 config.py             write a configuration file
 config_accelerate.py  from one of Accelerate
+config_megatron.py    from one of Megatron-LM
 doctor.py             is this machine fit?
 rank_checks.py        what its ranks do
 explain.py            which layer sets what

@@ -1,4 +1,4 @@
-"""`weft config`: write a configuration file, from answers, from key=value, or from one of Accelerate."""
+"""`weft config`: write a configuration file, from answers, from key=value, or from one of Accelerate or Megatron-LM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli.config_accelerate import from_accelerate, yaml_of
+from weft.cli.config_megatron import arguments_of, from_megatron, is_megatron
 from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
 from weft.errors import ContextError
@@ -26,7 +27,8 @@ def add_parser(commands: Any) -> None:
         help="write a configuration file",
         usage="weft config [--out FILE] [--force] [table.key=value ...]\n       weft config import FILE [--out FILE]",
         description="Write a TOML file for weft launch --config and weft.start(config=...). In a terminal it asks for "
-        "what is not given; elsewhere it never asks. `import FILE` converts a YAML file of Accelerate.",
+        "what is not given; elsewhere it never asks. `import FILE` converts a YAML file of Accelerate, or the "
+        "arguments of Megatron-LM in a YAML file or a script.",
     )
     sub.add_argument("--out", type=Path, default=Path("run.toml"), metavar="FILE", help="default: run.toml")
     sub.add_argument("--force", action="store_true", help="replace a file that is there")
@@ -37,6 +39,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the file; returns 0."""
     words: list[str] = options.words
+    calls: list[str] = []
     left: list[str] = []
     if options.out.exists() and not options.force:
         raise ContextError(
@@ -46,17 +49,31 @@ def run(options: argparse.Namespace) -> int:
             fix=f"weft config --force --out {options.out}",
         )
     if words[:1] == ["import"] and len(words) == 2:
-        data, left = from_accelerate(yaml_of(Path(words[1])))
+        data, calls, left = _imported(Path(words[1]))
     else:
         data = _given(words)
         if sys.stdin.isatty():
             data = answered(data, input)
     options.out.write_text(toml(checked(data, str(options.out))), encoding="utf-8")
     read_config(options.out)
+    for line in calls:
+        print(f"in the program: {line}")  # noqa: T201
     for line in left:
         print(f"not taken over: {line}")  # noqa: T201
     print(f"weft launch --config {options.out} train.py")  # noqa: T201
     return 0
+
+
+def _imported(path: Path) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
+    """The tables, the calls, and what is left over, of a file of Accelerate or Megatron-LM."""
+    if path.suffix in (".yaml", ".yml") or not path.exists():
+        values = yaml_of(path)
+    else:
+        values = arguments_of(path.read_text(encoding="utf-8")) or yaml_of(path)
+    if is_megatron(values):
+        return from_megatron(values)
+    data, left = from_accelerate(values)
+    return data, [], left
 
 
 def _given(words: Sequence[str]) -> dict[str, dict[str, Any]]:

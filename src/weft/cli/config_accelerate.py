@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.cli.config_megatron import from_megatron
 from weft.checks import import_extra
 from weft.errors import ContextError
 
@@ -16,7 +17,7 @@ __all__ = ["from_accelerate", "yaml_of"]
 _HINTS = {
     "mixed_precision": "weft.with_precision(model, ctx, {!r})",
     "gradient_accumulation_steps": "weft.accumulate_grads(model, loader, ctx, steps={})",
-    "gradient_clipping": "weft.clip_grads(model, ctx, norm={})",
+    "gradient_clipping": "weft.clip_grads(model, ctx, max_norm={})",
     "distributed_type": "weft.replicate, weft.fully_shard or weft.zero_partition ({})",
 }
 _MEANINGLESS = {"compute_environment", "debug", "main_training_function", "use_cpu", "same_network", "rdzv_backend"}
@@ -123,6 +124,37 @@ def _dynamo(values: Mapping[str, Any]) -> str:
     return f"weft.compile({', '.join(['model', 'ctx', *options])})"
 
 
+def _parallelism(values: Mapping[str, Any]) -> str:
+    """The mesh and the calls for the axes of a `ParallelismConfig`."""
+    found = {str(key).removeprefix("parallelism_config_"): value for key, value in values.items()}
+    axes = {"replica": "dp_replicate", "shard": "dp_shard", "context": "cp", "sequence": "sp", "tensor": "tp"}
+    sizes = {ours: int(found.get(f"{theirs}_size") or 1) for ours, theirs in axes.items()}
+    heads = sizes.pop("sequence")  # Ulysses is context parallelism by heads
+    sizes["context"] *= heads
+    lines = [f"weft.start(mesh={ {axis: size for axis, size in sizes.items() if size > 1} or {'data': -1} })"]
+    lines += ["weft.tensor_parallel(model, ctx)"] if sizes["tensor"] > 1 else []
+    method = "heads" if heads > 1 else "gather"
+    lines += [f"weft.context_parallel(model, ctx, method={method!r})"] if sizes["context"] > 1 else []
+    return "; ".join([*lines, f"weft.{'fully_shard' if sizes['shard'] > 1 else 'replicate'}(model, ctx)"])
+
+
+_MEGATRON = {
+    "tp_degree": "tensor_model_parallel_size",
+    "pp_degree": "pipeline_model_parallel_size",
+    "sequence_parallelism": "sequence_parallel",
+    "gradient_clipping": "clip_grad",
+}
+
+
+def _megatron(values: Mapping[str, Any]) -> str:
+    """The mesh and the calls for the configuration of Megatron-LM."""
+    found = {str(key).removeprefix("megatron_lm_"): value for key, value in values.items()}
+    given = {_MEGATRON.get(key, key): True if _is_true(value) else value for key, value in found.items()}
+    tables, calls, left = from_megatron(given)
+    unused = [f"not taken over: {', '.join(left)}"] if left else []
+    return "; ".join([f"weft.start(mesh={tables['start']['mesh']})", *calls, *unused])
+
+
 def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes")
 
@@ -131,11 +163,13 @@ _TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "fsdp_config": _fsdp,
     "deepspeed_config": _deepspeed,
     "dynamo_config": _dynamo,
+    "parallelism_config": _parallelism,
+    "megatron_lm_config": _megatron,
 }
 
 
 def yaml_of(path: Path) -> Mapping[str, Any]:
-    """The content of a file that `accelerate config` wrote.
+    """The content of a YAML file.
 
     Raises:
         MissingExtra: PyYAML is not installed.
@@ -151,7 +185,7 @@ def yaml_of(path: Path) -> Mapping[str, Any]:
         raise ContextError(
             f"config: {path} cannot be converted",
             found=f"{type(found).__name__}: {found!s:.200}",
-            expected="a YAML file that `accelerate config` wrote",
+            expected="a YAML file of Accelerate or of Megatron-LM, or a script with its arguments",
             fix="weft config import ~/.cache/huggingface/accelerate/default_config.yaml",
         )
     return found
