@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
         result: Tensor = self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return result
 
@@ -142,10 +142,9 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     restored = weft.restore(state, options.out, ctx) if options.resume else None
 
     step = restored.step if restored else 0
-    for x, y, places in loader:
+    for batch in loader:
         share = loader.share  # exact means over ranks whose batches are not equally large
-        if "context" in axes:
-            x, y, places = weft.split_sequence((x, y, places), ctx)
+        x, y, places = weft.split_sequence(tuple(batch), ctx) if "context" in axes else batch
         loss = model(x, places, y) if "pipeline" in axes else mean_loss(model(x, places), y)
         (loss * share).backward()
         norm = weft.clip_grads(model, ctx, max_norm=1.0)
@@ -166,7 +165,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8, help="sequences per step, of all ranks together")
     parser.add_argument("--experts", type=int, default=0, help="number of experts per block; 0: none")
-    parser.add_argument("--sequence", action="store_true", help="tensor parallelism cuts the sequence between layers too")
+    parser.add_argument(
+        "--sequence", action="store_true", help="tensor parallelism cuts the sequence between layers too"
+    )
     parser.add_argument("--out", type=Path, help="save a checkpoint here at the end")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint in --out, on any mesh")
     return parser.parse_args()

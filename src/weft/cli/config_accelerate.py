@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.cli.config_megatron import from_megatron
 from weft.checks import import_extra
+from weft.cli.config_megatron import from_megatron
 from weft.errors import ContextError
 
 __all__ = ["from_accelerate", "yaml_of"]
