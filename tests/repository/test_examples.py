@@ -19,7 +19,9 @@ from weft.testing import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BASE = EXAMPLES / "base_loop.py"
-SMALL = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in ("base_loop", "test_my_step", "train_lm"))
+SMALL = sorted(
+    path for path in EXAMPLES.glob("*.py") if path.stem not in ("base_loop", "parallel_lm", "test_my_step", "train_lm")
+)
 SLOW = {
     "clip_grads",
     "compiled",
