@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
@@ -62,26 +62,41 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: each position goes to one of several feed-forward nets."""
+    """Feed-forward nets in stacked parameters; each row of [rows, width] goes through those chosen for it."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, count)
-        self.experts = nn.ModuleList(MLP() for _ in range(count))
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count, 4 * WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(count, WIDTH, 4 * WIDTH) / (4 * WIDTH) ** 0.5)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            row, choice = torch.where(top_k_index == expert)
+            y = linear(gelu(linear(hidden_states[row], self.up[expert])), self.down[expert])
+            result = result.index_add(0, row, y * top_k_weights[row, choice, None])
+        return result
+
+
+class Mixture(nn.Module):
+    """A mixture of experts: a router chooses two of them for each position."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, count), Experts(count)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, chosen = self.router(x).softmax(-1).max(-1)
-        result = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            result[chosen == number] = expert(x[chosen == number])
-        return result * weight[..., None]
+        weights, chosen = self.router(x).flatten(0, 1).softmax(-1).topk(2, -1)
+        result: Tensor = self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
+        return result
 
 
 class Block(nn.Module):
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.mlp = Attention(), Experts(experts) if experts else MLP()
+        self.attention, self.mlp = Attention(), Mixture(experts) if experts else MLP()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -126,7 +141,8 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     # The batch size is that of all ranks together, so that the losses do not depend on the mesh.
     loader, ctx = weft.shard_data(DataLoader(text(), batch_size=options.batch, shuffle=True), ctx, mode="split", seed=0)
     if "tensor" in axes:
-        model, ctx = weft.tensor_parallel(model, ctx, plan=PLAN, sequence=options.sequence)
+        plan = {name: style for name, style in PLAN.items() if not (options.experts and ".mlp." in name)}
+        model, ctx = weft.tensor_parallel(model, ctx, plan=plan, sequence=options.sequence)
     if "context" in axes:
         model, ctx = weft.context_parallel(model, ctx)
     if "expert" in axes:
