@@ -23,6 +23,8 @@ def _model(kind, **more):
     torch.manual_seed(0)
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **more)).double()
+    if kind == "qwen":  # norms of queries and keys, whose gradients are sums over the ranks of a tensor axis
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=4, **more)).double()
     config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **more)
     config._experts_implementation = "eager"  # the other one has no float64
     return transformers.MixtralForCausalLM(config).double()
@@ -84,6 +86,8 @@ def _trained(ctx, kind, strategy):
         pytest.param({"data": 2, "pipeline": 2}, "llama", marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "tensor": 2}, "llama", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "tensor": 2}, "mixtral", marks=pytest.mark.slow),
+        ({"pipeline": 2, "tensor": 2}, "qwen"),
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ def _losses(ranks, mesh, **options):
 
 
 def _case(ranks, experts=0, *, sequence=False, **mesh):
-    marks = [pytest.mark.slow] if ranks > 2 else []
+    marks = [pytest.mark.slow] if ranks > 4 else []
     name = "-".join(f"{axis}{size}" for axis, size in mesh.items()) + ("-sequence" if sequence else "")
     return pytest.param(ranks, mesh, {"experts": experts, "sequence": sequence}, marks=marks, id=name)
 
@@ -52,6 +52,12 @@ def alone():
         _case(4, data=2, expert=2, experts=4),
         _case(4, pipeline=2, shard=2),
         _case(4, pipeline=2, tensor=2),
+        _case(4, pipeline=2, context=2),
+        _case(4, pipeline=2, expert=2, experts=4),
+        _case(4, expert=2, tensor=2, experts=4),
+        _case(4, expert=2, context=2, experts=4),
+        _case(8, pipeline=2, shard=2, tensor=2),
+        _case(16, pipeline=2, shard=2, context=2, tensor=2),
     ],
 )
 def test_every_mesh_gives_the_same_losses(alone, ranks, mesh, options):

@@ -37,6 +37,7 @@ from weft.contract.module_checks import (
 )
 from weft.contract.protocols import (
     ComputesAlone,
+    EndsBackward,
     GradSync,
     KeepsParameters,
     Placed,
@@ -49,6 +50,7 @@ from weft.contract.transform import compose, transform
 
 __all__ = [
     "ComputesAlone",
+    "EndsBackward",
     "GradSync",
     "KeepsParameters",
     "Layout",

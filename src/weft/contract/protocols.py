@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ComputesAlone",
+    "EndsBackward",
     "GradSync",
     "KeepsParameters",
     "Placed",
@@ -53,6 +54,15 @@ class GradSync(Protocol):
                 Otherwise gradients that no backward pass has reduced are reduced now, by the messages of a
                 backward pass, so that a rank that skipped its last micro-batch meets one that did not.
         """
+
+
+@runtime_checkable
+class EndsBackward(Protocol):
+    """Offered by transforms that do something when a backward pass ends, found by hooks on what parts return."""
+
+    def without_backward(self) -> AbstractContextManager[None]:
+        """A context in which backward passes are not of the user: their gradients arrive later, in one that is."""
+        ...
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ from weft.contract import Layout, gradient_axes, layouts
 from weft.contract.layout import axes_of_dims
 from weft.engines.options import Reduction
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = [
     "Dims",
@@ -129,7 +130,7 @@ def put_on_our_mesh(module: nn.Module, ctx: DistContext, dims: Dims, besides: Co
     specs: dict[str, object] = {}
     new: dict[Any, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        if not is_sharded(parameter) or name in besides:
+        if not is_sharded(parameter) or is_elsewhere(parameter) or name in besides:
             continue
         placed: Any = parameter
         mesh = _part_of_view(ctx, dims_of(found[name], ctx, dims), placed.device_mesh)

@@ -5,7 +5,9 @@ Arguments, agreement of the ranks and who keeps which parameters are here; sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from weft.collectives import broadcast
 from weft.collectives.primitives import peers_named
 from weft.context import DistContext
 from weft.context.placement import check_place, place_module
-from weft.contract import Layout, agree_on_parameters, offered, transform
+from weft.contract import EndsBackward, Layout, agree_on_parameters, offered, transform
 from weft.engines.options import PipelineOptions
 from weft.engines.results import Undoable
 from weft.engines.torch.ddp.trained import is_reduced
@@ -26,6 +28,7 @@ from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error
 from weft.peers.ledger import Ledger
+from weft.peers.world import World
 from weft.precision import PrecisionOffer
 from weft.sharding import WeightSource, check_optimizers, exchange_parameters, groups_of, optimizers_in
 from weft.sharding.meta import Source, is_meta
@@ -158,10 +161,20 @@ def pipeline(
         ctx.device,
         options,
         Ledger(line.world, "pipeline"),
-        guard=lambda: peers_named("pipeline", line.world),
+        guard=partial(_in_call, line.world, offered(module, EndsBackward)),
         share=lambda value, rank: broadcast(value, line, source=rank),
     )
     return module, ctx.offering(_Pipeline(tensors, calls))
+
+
+@contextlib.contextmanager
+def _in_call(world: World, others: Sequence[EndsBackward]) -> Iterator[None]:
+    """Around the passes of a call: failures name the rank, and other transforms leave backward passes alone."""
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(other.without_backward())
+        stack.enter_context(peers_named("pipeline", world))
+        yield
 
 
 class _Pipeline:

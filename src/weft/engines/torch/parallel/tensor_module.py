@@ -8,8 +8,9 @@ which each rank has a part are added up in one message (`part_sums.py`).
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class TensorParallelModule(Strategy):
         alike = [name for name, p in mine.items() if p.placements[0].is_replicate()]
         self._sums = PartSums(options.summed, alike, mine)
         self._session = BackwardSession(self._begin, self._end, rounds=2)
+        self._ignores = False  # backward passes
         self._watch(module, options)
 
     @property
@@ -167,9 +169,19 @@ class TensorParallelModule(Strategy):
             trained = [p for p in module.parameters() if p.requires_grad]
             self._steps.look(next(iter(trained), None), lambda: trained)
 
+    @contextlib.contextmanager
+    def without_backward(self) -> Iterator[None]:
+        """Leave backward passes alone, as those inside of a pipeline's call, which fill no `.grad`."""
+        self._ignores = True
+        try:
+            yield
+        finally:
+            self._ignores = False
+
     def enter(self) -> None:
         """The first gradient of a backward pass is here."""
-        self._session.enter()
+        if not self._ignores:
+            self._session.enter()
 
     def _begin(self) -> None:
         module = self._module()
