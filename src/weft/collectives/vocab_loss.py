@@ -32,8 +32,8 @@ def vocab_cross_entropy(
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.cross_entropy` of logits that are divided among the ranks by vocabulary.
 
-    For the output of a head of style "column" in `weft.tensor_parallel`: `{**weft.tensor_plan(model), "lm_head":
-    "column"}`. With one rank along `axis` it is torch's function.
+    For the output of a head of style "column" in `weft.tensor_parallel`, as in
+    `plan={**weft.tensor_plan(model), "lm_head": "column"}`. With one rank along `axis` it is torch's function.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3; `torch.distributed.tensor.parallel.loss_parallel`.
 

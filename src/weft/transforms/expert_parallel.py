@@ -49,9 +49,9 @@ def expert_parallel(
     an expert or a rank may get none. The gradient of an expert is complete where the expert is; a strategy that comes
     after averages it over the other data axes, and all other parameters over all of them.
 
-    Experts are modules with stacked parameters [experts, ...] and `forward(hidden_states, top_k_index,
-    top_k_weights)`, as in transformers, whose own implementation (eager, grouped or batched products) computes them;
-    or modules in a `torch.nn.ModuleList`, each called with rows [..., width] by the module around the list.
+    Experts are modules with stacked parameters [experts, ...] and
+    `forward(hidden_states, top_k_index, top_k_weights)`, as in transformers, whose own implementation (eager, grouped
+    or batched products) computes them; or modules in a `torch.nn.ModuleList`, each called with rows [..., width] by the module around the list.
     That module's forward runs twice per call, first to see which rows go where: it has to be the same both times.
     Strategies take stacked experts; they refuse a module whose lists are divided, as parameters are on meta.
 
