@@ -10,21 +10,15 @@ stages.py        the stages of a pipeline: which layers come one after the other
 stage_tensors.py which rank of a pipeline keeps which parameters
 shard_module.py  all of it in its order, and the engine
 find_experts.py  experts that can be divided among ranks
-
-and for layers that are cut by a plan
-
-tensor_plan.py     which part is cut in which way
-tensor_checks.py   what cannot be computed exactly
-forward_source.py  what the source code of a `forward` tells
-tensor_layers.py   all of it in its order, and the engine
+layers/          the same for layers that are cut by a plan
 """
 
+from weft.sharding.layers.tensor_layers import cut_layers
+from weft.sharding.layers.tensor_plan import TensorPlan, tensor_plan
 from weft.sharding.meta import WeightSource
 from weft.sharding.other_axes import broadcast_state, facts_of, reductions, step_meshes
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
-from weft.sharding.tensor_layers import cut_layers
-from weft.sharding.tensor_plan import TensorPlan, tensor_plan
 
 __all__ = [
     "TensorPlan",

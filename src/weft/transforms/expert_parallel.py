@@ -51,7 +51,8 @@ def expert_parallel(
 
     Experts are modules with stacked parameters [experts, ...] and
     `forward(hidden_states, top_k_index, top_k_weights)`, as in transformers, whose own implementation (eager, grouped
-    or batched products) computes them; or modules in a `torch.nn.ModuleList`, each called with rows [..., width] by the module around the list.
+    or batched products) computes them; or modules in a `torch.nn.ModuleList`, each called with rows [..., width] by the
+    module around the list.
     That module's forward runs twice per call, first to see which rows go where: it has to be the same both times.
     Strategies take stacked experts; they refuse a module whose lists are divided, as parameters are on meta.
 

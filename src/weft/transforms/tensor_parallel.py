@@ -1,7 +1,7 @@
 """`tensor_parallel`: layers cut over ranks that compute one model together, by a plan.
 
-The plan is read in `weft.sharding.tensor_plan`, what cannot be exact is refused in `tensor_checks`; torch's parallel
-styles are laid on by the engine.
+The plan is read in `weft.sharding.layers`, and what cannot be exact is refused there; the engine lays torch's parallel
+styles on.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ class Trained:
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
         named = zip(self.names, self.parameters, strict=True)
         ours = [(name, p) for name, p in named if id(p) in held and name not in besides]
-        check_same_gradients(what, ours, peers)  # also without any: the other ranks may have some
+        if ours:  # also where none has a gradient: the other ranks may have some
+            check_same_gradients(what, ours, peers)
         if any(p.grad is not None for _, p in ours):
             self.pending = False
 

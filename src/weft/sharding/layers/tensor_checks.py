@@ -10,8 +10,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.contract.select_modules import fits_pattern
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
-from weft.sharding.forward_source import ForwardSource
-from weft.sharding.tensor_plan import STYLES, parts_of
+from weft.sharding.layers.forward_source import ForwardSource
+from weft.sharding.layers.tensor_plan import STYLES, parts_of
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Styles", "check_computes", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]

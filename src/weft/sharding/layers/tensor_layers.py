@@ -19,11 +19,7 @@ from weft.engines.results import TensorParallel
 from weft.errors import ContextError, value_error
 from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
-from weft.sharding.meta import Source, WeightSource, is_meta, place_real
-from weft.sharding.other_axes import broadcast_state
-from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
-from weft.sharding.shard_module import exchange_parameters
-from weft.sharding.tensor_checks import (
+from weft.sharding.layers.tensor_checks import (
     Styles,
     check_computes,
     check_sequence,
@@ -32,7 +28,11 @@ from weft.sharding.tensor_checks import (
     gathered_once,
     styles_of,
 )
-from weft.sharding.tensor_plan import blocks_around, tensor_plan
+from weft.sharding.layers.tensor_plan import blocks_around, tensor_plan
+from weft.sharding.meta import Source, WeightSource, is_meta, place_real
+from weft.sharding.other_axes import broadcast_state
+from weft.sharding.shard_checks import check_optimizers, check_weights, groups_of
+from weft.sharding.shard_module import exchange_parameters
 
 __all__ = ["cut_layers"]
 
