@@ -8,10 +8,39 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
-from weft.errors import MissingExtra, listed, type_error, value_error
+from weft.errors import ContextError, MissingExtra, listed, type_error, value_error
 
-__all__ = ["check_choice", "check_count", "check_module", "check_not_lazy", "check_optimizer", "import_extra"]
+__all__ = [
+    "check_choice",
+    "check_count",
+    "check_module",
+    "check_not_lazy",
+    "check_optimizer",
+    "check_torch",
+    "import_extra",
+]
+
+
+def check_torch(what: str, least: str, why: str) -> None:
+    """Raise if torch is older than a function needs.
+
+    Args:
+        what: The function, or an option of it, for the text.
+        least: The oldest version with which it is tested.
+        why: What older ones do.
+
+    Raises:
+        ContextError: It is older.
+    """
+    if TorchVersion(torch.__version__) < least:
+        raise ContextError(
+            f"{what}: torch {torch.__version__} cannot run it",
+            found=why,
+            expected=f"torch {least} or newer",
+            fix=f"pip install 'torch>={least}'",
+        )
 
 
 def check_count(

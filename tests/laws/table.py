@@ -379,8 +379,6 @@ PAIRS = [
     # CUSTOM sums over all ranks; CONTEXT wants an axis of its own.
     *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS] if one is not CUSTOM and one is not CONTEXT),
     *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS] if other is not CUSTOM and other is not CONTEXT),
-    *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS]),
-    *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS]),
     *((one, EXPERTS) for one in WITH_EXPERTS),
     *((EXPERTS, other) for other in WITH_EXPERTS),
 ]

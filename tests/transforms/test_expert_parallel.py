@@ -572,25 +572,6 @@ def test_what_cannot_be_divided_is_refused_before_anything_changes(make, options
         assert "expected:" in text and "fix:" in text
 
 
-def _strategy_over_lists(ctx, strategy):
-    model, ctx = weft.expert_parallel(_net(Empty), ctx)
-    values = [p.detach().clone() for p in model.parameters() if not p.is_meta]
-    try:
-        if strategy == "zero":
-            weft.zero_partition(model, _optimizer(model), ctx, stage=1)
-        else:
-            getattr(weft, strategy)(model, ctx)
-    except weft.errors.ContractError as error:
-        return str(error), largest_difference(values, [p.detach() for p in model.parameters() if not p.is_meta])
-    return "nothing raised", None
-
-
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", "zero"])
-def test_strategies_refuse_lists_of_experts_that_are_divided(strategy):
-    for text, difference in run_ranks(_strategy_over_lists, 2, strategy, mesh={"expert": 2}):
-        assert "single experts of a list" in text and "layer.experts." in text and difference == 0
-
-
 def _same_batches(ctx):
     return _refused(ctx, _net, {})
 

@@ -185,21 +185,12 @@ def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names:
 
     Raises:
         AlreadyApplied: One is sharded over an axis of the strategy, or replicated; or torch reduces the gradients.
-        ContractError: One lies over ranks that are no axis of `ctx`, or on one rank of a data axis alone.
+        ContractError: One lies over ranks that are no axis of `ctx`.
         TypeError: Not a module.
         ValueError: A parameter has no shape yet.
     """
     _check_free(what, module)
     found = layouts(module, ctx)
-    single = [name for name, layout in found.items() if any(axis in ctx.data_axes for axis, _ in layout.owner)]
-    if single:
-        raise ContractError(
-            f"{what}: parameters of {type(module).__name__} lie on one rank each of those with other batches",
-            found=listed(single),
-            expected="parameters that the ranks have copies or parts of, as of stacked experts: single experts of a "
-            "list are not taken yet",
-            fix="stack the experts in parameters [experts, ...], as transformers does",
-        )
     taken: dict[str, str] = {}
     for name, parameter in module.named_parameters():
         placed: Any = parameter

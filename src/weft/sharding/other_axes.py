@@ -51,7 +51,8 @@ def broadcast_state(module: nn.Module, ctx: DistContext, names: Sequence[str]) -
     found = layouts(module, ctx)
     together: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for name, parameter in module.named_parameters():
-        axes = tuple(axis for axis in names if axis not in found[name].cut)
+        alone = {*found[name].cut, *(axis for axis, _ in found[name].owner)}
+        axes = tuple(axis for axis in names if axis not in alone)
         together.setdefault(axes, []).append(parameter)
     together.setdefault(tuple(names), []).extend(module.buffers())
     for axes, tensors in together.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class StageTensors:
         """Give every rank all parameters and buffers, and the state of optimizers for them. Collectives: broadcasts."""
         module = self._module()
         assert module is not None
-        self._bring_state(module)
+        bring_state(module, self._owner, self._line)
         made: dict[int, torch.Tensor] = {}
         for prefix, part in module.named_modules():
             kinds: tuple[dict[str, Any], dict[str, Any]] = (part._parameters, part._buffers)
@@ -129,22 +129,29 @@ class StageTensors:
             local(real.detach()).copy_(values)
         return real
 
-    def _bring_state(self, module: nn.Module) -> None:
-        """Give all ranks the state that optimizers have for a parameter where it is."""
-        named = {id(p): name for name, p in module.named_parameters()}
-        found = {
-            str([[named.get(id(p), "") for p in entry["params"]] for entry in one.param_groups]): one
-            for one in optimizers_of(list(module.parameters()))
-        }
-        for _, optimizer in sorted(found.items()):
-            for parameter in [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in named]:
-                owner = self._owner(named[id(parameter)])
-                if owner is None:
-                    continue
-                mine: Any = dict(optimizer.state.get(parameter, {})) if owner == self._line.rank else None
-                state = broadcast(mine, self._line, source=owner)
-                if state and owner != self._line.rank:
-                    optimizer.state[parameter] = state
+
+def bring_state(module: nn.Module, owner_of: Callable[[str], int | None], line: DistContext) -> None:
+    """Give all ranks the state that optimizers have for a parameter where it is. Collectives: a broadcast of each.
+
+    Args:
+        module: Whose parameters.
+        owner_of: The rank of `line` that has a parameter, by name; None if all have it.
+        line: The ranks among which they lie.
+    """
+    named = {id(p): name for name, p in module.named_parameters()}
+    found = {
+        str([[named.get(id(p), "") for p in entry["params"]] for entry in one.param_groups]): one
+        for one in optimizers_of(list(module.parameters()))
+    }
+    for _, optimizer in sorted(found.items()):
+        for parameter in [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in named]:
+            owner = owner_of(named[id(parameter)])
+            if owner is None:
+                continue
+            mine: Any = dict(optimizer.state.get(parameter, {})) if owner == line.rank else None
+            state = broadcast(mine, line, source=owner)
+            if state and owner != line.rank:
+                optimizer.state[parameter] = state
 
 
 def forget_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

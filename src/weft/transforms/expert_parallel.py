@@ -22,6 +22,7 @@ from weft.errors import ContextError, value_error
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, optimizers_in
 from weft.sharding.find_experts import Experts, find_experts
 from weft.sharding.meta import is_meta, place_real
+from weft.sharding.stage_tensors import bring_state
 
 __all__ = ["expert_parallel"]
 
@@ -54,7 +55,8 @@ def expert_parallel(
     or batched products) computes them; or modules in a `torch.nn.ModuleList`, each called with rows [..., width] by the
     module around the list.
     That module's forward runs twice per call, first to see which rows go where: it has to be the same both times.
-    Strategies take stacked experts; they refuse a module whose lists are divided, as parameters are on meta.
+    An expert of a list gets a gradient where a rank has called it, perhaps without rows; for experts that no rank
+    calls, a strategy needs `unused="zero"`.
 
     Source: Lepikhin et al., "GShard", ICLR 2021; Fedus et al., "Switch Transformers", JMLR 2022.
 
@@ -171,6 +173,12 @@ class _Placement:
             for number, expert in enumerate(part):
                 for own, _ in expert.named_parameters():
                     self._owners[f"{name}.{number}.{own}"] = number // held
+
+    def undo(self) -> None:
+        """Give every rank the optimizer's state of all single experts; their values are `DividedExperts`'s to bring."""
+        module = self._module()
+        if module is not None and self._owners:
+            bring_state(module, self._owners.get, self._ctx.on(self._axis))
 
     def layout(self, name: str) -> Layout | None:
         """The layout of a parameter of an expert: its gradient is complete along the axis."""

@@ -105,7 +105,7 @@ def pipeline(
 
     Raises:
         AlreadyApplied: `module` is replicated or sharded already.
-        ContextError: There is no such axis, or the ranks bring different models or options.
+        ContextError: There is no such axis, the ranks bring different models or options, or torch is older than 2.13.
         ContractError: Fewer blocks than stages, tied weights on several stages, dropout, BatchNorm, fp16, or
             `tensor_parallel` with `sequence=True`.
         OrderError: A living optimizer holds parameters and is not in `rebind`.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checks import check_module, check_not_lazy
+from weft.checks import check_module, check_not_lazy, check_torch
 from weft.context import DistContext
 from weft.context.placement import place_module
 from weft.contract import agree_on_parameters
@@ -80,6 +80,8 @@ def cut_layers(
     if ranks > 1:
         check_sizes(module, styles, axis, ranks)
         check_computes(module, styles)
+        if "vocab" in styles.values():
+            check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
     options = _options(module, styles, sequence=sequence)
     later, on_meta = weights == "later", is_meta(module)
     facts = {**options.facts(), "axis": axis, "plan": {n: str(s) for n, s in styles.items()}, "later": later}

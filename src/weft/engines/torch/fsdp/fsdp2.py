@@ -224,7 +224,7 @@ class ShardedModule(Strategy):
         if self._trained.unsharded.named:
             unused = unused.union(self._trained.unsharded.average())
         if self.finds_unused:
-            self._unused.forget(unused, self._trained.named(), self._group)
+            self._unused.forget(unused, self._trained.named(), self._trained.every, self._group)
         self._pass_on_buffers(lambda: self._retains_graph)
         if unused and not self.finds_unused:
             self._raise_unused(sorted(unused))

@@ -25,6 +25,7 @@ class Trained:
     Attributes:
         unsharded: Those that FSDP2 does not cut.
         on_meta: Whether the module waits for `load_weights`.
+        every: The names of all parameters, also of those that other ranks have.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Trained:
         entrance: Callable[[], Callable[[torch.Tensor], Any]],
     ) -> None:
         self.unsharded = unsharded
+        self.every = tuple(name for name, _ in module.named_parameters())
         self.on_meta = any(t.is_meta and not is_elsewhere(t) for t in (*module.parameters(), *module.buffers()))
         self._what = what
         self._units = units

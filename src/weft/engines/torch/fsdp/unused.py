@@ -6,7 +6,7 @@ They count as zero, so that all ranks reduce the same units, and are noted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -50,13 +50,29 @@ class Unused:
                 if fills and kept is None and new is None:
                     parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
-    def forget(self, unused: Collection[str], trained: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        """What no rank used has no gradient, as in one process, and not one of zeros."""
-        used = torch.tensor([name not in unused for name in trained], dtype=torch.uint8, device=self._device_type)
+    def forget(
+        self,
+        unused: Collection[str],
+        trained: Mapping[str, nn.Parameter],
+        every: Sequence[str],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """What no rank used has no gradient, as in one process, and not one of zeros.
+
+        Collectives: one all-reduce of a byte per parameter.
+
+        Args:
+            unused: Names without gradient on this rank.
+            trained: The parameters of this rank.
+            every: All names, the same on all ranks, of which this one may have a part, as single experts.
+            group: The ranks.
+        """
+        flags = [name in trained and name not in unused for name in every]
+        used = torch.tensor(flags, dtype=torch.uint8, device=self._device_type)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-        for (name, parameter), somewhere in zip(trained.items(), used.tolist(), strict=True):
-            if not somewhere and name not in self._had_gradient:
-                parameter.grad = None
+        for name, somewhere in zip(every, used.tolist(), strict=True):
+            if name in trained and not somewhere and name not in self._had_gradient:
+                trained[name].grad = None
 
 
 class Noting(Protocol):

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -81,6 +82,6 @@ def _joined(rows: DeviceMesh, cut: DeviceMesh) -> DeviceMesh:
     """Two parts of one mesh as one."""
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate([rows, cut])
-    whole: Any = rows._get_root_mesh()  # type: ignore[unreachable, unused-ignore]  # torch before 2.10
+    whole: Any = device_mesh._mesh_resources.get_root_mesh(rows)  # type: ignore[unreachable, unused-ignore]  # torch 2.9
     found: DeviceMesh = whole[(*(rows.mesh_dim_names or ()), *(cut.mesh_dim_names or ()))]
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.strategy import broadcast
+from weft.tensors.elsewhere import empty_elsewhere
 
 __all__ = ["DividedExperts"]
 
@@ -53,7 +54,9 @@ class DividedExperts:
             broadcast(real, self._line.group)
         replace_parameters(module, {p: _cut(p, mesh) for p in stacked})
         elsewhere = [e for owners in self._owners.values() for e, owner in owners.items() if owner != self._line.place]
-        replace_parameters(module, {p: _like(p, torch.device("meta")) for e in elsewhere for p in e.parameters()})
+        replace_parameters(
+            module, {p: cast("nn.Parameter", empty_elsewhere(p)) for e in elsewhere for p in e.parameters()}
+        )
         for name, part in packed.items():
             attach(part, self._removable, around=StackedExperts(name, part, self._line), methods=["forward"])
         for name in lists:

@@ -95,28 +95,28 @@ class ListedExperts:
         """The results of all calls, and all rows of them in one tensor; None if no rank calls an expert."""
         plan = _exchange_plans(experts, calls, self._line)
         if plan is None:
-            return [], None
+            return [], self._join_gathers(list(experts)[_held(experts, self._line)])
         order = sorted(range(len(calls)), key=lambda index: calls[index].number)
         flat = [calls[index].rows.reshape(-1, plan.width) for index in order]
         mine = torch.cat(flat) if flat else torch.zeros(0, plan.width, dtype=plan.dtype, device=plan.device)
         if plan.tracked and not mine.requires_grad:
             mine = mine.requires_grad_()  # the peers wait for this rank's part of the backward pass
         (rows,) = send_rows(plan.route, mine)
-        (back,) = send_rows(plan.route.back(), self._run(list(experts)[plan.held], rows, plan.rows))
+        (back,) = send_rows(plan.route.back(), self._run(list(experts)[plan.held], rows, plan))
         results: dict[int, torch.Tensor] = {}
         for index, part in zip(order, back.split([len(one) for one in flat]), strict=True):
             results[index] = part.view(*calls[index].rows.shape[:-1], *part.shape[1:])
         return [results[index] for index in range(len(calls))], back
 
-    def _run(self, held: list[nn.Module], rows: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
-        """The results of rows that came from each rank for each expert that is held: counts [ranks, experts]."""
-        pieces = iter(rows.split([count for theirs in counts for count in theirs]))
-        parts = [[next(pieces) for _ in held] for _ in counts]
+    def _run(self, held: list[nn.Module], rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        """The results of rows that came from each rank for each expert that is held."""
+        pieces = iter(rows.split([count for theirs in plan.rows for count in theirs]))
+        parts = [[next(pieces) for _ in held] for _ in plan.rows]
         found: list[list[torch.Tensor]] = []
-        for expert, own in zip(held, zip(*parts, strict=True), strict=True):
-            result = self._result(expert, torch.cat(own))
+        for expert, own, is_called in zip(held, zip(*parts, strict=True), plan.called, strict=True):
+            result = self._result(expert, torch.cat(own), is_called=is_called)
             found.append([] if result is None else list(result.split([len(one) for one in own])))
-        results = [column[place] for place in range(len(counts)) for column in found if column]
+        results = [column[place] for place in range(len(plan.rows)) for column in found if column]
         if results:
             return torch.cat(results)
         end, dtype = self.end_of(rows)
@@ -127,9 +127,9 @@ class ListedExperts:
             return nothing + rows.sum()
         return nothing.requires_grad_(any(p.requires_grad for expert in held for p in expert.parameters()))
 
-    def _result(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
-        """What an expert makes of rows; without any it is not called, and gets no gradient, as in one process."""
-        if len(rows):
+    def _result(self, expert: nn.Module, rows: torch.Tensor, *, is_called: bool) -> torch.Tensor | None:
+        """What an expert makes of rows; not called by any rank, it gets no gradient, as in one process."""
+        if is_called:
             return expert(rows)  # type: ignore[no-any-return]
         if not any(is_sharded(p) for p in expert.parameters()):
             return None
@@ -145,6 +145,19 @@ class ListedExperts:
         with _forward_replaced(expert, unused):
             return expert(one)[:0]  # type: ignore[no-any-return]
 
+    def _join_gathers(self, held: list[nn.Module]) -> torch.Tensor | None:
+        """Gather what no rank of this line calls: other lines, which have the other shards, may call it."""
+        sharded = [expert for expert in held if any(is_sharded(p) for p in expert.parameters())]
+        if not sharded:
+            return None
+        device = next(sharded[0].parameters()).device
+        row = torch.zeros(1, 1, device=device, requires_grad=torch.is_grad_enabled())
+        found = []
+        for expert in sharded:
+            with _forward_replaced(expert, lambda row: row * 0):
+                found.append(expert(row))
+        return torch.cat(found)
+
 
 class _Plan(NamedTuple):
     """What travels: by which route, rows of which kind, and which experts this rank holds.
@@ -152,6 +165,7 @@ class _Plan(NamedTuple):
     Attributes:
         route: Of the rows.
         rows: Received, by rank and expert.
+        called: Which of the experts of this rank are called by a rank, perhaps without rows.
         held: The experts of this rank.
         width: Numbers in a row.
         dtype: Of rows.
@@ -161,6 +175,7 @@ class _Plan(NamedTuple):
 
     route: Route
     rows: list[list[int]]
+    called: list[bool]
     held: slice
     width: int
     dtype: torch.dtype
@@ -171,25 +186,34 @@ class _Plan(NamedTuple):
 def _exchange_plans(experts: nn.ModuleList, calls: list[Call], line: Line) -> _Plan | None:
     """Tell each rank how many rows of which kind there are for each expert; None if there are none anywhere."""
     size, held = line.size, len(experts) // line.size
-    counts = [0] * len(experts)
+    counts, called = [0] * len(experts), [0] * len(experts)
     for call in calls:
+        called[call.number] = 1
         counts[call.number] += call.rows[..., 0].numel()
     first = calls[0].rows if calls else None
     tracked = any(one.rows.requires_grad for one in calls)
     kind = [0, 0, 0] if first is None else [first.shape[-1], DTYPES.index(first.dtype), int(tracked)]
     device = next(p.device for expert in experts for p in expert.parameters() if not p.is_meta)
-    mine = torch.tensor([[*kind, *counts]] * size, device=device)
+    mine = torch.tensor([[*kind, *counts, *called]] * size, device=device)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=line.group)
     heard: list[list[int]] = theirs.tolist()  # the one read of the host: messages have sizes
     width, dtype, _ = max(each[:3] for each in heard)
     if not width:
         return None
-    here = slice(line.place * held, (line.place + 1) * held)
-    rows = [each[3:][here] for each in heard]
+    here = _held(experts, line)
+    rows = [each[3 : 3 + len(experts)][here] for each in heard]
+    calls_of = [each[3 + len(experts) :][here] for each in heard]
     sent = [sum(counts[rank * held : (rank + 1) * held]) for rank in range(size)]
     route = Route(line.group, sent, [sum(each) for each in rows])
-    return _Plan(route, rows, here, width, DTYPES[dtype], device, any(each[2] for each in heard))
+    is_called = [any(each) for each in zip(*calls_of, strict=True)]
+    return _Plan(route, rows, is_called, here, width, DTYPES[dtype], device, any(each[2] for each in heard))
+
+
+def _held(experts: nn.ModuleList, line: Line) -> slice:
+    """The experts of this rank."""
+    held = len(experts) // line.size
+    return slice(line.place * held, (line.place + 1) * held)
 
 
 @contextlib.contextmanager
