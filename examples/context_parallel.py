@@ -37,7 +37,7 @@ def main(ctx: weft.DistContext) -> None:  # new
     for epoch in range(8):
         total = 0.0
         for batch in loader:  # new
-            x, y = weft.split_sequence([part[None] for part in batch], ctx)  # new
+            x, y = weft.data.split_sequence([part[None] for part in batch], ctx)  # new
             loss = cross_entropy(model(x).flatten(0, 1), y.flatten())  # new
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -160,7 +160,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     step = restored.step if restored else 0
     for batch in loader:
         share = loader.share  # exact means over ranks whose batches are not equally large
-        x, y, places = weft.split_sequence(tuple(batch), ctx) if "context" in axes else batch
+        x, y, places = weft.data.split_sequence(tuple(batch), ctx) if "context" in axes else batch
         loss = model(x, places, y) if "pipeline" in axes else mean_loss(model(x, places), y)
         (loss * share).backward()
         norm = weft.clip_grads(model, ctx, max_norm=1.0)

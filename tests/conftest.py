@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  (any optimizer imports it, and it sets variables; not ours to answer for)
 
+# Programs of Accelerate, which is not always installed; they hold no doctests.
+collect_ignore_glob = ["interop/accelerate_scripts/*"]
+
 # The same cases on every run; `--hypothesis-profile explore` looks for new ones.
 hypothesis.settings.register_profile("same", derandomize=True, database=None)
 hypothesis.settings.register_profile("explore")
@@ -47,7 +50,12 @@ def pytest_collection_modifyitems(config, items):
 def _state():
     return {
         # torch 2.9 sets one of these when it compiles for the first time
-        "environment": {name: text for name, text in os.environ.items() if not name.startswith("TORCHINDUCTOR_")},
+        # Left behind by libraries: by inductor, and by Accelerate, which DeepSpeed and PEFT import.
+        "environment": {
+            name: text
+            for name, text in os.environ.items()
+            if not name.startswith("TORCHINDUCTOR_") and name != "PYTORCH_NVML_BASED_CUDA_CHECK"
+        },
         "default dtype": torch.get_default_dtype(),
         "default device": torch.empty(0).device,
         "gradients": torch.is_grad_enabled(),

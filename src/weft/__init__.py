@@ -15,11 +15,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from weft import errors as errors
-from weft.collectives import all_or_none, any_rank, barrier, broadcast, gather, main_first, reduce
+from weft.collectives import barrier, broadcast, gather, main_first, reduce
 from weft.context import DistContext, adopt, explain, local, on_preemption, start
 from weft.context.placement import to_device
 from weft.contract import compose, transform
-from weft.precision import LossScaling, Precision
+from weft.precision import Precision
 
 if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from weft import rng as rng
     from weft import testing as testing
     from weft import weights as weights
+    from weft.assembly import assemble
     from weft.checkpoint import checkpointable, restore, save, save_async
     from weft.completeness import check
-    from weft.data.split_sequence import split_sequence
+    from weft.elastic import resilient
     from weft.launching.launch_function import launch_function
     from weft.monitoring import log, progress
+    from weft.rehearsal.rehearse import rehearse
     from weft.sharding.stages import plan_pipeline
     from weft.transforms.accumulate_grads import accumulate_grads
     from weft.transforms.average_weights import average_weights, averages
@@ -52,17 +54,21 @@ if TYPE_CHECKING:
     from weft.transforms.fully_shard import fully_shard
     from weft.transforms.fuse_step import fuse_step
     from weft.transforms.gather_step import gather_step
+    from weft.transforms.hooked import hooked
+    from weft.transforms.local_steps import local_steps
     from weft.transforms.pipeline import pipeline
+    from weft.transforms.place import place
     from weft.transforms.recompute import recompute
     from weft.transforms.replicate import replicate
     from weft.transforms.shard_data import shard_data
     from weft.transforms.skip_nonfinite import skip_nonfinite, was_skipped
+    from weft.transforms.step_in_backward import step_in_backward
     from weft.transforms.sync_batch_norm import sync_batch_norm
     from weft.transforms.tensor_parallel import tensor_parallel, tensor_plan
     from weft.transforms.undo import undo
     from weft.transforms.with_precision import loss_scale, with_precision
     from weft.transforms.zero_partition import zero_partition
-    from weft.weights import export, load_weights
+    from weft.weights import export, load_weights, quantized
 
 __version__ = "0.2.0"
 
@@ -72,11 +78,13 @@ _SUBMODULES = {
     *("metrics", "monitoring", "precision", "rng", "testing", "weights"),
 }
 LATER = {
+    "assembly": "assemble",
     "checkpoint": "checkpointable restore save save_async",
     "completeness": "check",
-    "data.split_sequence": "split_sequence",
+    "elastic": "resilient",
     "launching.launch_function": "launch_function",
     "monitoring": "log progress",
+    "rehearsal.rehearse": "rehearse",
     "transforms.accumulate_grads": "accumulate_grads",
     "transforms.average_weights": "average_weights averages",
     "transforms.clip_grads": "clip_grads",
@@ -88,18 +96,22 @@ LATER = {
     "transforms.fully_shard": "fully_shard",
     "transforms.fuse_step": "fuse_step",
     "transforms.gather_step": "gather_step",
+    "transforms.hooked": "hooked",
     "sharding.stages": "plan_pipeline",
+    "transforms.local_steps": "local_steps",
     "transforms.pipeline": "pipeline",
+    "transforms.place": "place",
     "transforms.recompute": "recompute",
     "transforms.replicate": "replicate",
     "transforms.shard_data": "shard_data",
     "transforms.skip_nonfinite": "skip_nonfinite was_skipped",
+    "transforms.step_in_backward": "step_in_backward",
     "transforms.sync_batch_norm": "sync_batch_norm",
     "transforms.tensor_parallel": "tensor_parallel tensor_plan",
     "transforms.undo": "undo",
     "transforms.with_precision": "loss_scale with_precision",
     "transforms.zero_partition": "zero_partition",
-    "weights": "export load_weights",
+    "weights": "export load_weights quantized",
 }
 _MODULE_OF = {name: module for module, names in LATER.items() for name in names.split()}
 
@@ -118,12 +130,10 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "DistContext",
-    "LossScaling",
     "Precision",
     "accumulate_grads",
     "adopt",
-    "all_or_none",
-    "any_rank",
+    "assemble",
     "average_weights",
     "averages",
     "barrier",
@@ -144,26 +154,32 @@ __all__ = [
     "fuse_step",
     "gather",
     "gather_step",
+    "hooked",
     "launch_function",
     "load_weights",
     "local",
+    "local_steps",
     "log",
     "loss_scale",
     "main_first",
     "on_preemption",
     "pipeline",
+    "place",
     "plan_pipeline",
     "progress",
+    "quantized",
     "recompute",
     "reduce",
+    "rehearse",
     "replicate",
+    "resilient",
     "restore",
     "save",
     "save_async",
     "shard_data",
     "skip_nonfinite",
-    "split_sequence",
     "start",
+    "step_in_backward",
     "sync_batch_norm",
     "tensor_parallel",
     "tensor_plan",

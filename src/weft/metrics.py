@@ -14,7 +14,7 @@ from weft.collectives.primitives import enter, peers_named
 from weft.collectives.tensors import reduce
 from weft.context import DistContext
 from weft.contract import part_axes
-from weft.errors import listed, type_error, value_error
+from weft.errors import ContractError, listed, type_error, value_error
 from weft.tensors.nested import leaves, map_leaves
 
 __all__ = [
@@ -301,7 +301,15 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[st
 
     Raises:
         ValueError: On all ranks, if a count is negative or not finite.
+        ContractError: In an elastic job.
     """
+    if ctx.replicas is not None:
+        raise ContractError(
+            "denominator: counts cannot be added up over the replicas of an elastic job",
+            found=f"{ctx.num_replicas} replicas, each of which may be lost at any moment",
+            expected="mean losses over samples",
+            fix="loss = cross_entropy(model(x), y) * loader.share  # or window.share",
+        )
     # Counts are exact in float64 up to 2**53; some devices have none, so add on the CPU there.
     device = ctx.device if ctx.device.type != "mps" else torch.device("cpu")
     mine = torch.stack([torch.as_tensor(count).detach().to(device).double().sum() for count in counts])

@@ -1,4 +1,4 @@
-"""Which dtype where: `Precision`, `LossScaling` and the policies with names."""
+"""Which dtype where: `Precision`, `LossScaling` and the policies with names; `PowerSGD`, for gradients on their way."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ import torch
 
 from weft.errors import listed, type_error, value_error
 
-__all__ = ["LOW", "NAMED", "LossScaling", "PolicyName", "Precision", "PrecisionOffer", "creation_dtype", "named_policy"]
+__all__ = [
+    "LOW",
+    "NAMED",
+    "LossScaling",
+    "PolicyName",
+    "PowerSGD",
+    "Precision",
+    "PrecisionOffer",
+    "creation_dtype",
+    "named_policy",
+]
 
-PolicyName = Literal["fp32", "fp64", "bf16", "fp16", "bf16-true", "fp16-true"]
+PolicyName = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "bf16-true", "fp16-true"]
 
 
 LOW = (torch.bfloat16, torch.float16)
+STORAGE = (torch.float8_e4m3fn, torch.float8_e5m2, *LOW)
 
 
 def _is_float(dtype: object) -> bool:
@@ -67,6 +78,40 @@ class LossScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """How gradients are approximated on their way between ranks, for `replicate(compress=...)`.
+
+    A matrix [rows, columns] travels as two thin ones, of `rank` columns; the error that is made is added to the next
+    gradient. Each rank keeps it, in memory of 1x the gradients.
+
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
+
+    Attributes:
+        rank: Of the approximation, >= 1: 1 to 4 mostly, up to 32 for language models.
+        start_step: Steps before it without compression, >= 2.
+        min_rate: Matrices that would not become smaller by this factor travel as they are.
+        seed: Of the first approximation.
+    """
+
+    rank: int = 1
+    start_step: int = 1000
+    min_rate: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = [f"rank={self.rank!r}"] if type(self.rank) is not int or self.rank < 1 else []
+        wrong += [f"start_step={self.start_step!r}"] if type(self.start_step) is not int or self.start_step < 2 else []
+        wrong += [f"min_rate={self.min_rate!r}"] if type(self.min_rate) is not int or self.min_rate < 1 else []
+        if wrong:
+            raise value_error(
+                f"PowerSGD: {listed(wrong)} cannot be used",
+                found=listed(wrong),
+                expected="whole numbers: rank >= 1, start_step >= 2, min_rate >= 1",
+                fix="PowerSGD(rank=2, start_step=1000)",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """Which dtype is used where. None always means: leave it as it is.
 
@@ -76,6 +121,12 @@ class Precision:
             picks the operations that are safe in it; otherwise inputs are cast to it, and an
             autocast around the module does not reach inside.
         reduce: In which gradients travel between ranks.
+        gather: The `compute` dtype, for modules that are sharded: linear layers and convolutions, whose
+            parameters autocast would cast, are gathered in it, everything else as it is.
+        matmul: `torch.float8_e4m3fn`: linear layers, of which both sides are multiples of 16, multiply matrices that
+            are rounded to it row by row; gradients of their weights are added up in float32.
+        storage: Frozen weights of linear layers, convolutions and embeddings rest in it, such as
+            `torch.float8_e4m3fn`; a layer casts its own to `compute` while it is called.
         buffer: Floating-point buffers are stored in it; those of a layer whose own parameters are
             all frozen are left alone, like these.
         output: Floating-point outputs are cast to it.
@@ -85,6 +136,9 @@ class Precision:
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    gather: torch.dtype | None = None
+    matmul: torch.dtype | None = None
+    storage: torch.dtype | None = None
     buffer: torch.dtype | None = None
     output: torch.dtype | None = None
     scaling: LossScaling | None = None
@@ -94,8 +148,8 @@ class Precision:
             raise type_error(
                 "Precision: scaling is no LossScaling",
                 found=repr(self.scaling),
-                expected="a weft.LossScaling or None",
-                fix="Precision(compute=torch.float16, scaling=weft.LossScaling())",
+                expected="a weft.precision.LossScaling or None",
+                fix="Precision(compute=torch.float16, scaling=weft.precision.LossScaling())",
             )
         fields = {"param": self.param, "compute": self.compute, "reduce": self.reduce}
         fields |= {"buffer": self.buffer, "output": self.output}
@@ -106,6 +160,27 @@ class Precision:
                 found=listed(wrong),
                 expected="floating-point dtypes of 16 bits or more",
                 fix="Precision(param=torch.float32, compute=torch.bfloat16)",
+            )
+        if self.matmul is not None and (self.matmul is not torch.float8_e4m3fn or self.scaling or self.gather):
+            raise value_error(
+                "Precision: matrices cannot be multiplied so",
+                found=f"matmul={self.matmul}, scaling={self.scaling}, gather={self.gather}",
+                expected="matmul=torch.float8_e4m3fn, without a loss scale and without gather",
+                fix="Precision(param=torch.float32, compute=torch.bfloat16, matmul=torch.float8_e4m3fn)",
+            )
+        if self.storage is not None and (self.storage not in STORAGE or self.compute is None):
+            raise value_error(
+                "Precision: weights cannot rest in this dtype",
+                found=f"storage={self.storage}, compute={self.compute}",
+                expected=f"{listed(map(str, STORAGE))}, and the dtype to compute in",
+                fix="Precision(storage=torch.float8_e4m3fn, compute=torch.bfloat16)",
+            )
+        if self.gather is not None and (self.gather is not self.compute or self.compute not in LOW):
+            raise value_error(
+                "Precision: parameters cannot be gathered in another dtype than autocast casts them to",
+                found=f"gather={self.gather}, compute={self.compute}",
+                expected="gather and compute both torch.bfloat16, or both torch.float16; or no gather",
+                fix="Precision(param=torch.float32, compute=torch.bfloat16, gather=torch.bfloat16)",
             )
         if self.scaling is not None and self.compute is not torch.float16:
             raise value_error(
@@ -122,6 +197,7 @@ NAMED: dict[PolicyName, Precision] = {
     "fp64": Precision(param=torch.float64, compute=torch.float64, buffer=torch.float64),
     "bf16": replace(_FP32, compute=torch.bfloat16, output=torch.float32),
     "fp16": replace(_FP32, compute=torch.float16, output=torch.float32, scaling=LossScaling()),
+    "fp8": replace(_FP32, matmul=torch.float8_e4m3fn),
     "bf16-true": Precision(param=torch.bfloat16, compute=torch.bfloat16, buffer=torch.bfloat16),
     "fp16-true": Precision(param=torch.float16, compute=torch.float16, buffer=torch.float16),
 }
@@ -130,13 +206,16 @@ NAMED: dict[PolicyName, Precision] = {
 class PrecisionOffer:
     """What later transforms may ask of a module with a precision."""
 
-    def __init__(self, precision: Precision, precise: Any) -> None:
+    def __init__(self, precision: Precision, precise: Any, stored: Any = None) -> None:
         self.precision = precision
+        self.stored = stored
         self.reduce_dtype = precision.reduce
         self.precise = precise
 
     def undo(self) -> None:
-        """Take casts and autocast off; parameters keep their dtype."""
+        """Take casts and autocast off; parameters keep their dtype, but those that rested in another get it back."""
+        if self.stored is not None:
+            self.stored.undo()
         if self.precise is not None:
             self.precise.undo()
 

@@ -747,7 +747,8 @@ with weft.start() as ctx:
 """
 
 
-@pytest.mark.parametrize("instead", ["trains", pytest.param("leaves", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("instead", ["trains", "leaves"])
 def test_save_on_one_rank_only_ends_the_job_soon(tmp_path, instead):
     script = tmp_path / "alone.py"
     script.write_text(_ALONE)

@@ -5,8 +5,8 @@ import tomllib
 import pytest
 
 import weft.cli
-from weft.cli.config_accelerate import from_accelerate
-from weft.cli.config_megatron import arguments_of, from_megatron
+from weft.cli.foreign.accelerate import from_accelerate
+from weft.cli.foreign.megatron import arguments_of, from_megatron
 
 SCRIPT = """
 #!/bin/sh
@@ -48,7 +48,7 @@ def test_a_script_becomes_a_file_and_calls_and_what_is_left_over_is_listed(tmp_p
             {"data": -1, "context": 4},
             [
                 "weft.with_precision(model, ctx, 'fp16')",
-                "weft.context_parallel(model, ctx, method='heads')  # batches: weft.split_sequence(batch, ctx)",
+                "weft.context_parallel(model, ctx, method='heads')  # batches: weft.data.split_sequence(batch, ctx)",
                 "weft.replicate(model, ctx)",
             ],
         ),

@@ -243,7 +243,7 @@ def test_broadcast_from_nowhere():
 
 
 def _flag(ctx):
-    return [weft.any_rank(step == ctx.rank, ctx) for step in range(3)]
+    return [weft.collectives.any_rank(step == ctx.rank, ctx) for step in range(3)]
 
 
 def test_a_flag_of_any_rank_is_seen_by_all_once():
@@ -274,7 +274,7 @@ def _no_tensors_moved(ctx):
         weft.reduce([torch.ones(2), torch.ones(3), torch.ones(1)], ctx)
         one = counter.get_total_counts()
         weft.barrier(ctx)
-        with weft.all_or_none(ctx), weft.main_first(ctx):
+        with weft.collectives.all_or_none(ctx), weft.main_first(ctx):
             pass
     return one, counter.get_total_counts()
 
@@ -327,7 +327,7 @@ def test_no_meetings_without_debug():
 
 def _together(ctx, inside):
     try:
-        with weft.all_or_none(ctx, "reading the data"):
+        with weft.collectives.all_or_none(ctx, "reading the data"):
             if ctx.rank == 1:
                 raise FileNotFoundError("no such shard: 7")
             if inside:
@@ -392,7 +392,7 @@ def _together_again(ctx):
     results = []
     for guilty in (0, 1, None):
         try:
-            with weft.all_or_none(ctx):
+            with weft.collectives.all_or_none(ctx):
                 if ctx.rank == guilty:
                     raise ValueError(f"step {guilty}")
             results.append("fine")

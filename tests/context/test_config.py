@@ -11,7 +11,7 @@ import pytest
 import weft
 import weft.cli
 from weft.cli.config import answered, toml
-from weft.cli.config_accelerate import from_accelerate
+from weft.cli.foreign.accelerate import from_accelerate
 from weft.context.config import LAUNCH, checked, read_config
 from weft.context.settings import SETTINGS, resolve
 from weft.errors import ContextError

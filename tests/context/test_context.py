@@ -251,7 +251,12 @@ def test_only_names_both_lines():
 
 
 @pytest.mark.parametrize(
-    "call", [weft.barrier, lambda ctx: weft.all_or_none(ctx).__enter__(), lambda ctx: weft.any_rank(True, ctx)]
+    "call",
+    [
+        weft.barrier,
+        lambda ctx: weft.collectives.all_or_none(ctx).__enter__(),
+        lambda ctx: weft.collectives.any_rank(True, ctx),
+    ],
 )
 def test_every_collective_is_refused_for_one_rank(call):
     with pytest.raises(weft.errors.CollectiveRefused, match="fix:"):

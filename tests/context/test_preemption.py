@@ -109,7 +109,15 @@ def _trials(ctx, count, together):
     return found
 
 
-@pytest.mark.parametrize(("n", "together", "count"), [(2, True, 5), (2, False, 4), (4, True, 3), (4, False, 2)])
+@pytest.mark.parametrize(
+    ("n", "together", "count"),
+    [
+        (2, True, 5),
+        pytest.param(2, False, 4, marks=pytest.mark.slow),
+        pytest.param(4, True, 3, marks=pytest.mark.slow),
+        (4, False, 2),
+    ],
+)
 def test_all_ranks_stop_after_the_same_step(n, together, count):
     found = run_ranks(_trials, n, count, together)
     assert all(each == found[0] for each in found)

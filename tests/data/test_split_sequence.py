@@ -39,7 +39,7 @@ def _words(rows=2, length=8):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_parts_are_the_whole_in_another_order(order, ranks):
     x = torch.randn(2, 24, 3)
-    parts = [weft.split_sequence(x, _ctx(rank, ranks), order=order) for rank in range(ranks)]
+    parts = [weft.data.split_sequence(x, _ctx(rank, ranks), order=order) for rank in range(ranks)]
     assert torch.equal(sequence_order(torch.stack(parts, 1), order), x)
     assert torch.equal(rank_order(x, ranks, order), torch.stack(parts, 1))
     for rank, part in enumerate(parts):
@@ -66,7 +66,7 @@ def test_zigzag_gives_all_ranks_as_much_causal_work():
 def test_batches_of_every_kind_keep_their_type(make):
     x = _words()
     batch = make(x)
-    part = weft.split_sequence(batch, _ctx(1))
+    part = weft.data.split_sequence(batch, _ctx(1))
     assert type(part) is type(batch)
     assert torch.equal(x, _words())  # the batch is left alone
     first = part.x if isinstance(part, (Pair, Sample)) else part["x"] if "x" in part else part[0]
@@ -74,16 +74,16 @@ def test_batches_of_every_kind_keep_their_type(make):
 
 
 def test_what_is_no_sequence_stays_whole():
-    part = weft.split_sequence({"x": _words(), "label": torch.tensor([0, 1]), "name": "a"}, _ctx())
+    part = weft.data.split_sequence({"x": _words(), "label": torch.tensor([0, 1]), "name": "a"}, _ctx())
     assert part["label"].tolist() == [0, 1]
     assert part["name"] == "a"
 
 
 def test_arrays_and_other_dimensions():
-    part = weft.split_sequence((np.arange(8), torch.arange(8)), _ctx(), dim=0)
+    part = weft.data.split_sequence((np.arange(8), torch.arange(8)), _ctx(), dim=0)
     assert part[0].tolist() == part[1].tolist() == [0, 1, 6, 7]
-    assert weft.split_sequence(torch.zeros(2, 3, 8), _ctx(), dim=2).shape == (2, 3, 4)
-    assert weft.split_sequence({"x": torch.zeros(8, 2)}, _ctx(), dim=0)["position_ids"].tolist() == [0, 1, 6, 7]
+    assert weft.data.split_sequence(torch.zeros(2, 3, 8), _ctx(), dim=2).shape == (2, 3, 4)
+    assert weft.data.split_sequence({"x": torch.zeros(8, 2)}, _ctx(), dim=0)["position_ids"].tolist() == [0, 1, 6, 7]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -96,7 +96,7 @@ def test_labels_are_shifted_before_they_are_split(ranks):
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     losses = []
     for rank in range(ranks):
-        part = weft.split_sequence({"logits": logits, "labels": labels}, _ctx(rank, ranks))
+        part = weft.data.split_sequence({"logits": logits, "labels": labels}, _ctx(rank, ranks))
         assert torch.equal(part["labels"], labels[:, part["position_ids"][0]])
         total = F.cross_entropy(part["logits"].flatten(0, 1), part["shift_labels"].flatten(), reduction="sum")
         losses.append(total / part["num_items_in_batch"])
@@ -105,13 +105,13 @@ def test_labels_are_shifted_before_they_are_split(ranks):
 
 def test_labels_and_numbers_of_the_user_are_kept():
     given = {"labels": _words(), "shift_labels": _words() + 1, "num_items_in_batch": 5}
-    part = weft.split_sequence(given, _ctx())
+    part = weft.data.split_sequence(given, _ctx())
     assert part["shift_labels"].tolist() == (part["labels"] + 1).tolist()
     assert part["num_items_in_batch"] == 5
 
 
 def test_one_rank_gets_the_same_keys():
-    part = weft.split_sequence({"labels": _words()}, weft.local())
+    part = weft.data.split_sequence({"labels": _words()}, weft.local())
     assert part["position_ids"].tolist() == [list(range(8))] * 2
     assert part["labels"] is not None
     assert int(part["num_items_in_batch"]) == 14
@@ -135,18 +135,18 @@ REFUSED = [
 @pytest.mark.parametrize(("batch", "options", "kind", "text"), REFUSED)
 def test_what_would_be_silently_wrong_is_refused(batch, options, kind, text):
     with pytest.raises(kind) as error:
-        weft.split_sequence(batch, _ctx(), **options)
+        weft.data.split_sequence(batch, _ctx(), **options)
     assert text in str(error.value)
     assert "fix:" in str(error.value)
 
 
 def test_a_mask_of_ones_is_split():
-    part = weft.split_sequence({"x": _words(), "attention_mask": torch.ones(2, 8)}, _ctx())
+    part = weft.data.split_sequence({"x": _words(), "attention_mask": torch.ones(2, 8)}, _ctx())
     assert part["attention_mask"].shape == (2, 4)
 
 
 def _in_worker(rows):
-    return weft.split_sequence(torch.stack(rows), _ctx())
+    return weft.data.split_sequence(torch.stack(rows), _ctx())
 
 
 def test_not_in_a_worker_of_a_loader():
@@ -157,4 +157,4 @@ def test_not_in_a_worker_of_a_loader():
 
 def test_ranks_that_read_the_same_batches_split_them():
     ctx = _ctx(rank=3, ranks=2, data=2)  # data 1, context 1
-    assert weft.split_sequence(_words(), ctx)[0].tolist() == [2, 3, 4, 5]
+    assert weft.data.split_sequence(_words(), ctx)[0].tolist() == [2, 3, 4, 5]

@@ -52,7 +52,7 @@ def _reference(kind, steps):
             window = batches[start : start + steps]
             count, total = sum(_count(batch) for batch in window), 0.0
             for batch in window:
-                loss = _loss(model, weft.split_sequence(batch, weft.local())) / count
+                loss = _loss(model, weft.data.split_sequence(batch, weft.local())) / count
                 loss.backward()
                 total += loss.item()
             losses.append(total)
@@ -74,7 +74,7 @@ def _train(ctx, kind, strategy, method, steps):
         for window in loader:
             count, total = window.denominator(_count), 0.0
             for batch in window:
-                loss = _loss(model, weft.split_sequence(batch, ctx)) / count
+                loss = _loss(model, weft.data.split_sequence(batch, ctx)) / count
                 loss.backward()
                 total += weft.reduce(loss.detach(), ctx, "mean").item()
             losses.append(total)
@@ -122,7 +122,9 @@ def _own_loss(ctx, order):
     expected.backward()
     model, inner = weft.context_parallel(_model("llama"), ctx, order=order)
     model, inner = weft.replicate(model, inner)
-    loss = model(**weft.split_sequence({**batch, "attention_mask": torch.ones(4, LENGTH)}, inner, order=order)).loss
+    loss = model(
+        **weft.data.split_sequence({**batch, "attention_mask": torch.ones(4, LENGTH)}, inner, order=order)
+    ).loss
     loss.backward()
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
     gradients = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
@@ -139,7 +141,7 @@ def test_the_loss_of_the_model_is_that_of_the_whole_batch(order):
 def _refused(ctx):
     texts = []
     batch = next(iter(DataLoader(_rows(), batch_size=4)))
-    part = weft.split_sequence(batch, ctx)
+    part = weft.data.split_sequence(batch, ctx)
     ids, at = part["input_ids"], part["position_ids"]
 
     def parallel(kind="llama", **options):
@@ -192,7 +194,7 @@ def _in_graphs(ctx):
         model, inner = weft.context_parallel(model, inner)
         if "compile" in options:
             model, inner = weft.compile(model, inner, blocks=layer, backend="aot_eager", fullgraph=True)
-        part = weft.split_sequence(next(iter(DataLoader(_rows(), batch_size=4))), inner)
+        part = weft.data.split_sequence(next(iter(DataLoader(_rows(), batch_size=4))), inner)
         loss = _loss(model, part)
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])

@@ -123,6 +123,7 @@ with weft.start() as ctx:
 """
 
 
+@pytest.mark.slow
 def test_a_module_and_the_users_thread_count(tmp_path):
     _write(tmp_path, "pkg/__init__.py", "")
     _write(tmp_path, "pkg/part.py", "VALUE = 7\n")
@@ -418,7 +419,8 @@ with weft.start() as ctx:
 """
 
 
-@pytest.mark.parametrize("ranked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranked", [True, False])
 def test_two_nodes_meet(tmp_path, ranked):
     _write(tmp_path, "nodes.py", NODES)
     with socket.socket() as probe:
@@ -536,6 +538,9 @@ def test_the_configuration_is_torchs():
         ({"nproc": -3}, "-n -3"), ({"nproc": 0}, "-n 0"), ({"nnodes": 0}, "--nnodes 0"),
         ({"nnodes": "3:2"}, "--nnodes 3:2"), ({"nnodes": "x"}, "--nnodes x"), ({"nnodes": 2}, "no --rdzv"),
         ({"nnodes": 2, "node_rank": 2, "rdzv": "a:1"}, "--node-rank 2"), ({"max_restarts": -1}, "--max-restarts -1"),
+        ({"nproc": 2, "min_replicas": 3}, "--min-replicas 3"), ({"min_replicas": 0}, "--min-replicas 0"),
+        ({"nproc": 4, "min_replicas": 1, "replica_ranks": 3}, "--replica-ranks 3"), ({"replica_ranks": 2}, "no --min"),
+        ({"nnodes": 2, "rdzv": "a:1", "min_replicas": 1}, "--nnodes 2 --min-replicas"),
         ({"threads": 0}, "--threads 0"), ({"nnodes": "1:2", "node_rank": 0, "rdzv": "a:1"}, "--node-rank 0"),
     ],
 )  # fmt: skip

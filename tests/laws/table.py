@@ -142,6 +142,16 @@ def gather(parts: Parts, ctx):
     return ctx
 
 
+def step_inside(parts: Parts, ctx):
+    parts.optimizer, ctx = weft.step_in_backward(parts.optimizer, ctx)
+    return ctx
+
+
+def step_inside_wrong(parts: Parts, ctx):
+    parts.optimizer = torch.optim.Adafactor(parts.module.parameters())
+    return step_inside(parts, ctx)
+
+
 def gather_wrong(parts: Parts, ctx):
     parts.optimizer = torch.optim.Adagrad.__new__(torch.optim.LBFGS)
     return gather(parts, ctx)
@@ -150,6 +160,23 @@ def gather_wrong(parts: Parts, ctx):
 def compute_again(parts: Parts, ctx, blocks):
     parts.module, ctx = weft.recompute(parts.module, ctx, blocks=blocks)
     return ctx
+
+
+def hook(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.hooked(
+        parts.module, ctx, blocks=["first", "head"], **{"before": leave, "after": leave, **options}
+    )
+    return ctx
+
+
+def put_in_place(parts: Parts, ctx, **options):
+    parts.module, ctx = weft.place(parts.module, ctx, **{"plan": {"cpu": None}, **options})
+    return ctx
+
+
+def leave(block, args, kwargs, *output):
+    """Changes nothing."""
+    return output[0] if output else (args, kwargs)
 
 
 def compile_it(parts: Parts, ctx, **options):
@@ -189,6 +216,19 @@ class Sequences(Job):
         model = super().model()
         model.__class__ = Attentive
         return model
+
+
+class Linear(Job):
+    """The same job with a step that is linear in the gradient: the mean of steps is the step on the mean."""
+
+    def optimizer(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def step_apart(parts: Parts, ctx, **options):
+    chosen = {"every": 1, **options}
+    parts.module, parts.optimizer, ctx = weft.local_steps(parts.module, parts.optimizer, ctx, **chosen)
+    return ctx
 
 
 def average(parts: Parts, ctx, **options):
@@ -345,12 +385,30 @@ DEEPSPEED = [
         (" 3, small", {"stage": 3, "bucket_bytes": 256}, {"config": {"no such key": 1, "gradient_clipping": "much"}}),
     )
 ]
+LOCAL = Row(
+    name="local_steps",
+    apply=step_apart,
+    on_both=True,
+    synchronizes=True,
+    job=partial(Linear, clip=1e9),
+    break_input=partial(step_apart, every=0),
+)
 GATHER = Row(name="gather_step", apply=gather, on_optimizer=True, needs=(FULLY,), break_input=gather_wrong)
+INSIDE = Row(
+    name="step_in_backward",
+    apply=step_inside,
+    on_optimizer=True,
+    needs=(FULLY,),
+    job=partial(Linear, clip=float("inf")),
+    break_input=step_inside_wrong,
+)
 RECOMPUTE = Row(
     name="recompute",
     apply=partial(compute_again, blocks=["first", "head"]),
     break_input=partial(compute_again, blocks="nowhere"),
 )
+HOOKED = Row(name="hooked", apply=hook, break_input=partial(hook, before="nothing"))
+PLACED = Row(name="place", apply=put_in_place, break_input=partial(put_in_place, plan={"cpu": 3}))
 COMPILED = Row(name="compile", apply=compile_it, break_input=partial(compile_it, backend="nothing"))
 CONTEXT = Row(
     name="context_parallel",
@@ -363,7 +421,8 @@ AVERAGE = Row(name="average_weights", apply=average, break_input=partial(average
 
 TABLE = [
     SHARD, SPLIT, REPLICATE, FLAT, UNUSED, TINY_BUCKETS, FP32, BF16, FP16, ACCUMULATE, EVERY, NORMS, FUSE, CUSTOM,
-    FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, COMPILED, CONTEXT, AVERAGE,
+    FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, HOOKED, COMPILED, CONTEXT, AVERAGE,
+    LOCAL, INSIDE, PLACED,
 ]  # fmt: skip
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.
 OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
@@ -379,6 +438,8 @@ PAIRS = [
     # CUSTOM sums over all ranks; CONTEXT wants an axis of its own.
     *((one, TENSOR) for one in [*ONE_OF_EACH, *OTHERS] if one is not CUSTOM and one is not CONTEXT),
     *((TENSOR, other) for other in [*ONE_OF_EACH, *OTHERS] if other is not CUSTOM and other is not CONTEXT),
+    *((one, LOCAL) for one in [*ONE_OF_EACH, *OTHERS] if one is not CUSTOM and one is not CONTEXT),
+    *((LOCAL, other) for other in [*ONE_OF_EACH, *OTHERS] if other is not CUSTOM and other is not CONTEXT),
     *((one, EXPERTS) for one in WITH_EXPERTS),
     *((EXPERTS, other) for other in WITH_EXPERTS),
 ]

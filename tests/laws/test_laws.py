@@ -12,6 +12,7 @@ from .table import (
     DEEPSPEED,
     EXPERTS,
     FP16_MODULE,
+    LOCAL,
     NORMS,
     OTHERS,
     PAIRS,
@@ -47,6 +48,7 @@ _NOT_AFTER = {
         "zero_partition",
         "tensor_parallel",
         "expert_parallel",
+        "local_steps",
     },
     "average_weights": {
         "fully_shard",
@@ -55,6 +57,7 @@ _NOT_AFTER = {
         "zero_partition",
         "tensor_parallel",
         "expert_parallel",
+        "local_steps",
     },
     "compile": {
         "context_parallel",
@@ -79,6 +82,7 @@ _NOT_AFTER = {
         "zero_partition",
         "tensor_parallel",
         "expert_parallel",
+        "local_steps",
     },
     "recompute": {"sync_batch_norm", "with_precision"},
     "replicate": {
@@ -91,6 +95,7 @@ _NOT_AFTER = {
         "zero_partition",
         "tensor_parallel",
         "expert_parallel",
+        "local_steps",
     },
     "sum_gradients": {"fully_shard", "replicate", "with_precision", "zero_partition"},
     "tensor_parallel": {"recompute", "sync_batch_norm", "with_precision"},
@@ -104,6 +109,15 @@ _NOT_AFTER = {
         "with_precision",
         "tensor_parallel",
         "expert_parallel",
+        "local_steps",
+    },
+    "local_steps": {
+        "average_weights",
+        "fully_shard",
+        "replicate",
+        "sync_batch_norm",
+        "with_precision",
+        "zero_partition",
     },
 }
 # ... and what DeepSpeed cannot do that torch can.
@@ -124,7 +138,7 @@ DIFFERENT = [(one, two) for one, two in PAIRS if _name(one) != _name(two)]
 
 def _is_other(pair):
     """Pairs with the later transforms belong to the slow suite."""
-    return any(row is other for row in pair for other in (*OTHERS, EXPERTS, TENSOR))
+    return any(row is other for row in pair for other in (*OTHERS, EXPERTS, LOCAL, TENSOR))
 
 
 WITH_DEEPSPEED = [

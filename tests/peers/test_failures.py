@@ -88,10 +88,10 @@ def script(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "n", "text"),
     [
-        ("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad"),
+        pytest.param("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad", marks=pytest.mark.slow),
         ("kill", 2, "rank 1 failed.*its process is gone"),
         pytest.param("kill", 4, "rank 1 failed.*its process is gone", marks=pytest.mark.slow),
-        ("hang", 2, "rank 1 failed.*rank 1 did not arrive within 3 s"),
+        pytest.param("hang", 2, "rank 1 failed.*rank 1 did not arrive within 3 s", marks=pytest.mark.slow),
         pytest.param(
             "only",
             2,
@@ -110,6 +110,7 @@ def test_a_fault_on_one_rank_ends_all_and_is_named(script, fault, n, text):
             assert "terminate called" not in output
 
 
+@pytest.mark.slow
 def test_a_mismatch_raises_on_all_ranks_with_debug(script):
     codes, outputs = _end(_start(script, 2, "shape"))
     assert codes == [1, 1]
@@ -208,6 +209,7 @@ weft.reduce(torch.ones(1), ctx)
 """
 
 
+@pytest.mark.slow
 def test_a_context_that_nobody_closes(tmp_path):
     path = tmp_path / "open.py"
     path.write_text(WITHOUT_WITH)

@@ -109,6 +109,7 @@ def _caught(ctx):
     check_failed(ctx.world)
 
 
+@pytest.mark.slow
 def test_an_error_that_was_told_of_ends_the_wait_of_others():
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_caught, 2)
@@ -125,6 +126,7 @@ def _meets_elsewhere(ctx):
     return everyone
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_in_different_collectives():
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:

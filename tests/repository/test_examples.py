@@ -29,7 +29,9 @@ SLOW = {
     "expert_parallel",
     "fully_shard",
     "gather_step",
+    "hooked",
     "recompute",
+    "step_in_backward",
     "sync_batch_norm",
     "pipeline",
     "tensor_parallel",
@@ -41,7 +43,9 @@ MESHES = {
     "tensor_parallel": {"tensor": -1},
 }  # of the others: one data axis
 MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [pytest.mark.slow] for name in SLOW}}
-RUNNABLE = [pytest.param(path, marks=MARKS.get(path.stem, []), id=path.stem) for path in SMALL]
+RUNNABLE = [
+    pytest.param(path, marks=MARKS.get(path.stem, []), id=path.stem) for path in SMALL if path.stem != "resilient"
+]
 DERIVED = [path for path in SMALL if path.stem != "two_models"]
 
 
@@ -72,6 +76,8 @@ def test_an_example_gives_the_same_losses_on_one_rank_and_on_two(path):
         return  # each rank draws its own noise
     alone, together = _losses(one), _losses(main)
     assert len(alone) == 8 and alone[-1] < alone[0] / 2
+    if path.stem == "local_steps":
+        return  # on two ranks it is another algorithm
     # Printed with four digits. In fp16 a rounding decides now and then, and AdamW carries it on: 5% of the loss.
     allowed = [0.05 * loss if path.stem == "with_precision" else 2e-4 for loss in alone]
     assert all(abs(a - b) <= limit for a, b, limit in zip(alone, together, allowed, strict=True)), (alone, together)

@@ -88,6 +88,7 @@ def test_the_page_shows_ratios_and_what_failed():
     assert page.count("- b") == 1 and "it had no time left" in page
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_dry_run_passes(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path)}

@@ -22,15 +22,16 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 TRANSFORMS = [
     "accumulate_grads", "average_weights", "compile", "context_parallel", "expert_parallel", "fully_shard",
-    "fuse_step", "gather_step", "pipeline", "recompute", "replicate", "shard_data", "skip_nonfinite", "sync_batch_norm",
-    "tensor_parallel", "with_precision", "zero_partition",
+    "fuse_step", "gather_step", "hooked", "local_steps", "pipeline", "place", "recompute", "replicate", "shard_data",
+    "skip_nonfinite", "step_in_backward", "sync_batch_norm", "tensor_parallel", "with_precision", "zero_partition",
 ]  # fmt: skip
 FACADE = [
-    *TRANSFORMS, "DistContext", "LossScaling", "Precision", "adopt", "all_or_none", "any_rank", "averages", "barrier",
+    *TRANSFORMS, "DistContext", "Precision", "adopt", "assemble", "averages", "barrier",
     "broadcast", "check", "checkpointable", "clip_grads", "compose", "errors", "explain", "export", "full_grads",
     "full_params", "gather", "launch_function", "load_weights", "local", "log", "loss_scale", "main_first",
-    "on_preemption", "plan_pipeline", "progress", "reduce", "restore", "save", "save_async",
-    "split_sequence", "start", "tensor_plan", "to_device", "transform", "undo", "was_skipped",
+    "on_preemption", "plan_pipeline", "progress", "quantized", "reduce", "rehearse", "resilient", "restore", "save",
+    "save_async",
+    "start", "tensor_plan", "to_device", "transform", "undo", "was_skipped",
 ]  # fmt: skip
 # What else is public, by module: frozen like the facade.
 MODULES = {
@@ -38,12 +39,13 @@ MODULES = {
     "collectives": "all_or_none all_to_all any_rank barrier broadcast gather gather_objects main_first on_rank "
     "pad_across reduce reduce_scatter scatter vocab_cross_entropy",
     "data": "BatchMath DataPlan SeekableStream ShardedLoader Window Windows batch_math find_batch_size length_batches "
-    "pad_collate padding_share split_between",
+    "pack_collate pad_collate padding_share split_between split_sequence",
     "environments": "Topology first_host topology",
     "metrics": "SampleIds denominator gather_metrics weighted_mean",
     "rng": "Seeded Seeds keyed_uniform set_seed sync_rng worker_seeds",
     "interop": "import_deepspeed",
-    "weights": "LoadedWeights export load_weights",
+    "weights": "LoadedWeights PlacedUnit PlacementPlan export find_tied load_weights module_sizes on_meta "
+    "plan_placement tie",
 }
 PUBLIC = [*FACADE, *(f"{module}.{name}" for module, names in MODULES.items() for name in names.split())]
 PUBLIC += [f"monitoring.{name}" for name in ("logger", "peak_memory", "profile", "throughput", "watch_health")]
@@ -62,7 +64,7 @@ ERRORS = [
 ]  # fmt: skip
 TYPES = [n for n in WHERE if isinstance(_named(n), type)]
 PROTOCOLS = [f"contract.{name}" for name in ("GradSync", "ReducesIn", "Undoable")]
-TESTING = ["fake", "run_ranks", "assert_equivalent", "largest_difference"]
+TESTING = ["fake", "run_ranks", "assert_equivalent", "assert_rehearsed", "largest_difference"]
 
 
 # -- names -------------------------------------------------------------------------------------------
@@ -116,14 +118,17 @@ def _in_ruff_order(module):
 # Every exception to "object first, ctx second, the rest keyword-only", with its reason.
 POSITIONAL_OPTIONS = {
     "with_precision": ["policy"],  # the one thing everybody says: with_precision(model, ctx, "bf16")
+    "quantized": ["scheme"],  # likewise: quantized(model, ctx, "nf4")
     "reduce_scatter": ["op"],
     "reduce": ["op"],  # as torch.distributed.all_reduce(tensor, op)
+    "place": ["plan"],  # what everybody gives, often as a dict of budgets
     "on_rank": ["rank"],  # reads as "on rank 0"
     "log": ["trackers"],  # what, when, from where, to whom
     "profile": ["folder"],  # where to
     "all_or_none": ["what"],  # a name for people, as in pytest.raises
 }
 NO_OBJECT = [
+    "assemble",
     "barrier",
     "batch_math",
     "check",
@@ -160,9 +165,11 @@ def test_a_transform_takes_objects_then_ctx_then_options_by_name(name):
         "accumulate_grads": ["modules", "loader"],
         "fuse_step": ["optimizer"],
         "gather_step": ["optimizer"],
+        "local_steps": ["module", "optimizer"],
         "zero_partition": ["module", "optimizer"],
         "shard_data": ["loader"],
         "skip_nonfinite": ["optimizer"],
+        "step_in_backward": ["optimizer"],
     }.get(name, ["module"])
 
 
@@ -172,7 +179,17 @@ def test_a_function_takes_its_object_then_ctx_and_the_rest_by_name(name):
     names = [p.name for p in parameters]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "ctx" not in names:
-        by_two = ("export", "import_deepspeed", "launch_function", "offered", "padding_share", "plan_pipeline")
+        by_two = (
+            "export",
+            "import_deepspeed",
+            "launch_function",
+            "offered",
+            "padding_share",
+            "plan_pipeline",
+            "plan_placement",
+            "rehearse",
+            "tie",
+        )
         assert len(positional) <= 2 and (len(positional) < 2 or name in by_two)
         return
     ctx = parameters[names.index("ctx")]
@@ -190,7 +207,7 @@ def test_no_function_takes_arguments_without_a_name(name):
 
 
 def test_same_thing_same_word():
-    words = {p.name for name in FUNCTIONS if name != "check" for p in _parameters(name)}  # takes a state_dict as well
+    words = {p.name for name in FUNCTIONS if name not in ("check", "assemble") for p in _parameters(name)}
     assert not words & {"model", "net", "opt", "optim", "dataloader", "context", "group_name", "no_sync", "dist_ctx"}
     units = {w for w in words if re.search(r"timeout|bytes|seconds", w)}
     assert units == {"timeout_s", "bucket_bytes"}
@@ -235,14 +252,12 @@ def test_a_docstring_says_what_changes_what_is_sent_returned_and_raised(name):
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *TESTING])
-def test_a_docstring_has_an_example_that_runs(name):
+def test_a_docstring_has_an_example(name):  # --doctest-modules runs it
     fn = inspect.unwrap(_public(name))
     assert "Example:" in inspect.getdoc(fn)
     tests = doctest.DocTestFinder(recurse=False).find(fn, name, globs=vars(inspect.getmodule(fn)).copy())
     assert tests and tests[0].examples
     assert not any(doctest.SKIP in example.options for test in tests for example in test.examples)
-    results = [doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test) for test in tests]
-    assert all(result.failed == 0 for result in results)
 
 
 @pytest.mark.parametrize("name", [*(f"errors.{name}" for name in ERRORS), *TYPES, *PROTOCOLS])
@@ -318,6 +333,9 @@ reveal_type(weft.reduce(torch.ones(1), ctx))                # Tensor
 reveal_type(weft.gather({"a": torch.ones(1)}, ctx))         # dict[str, Tensor]
 reveal_type(weft.contract.offered(net, weft.contract.GradSync))               # list[GradSync]
 reveal_type(weft.collectives.on_rank(net.own, ctx)())                   # int | None
+parts, _ = weft.assemble(ctx, model=net, optimizer=lambda m: torch.optim.AdamW(m.parameters()), loader=loader)
+reveal_type(parts.model)                                    # Net
+reveal_type(parts.optimizer)                                # AdamW
 reveal_type(weft.testing.run_ranks(lambda ctx: 3, 2))       # list[int]
 reveal_type(weft.launch_function(len, 2, "ab"))             # list[int]
 with weft.start() as started:
@@ -385,6 +403,7 @@ CHECKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_type_checkers_see_what_users_get(checker, tmp_path):
     command, pattern, error = CHECKERS[checker]
@@ -504,7 +523,9 @@ def test_message_and_listed():
 # -- values ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["context.Applied", "DistContext", "LossScaling", "Precision", "Topology"])
+@pytest.mark.parametrize(
+    "name", ["context.Applied", "DistContext", "precision.LossScaling", "precision.PowerSGD", "Precision", "Topology"]
+)
 def test_values_are_frozen_and_built_by_name(name):
     cls = _named(name)
     assert cls.__dataclass_params__.frozen and cls.__hash__ is not None

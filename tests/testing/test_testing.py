@@ -43,19 +43,20 @@ def test_the_same_processes_are_used_again():
 def test_a_warm_call_costs_milliseconds():
     def used(ctx):
         weft.barrier(ctx)
-        return time.process_time()
+        return time.thread_time()  # not what other threads of a long-lived process do
 
     def costs():
-        begin, first = time.process_time(), run_ranks(used, 2)
+        begin, first = time.thread_time(), run_ranks(used, 2)
         for _ in range(9):
             run_ranks(used, 2)
         last = run_ranks(used, 2)
-        here, there = time.process_time() - begin, [end - start for start, end in zip(first, last, strict=True)]
+        here, there = time.thread_time() - begin, [end - start for start, end in zip(first, last, strict=True)]
         return max(here / 11, *(one / 10 for one in there))
 
     run_ranks(used, 2)
     least = min(costs() for _ in range(3))  # a busy machine makes the same work cost more now and then
-    assert least < 0.03, least
+    # 0.004 in a new process; more after thousands of tests, whose garbage is collected. A start takes seconds.
+    assert least < 0.15, least
 
 
 def test_closures_lambdas_and_local_classes_can_be_sent():

@@ -159,11 +159,12 @@ def _train_all(ctx, sequence, own_mesh, strategies):
 @pytest.mark.parametrize(
     ("sequence", "own_mesh", "strategies"),
     [
-        (True, False, STRATEGIES),
+        (True, False, ["replicate", "fully_shard", "zero1"]),
+        pytest.param(True, False, STRATEGIES, marks=pytest.mark.slow),
         pytest.param(False, False, STRATEGIES, marks=pytest.mark.slow),
         pytest.param(True, True, ["replicate", "fully_shard", "zero1"], marks=pytest.mark.slow),
     ],
-    ids=["sequence", "plain", "a mesh of the user's own"],
+    ids=["sequence", "sequence, all strategies", "plain", "a mesh of the user's own"],
 )
 def test_a_transformer_cut_by_torch_is_trained_as_in_one_process(sequence, own_mesh, strategies):
     losses, norms, parameters = alone()

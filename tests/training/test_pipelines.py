@@ -224,7 +224,7 @@ def _naive_windows(p):
 # -- the pipeline ------------------------------------------------------------------------------------
 
 
-_SCALE = weft.LossScaling(init=2.0**8)  # low, so that no step is skipped
+_SCALE = weft.precision.LossScaling(init=2.0**8)  # low, so that no step is skipped
 _FP16 = weft.Precision(param=torch.float32, compute=torch.float16, output=torch.float32, scaling=_SCALE)
 
 

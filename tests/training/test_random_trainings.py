@@ -108,20 +108,21 @@ def trainings(draw):
         for first in [draw(st.integers(0, 4))]
     ]
     resumed = rarely(draw(st.integers(1, 4)), 0)
+    # torch's fused kernels take no complex numbers
+    elementwise = [name for name in OPTIMIZERS if parameters != "complex" or "fused" not in name]
+    optimizer = "lbfgs" if closure and draw(st.booleans()) else draw(st.sampled_from(elementwise))
     return Training(
         ranks=ranks,
         strategy="fully_shard" if strategy == "hybrid" and ranks < 4 else strategy,
         unused="zero" if experts != "no" and draw(st.integers(0, 7)) else draw(st.sampled_from(["error", "zero"])),
-        # torch's fused kernels take no complex numbers
-        optimizer="lbfgs"
-        if closure and draw(st.booleans())
-        else draw(st.sampled_from([name for name in OPTIMIZERS if parameters != "complex" or "fused" not in name])),
+        optimizer=optimizer,
         closure=closure,
         clip=rarely(0.1, None),
         parameters=parameters,
         experts=experts,
         batch=draw(st.sampled_from(["tuple", "dict", "encoding", "named", "dataclass"])),
-        samples=draw(st.integers(5, 26)),
+        # LBFGS is chaotic: after 40 steps two plain loops from weights that differ by 2e-16 are apart by 1.
+        samples=draw(st.integers(5, 8 if optimizer == "lbfgs" else 26)),
         size=draw(st.integers(1, 3)),
         steps=0 if closure else draw(st.sampled_from([0, 1, 2, 3, 3])),
         uneven=draw(st.sampled_from(["balance", "empty", "drop", "pad"])),

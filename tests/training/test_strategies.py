@@ -219,7 +219,7 @@ def check_on(n, cases, mesh=None):
         check(part, run_ranks(train_all, n, part, mesh=mesh, timeout_s=600))
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_strategy_equals_one_process(n):
     cases = cover([s for s in STRATEGIES if s != "hybrid"])
     if not os.environ.get("STRATEGIES"):
@@ -232,7 +232,9 @@ def test_a_hybrid_mesh_equals_one_process():
     check_on(4, cases, mesh={"replica": 2, "shard": 2})
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2}, pytest.param({"replica": 2, "shard": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_twenty_steps_in_float32_stay_within_the_noise(mesh):
     """The noise: by how much one process in float32 is off, from float64."""
     strategies = ["hybrid", "zero1"] if len(mesh) > 1 else [s for s in STRATEGIES if s != "hybrid"]

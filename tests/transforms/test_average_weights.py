@@ -481,7 +481,7 @@ def test_sharding_behind_its_back_is_noticed():
 
 def _skips(ctx, guarded):
     fp16 = weft.Precision(
-        param=torch.float32, compute=torch.float16, output=torch.float32, scaling=weft.LossScaling(init=256.0)
+        param=torch.float32, compute=torch.float16, output=torch.float32, scaling=weft.precision.LossScaling(init=256.0)
     )
     model, ctx = weft.with_precision(_net(torch.float32), ctx, fp16)
     model, ctx = weft.replicate(model, ctx)

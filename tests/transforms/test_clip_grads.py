@@ -617,7 +617,7 @@ def test_a_policy_is_refused_on_a_context_for_one_rank():
 def _fp16(ctx):
     """A gradient that overflows in the step: the norm says so, the step is skipped, the next is good."""
     fp16 = weft.Precision(
-        param=torch.float32, compute=torch.float16, output=torch.float32, scaling=weft.LossScaling(init=256.0)
+        param=torch.float32, compute=torch.float16, output=torch.float32, scaling=weft.precision.LossScaling(init=256.0)
     )
     model, ctx = weft.with_precision(_net(kind=torch.float32), ctx, fp16)
     model, ctx = weft.replicate(model, ctx)

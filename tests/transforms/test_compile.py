@@ -426,7 +426,7 @@ def _sharded(ctx, shard, options):
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("shard", [_by_torch, _by_weft])
+@pytest.mark.parametrize("shard", [pytest.param(_by_torch, marks=pytest.mark.slow), _by_weft])
 @pytest.mark.parametrize("options", [{"blocks": Block, "fullgraph": True}, {}], ids=["blocks", "whole"])
 def test_units_of_fsdp2_are_gathered_outside_of_the_graphs(shard, options):
     expected = run_ranks(_sharded, 2, shard, {})

@@ -118,7 +118,7 @@ def _epoch(model, loader, optimizer, ctx, order, shares):
     for window in loader:
         total, count = 0.0, None if shares else window.denominator(lambda batch: batch[1].numel())
         for batch in window:
-            x, y, at = weft.split_sequence((*batch, _positions(batch[0])), ctx, order=order)
+            x, y, at = weft.data.split_sequence((*batch, _positions(batch[0])), ctx, order=order)
             logits, y = model(x, at).flatten(0, 1), y.flatten()
             if shares:
                 loss = F.cross_entropy(logits, y) * window.share if len(y) else logits.sum() * 0
@@ -167,7 +167,7 @@ LARGE = [
 
 @pytest.mark.parametrize(
     ("mesh", "strategy", "method", "order", "steps", "shares"),
-    [*SMALL, *(pytest.param(*each, marks=pytest.mark.slow) for each in LARGE if each not in SMALL)],
+    [*SMALL[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in LARGE if each not in SMALL[:2])],
 )
 def test_training_is_that_of_one_process(mesh, strategy, method, order, steps, shares):
     epochs = 2 if steps == 1 else 5  # 12 steps, or 10
@@ -212,7 +212,7 @@ def _attend(ctx, causal, keys):
         model, inner = weft.context_parallel(copy.deepcopy(plain).requires_grad_(True), ctx, method=method, order=order)
         model.zero_grad()
         mine = places(LENGTH, SequencePart(order, ctx.world_size, ctx.rank))
-        part = weft.split_sequence(x, inner, order=order).requires_grad_()
+        part = weft.data.split_sequence(x, inner, order=order).requires_grad_()
         found = model(part)
         (found * weight[:, mine]).sum().backward()
         pairs = [(found, expected[:, mine]), (part.grad, whole.grad[:, mine])]
@@ -250,7 +250,7 @@ def _encode(ctx, causal, training):
     with torch.set_grad_enabled(training):
         expected = copy.deepcopy(plain)(x)
         model, inner = weft.context_parallel(plain, ctx, method="gather")
-        found = model(weft.split_sequence(x, inner))
+        found = model(weft.data.split_sequence(x, inner))
     return (found - expected[:, places(LENGTH, SequencePart("zigzag", 2, ctx.rank))]).abs().max().item()
 
 
@@ -265,7 +265,7 @@ def test_multihead_attention_of_torch(causal, training):
 def _messages(ctx, method):
     model, inner = weft.context_parallel(_model(), ctx, method=method)
     x, y = _data()[:4]
-    x, y, at = weft.split_sequence((x, y, _positions(x)), inner)
+    x, y, at = weft.data.split_sequence((x, y, _positions(x)), inner)
     with CommDebugMode() as counts:
         F.cross_entropy(model(x, at).flatten(0, 1), y.flatten()).backward()
     return {getattr(op, "__name__", str(op)): n for op, n in counts.get_comm_counts().items()}
@@ -306,7 +306,7 @@ def _resume(ctx, directory, options):
     losses = []
     for window in loader:
         for batch in window:
-            x, y, at = weft.split_sequence((*batch, _positions(batch[0])), ctx_of_parts, order=order)
+            x, y, at = weft.data.split_sequence((*batch, _positions(batch[0])), ctx_of_parts, order=order)
             logits = model(x, at).flatten(0, 1)
             loss = F.cross_entropy(logits, y.flatten()) * window.share if y.numel() else logits.sum() * 0
             loss.backward()
@@ -336,7 +336,7 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, mesh, options):
 
 def _closed(ctx):
     model, inner = weft.context_parallel(_model(), ctx)
-    x, at = weft.split_sequence((_data()[:2][0], torch.arange(LENGTH).expand(2, -1)), inner)
+    x, at = weft.data.split_sequence((_data()[:2][0], torch.arange(LENGTH).expand(2, -1)), inner)
     for holder in list(inner.world.root.holders):
         holder.release()  # as closing the context does
     with pytest.raises(ContextError, match="its process group is gone"):
@@ -382,7 +382,7 @@ def _composed(ctx, method, options):
             whole = "recompute" not in options
             model, inner = weft.compile(model, inner, blocks=Block, backend="aot_eager", fullgraph=whole)
         x, y = _data()[:4]
-        x, y, at = weft.split_sequence((x, y, _positions(x)), inner)
+        x, y, at = weft.data.split_sequence((x, y, _positions(x)), inner)
         loss = F.cross_entropy(model(x, at).flatten(0, 1), y.flatten())
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
@@ -390,7 +390,9 @@ def _composed(ctx, method, options):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("options", [("recompute",), ("compile",), ("recompute", "compile")])
+@pytest.mark.parametrize(
+    "options", [("recompute",), pytest.param(("compile",), marks=pytest.mark.slow), ("recompute", "compile")]
+)
 def test_blocks_are_computed_again_and_compiled(method, options):
     assert max(run_ranks(_composed, 2, method, options, mesh={"context": 2}, timeout_s=120)) < 1e-12
 
@@ -404,7 +406,7 @@ def _in_bf16(ctx):
             model, inner = weft.context_parallel(model, inner)
         x, y = _data()[:4]
         alone = inner if split else weft.local()
-        x, y, at = weft.split_sequence((x, y, _positions(x)), alone)
+        x, y, at = weft.data.split_sequence((x, y, _positions(x)), alone)
         loss = F.cross_entropy(model(x, at).flatten(0, 1).float(), y.flatten())
         found.append(weft.reduce(loss.detach(), ctx, "mean").item())
     return found
@@ -423,7 +425,7 @@ def _with_tensors(ctx):
     model, ctx = weft.context_parallel(model, ctx)
     model, ctx = weft.fully_shard(model, ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x, y, at = weft.split_sequence((*x, _positions(x[0])), ctx)
+    x, y, at = weft.data.split_sequence((*x, _positions(x[0])), ctx)
     loss = F.cross_entropy(model(x, at).flatten(0, 1), y.flatten())
     loss.backward()
     norm = weft.clip_grads(model, ctx, max_norm=0.5)
@@ -453,7 +455,7 @@ def _counts(ctx):
     window = next(iter(loader))
     whole = window.denominator(lambda batch: batch[1].numel())
     for _, y in window:
-        part, share = weft.split_sequence(y, ctx), window.share
+        part, share = weft.data.split_sequence(y, ctx), window.share
     return (
         whole,
         window.denominator(part.numel()),
@@ -556,10 +558,10 @@ def _calls(ctx):
     model, inner = weft.context_parallel(_model(), ctx)
     other, _ = weft.context_parallel(Sometimes().double().eval(), ctx)
     dropping, _ = weft.context_parallel(Masked().double(), ctx)
-    part, _ = weft.split_sequence((x, _positions(x)), inner)
-    hidden = weft.split_sequence(torch.randn(2, LENGTH, 32, dtype=torch.float64), inner)
-    packed = weft.split_sequence(torch.arange(LENGTH).remainder(8).expand(2, -1), inner)
-    wrong = weft.split_sequence((x, _positions(x)), inner, order="contiguous")
+    part, _ = weft.data.split_sequence((x, _positions(x)), inner)
+    hidden = weft.data.split_sequence(torch.randn(2, LENGTH, 32, dtype=torch.float64), inner)
+    packed = weft.data.split_sequence(torch.arange(LENGTH).remainder(8).expand(2, -1), inner)
+    wrong = weft.data.split_sequence((x, _positions(x)), inner, order="contiguous")
     masks = [torch.eye(8, dtype=torch.bool), torch.zeros(8, 8, dtype=torch.float64)[None].expand(2, 8, 8)[:, None]]
     calls = [
         lambda: model(x, _positions(x)),

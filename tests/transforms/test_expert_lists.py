@@ -106,7 +106,7 @@ MESHES = [({"expert": 2}, 2), ({"data": 2, "expert": 2}, 4)]
 
 @pytest.mark.parametrize("strategy", ["replicate", "fully_shard", "zero1"])
 @pytest.mark.parametrize(("mesh", "ranks"), MESHES)
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("skips", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(skips, mesh, ranks, strategy):
     (expected,) = run_ranks(_trained, 1, skips, None)
     _check(run_ranks(_trained, ranks, skips, strategy, mesh=mesh), expected)

@@ -201,7 +201,6 @@ REFUSED = {
     "unused": ({"unused": "maybe"}, "ValueError", "'maybe'"),
     "buffers": ({"buffers": "average"}, "ValueError", "'average'"),
     "methods": ({"methods": ["embed"]}, "ValueError", "'embed'"),
-    "offload": ({"offload": True}, "ValueError", "device cpu"),
     "weights": ({"weights": {}}, "ValueError", "Net with real parameters"),
     "axis": ({"axis": "tensor"}, "ContextError", "tensor"),
     "axes": ({"axis": ()}, "ContextError", "0 axes"),
@@ -1096,7 +1095,7 @@ def _overflow(ctx, strategy, accumulate):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.full_like(p, 0.1))
-    scaling = weft.LossScaling(init=2.0**12, growth_every=1000)
+    scaling = weft.precision.LossScaling(init=2.0**12, growth_every=1000)
     policy = weft.Precision(param=torch.float32, compute=torch.float16, output=torch.float32, scaling=scaling)
     model, ctx = weft.with_precision(model, ctx, policy)
     if strategy == "fully_shard":

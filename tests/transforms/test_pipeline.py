@@ -162,7 +162,7 @@ def test_windows_with_a_short_last_one_and_clipping():
     "strategy",
     [
         "replicate",
-        "units",
+        pytest.param("units", marks=pytest.mark.slow),
         pytest.param("fully_shard", marks=pytest.mark.slow),
         pytest.param("zero_partition", marks=pytest.mark.slow),
     ],
@@ -182,6 +182,7 @@ def _precise(ctx):
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if not p.is_meta}
 
 
+@pytest.mark.slow
 def test_precision_recompute_and_compile_around_it():
     model, _ = weft.with_precision(_net().float(), weft.local(), "bf16")
     x, y = _data(4)[:]

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from weft.engines.torch.compute import activation_checkpoint
 from weft.testing import largest_difference, run_ranks
 
 
@@ -67,6 +68,33 @@ def _runs(model):
     return [part.runs for part in model.modules() if isinstance(part, Block)]
 
 
+# -- what is kept where ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [(), ["matmul"]])
+def test_only_the_inputs_of_blocks_are_kept_on_the_cpu(monkeypatch, save):
+    moved = []
+
+    class SaveOnCpu(activation_checkpoint.save_on_cpu):
+        def __init__(self, **options):
+            super().__init__(**options)
+            pack, self.pack_hook = self.pack_hook, lambda tensor: (moved.append(tensor), pack(tensor))[1]
+
+    monkeypatch.setattr(activation_checkpoint, "save_on_cpu", SaveOnCpu)
+    model, inputs = _net(), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    model, _ = weft.recompute(model, weft.local(), blocks=Block, offload=True, save=save)
+    model(_x()).sum().backward()
+    assert [t.data_ptr() for t in moved] == [t.data_ptr() for t in inputs] and len(moved) == 4
+
+
+def test_offloaded_inputs_are_refused_in_what_is_compiled():
+    model, ctx = weft.recompute(_net(), weft.local(), blocks=Block, offload=True)
+    with pytest.raises(ValueError, match="keep their inputs on the CPU"):
+        weft.compile(model, ctx, backend="eager")
+
+
 # -- same numbers ------------------------------------------------------------------------------------
 
 
@@ -79,6 +107,8 @@ def _runs(model):
         {"early_stop": False},
         {"determinism_check": "none"},
         {"keep_rng": False},
+        {"offload": True},
+        {"offload": True, "save": ["matmul"]},
         {"save": ["matmul"]},
         {"save": [torch.ops.aten.tanh, "aten.mm.default"]},
         {"save": lambda ctx, op, *args, **kwargs: op is torch.ops.aten.addmm.default},

@@ -781,7 +781,15 @@ def _compiled(ctx, flat, policy):
     return results
 
 
-@pytest.mark.parametrize(("flat", "policy"), [(False, None), (True, None), (False, "bf16"), (False, "fp16")])
+@pytest.mark.parametrize(
+    ("flat", "policy"),
+    [
+        pytest.param(False, None, marks=pytest.mark.slow),
+        (True, None),
+        (False, "bf16"),
+        pytest.param(False, "fp16", marks=pytest.mark.slow),
+    ],
+)
 def test_compile_works_after_the_transforms(flat, policy):
     found = run_ranks(_compiled, 2, flat, policy)
     for plain, compiled in found:

@@ -18,7 +18,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft import LossScaling, Precision
+from weft import Precision
+from weft.precision import LossScaling
 from weft.testing import largest_difference, run_ranks
 
 f16, f32, f64, bf16 = torch.float16, torch.float32, torch.float64, torch.bfloat16

@@ -233,7 +233,7 @@ def test_options_that_cannot_be_used_are_refused(tmp_path):
         ({"dtype": torch.int64}, "dtype = torch.int64 cannot be used"),
         ({"dtype": "load"}, "dtype = 'load' cannot be used"),
         ({"name": "../x"}, "name = '../x' cannot be used"),
-        ({"name": None}, "name = None cannot be used"),
+        ({"name": 5}, "name = 5 cannot be used"),
         ({"filter": 5}, "filter = 5 cannot be used"),
         ({"filter": ["**", 5]}, "filter = ['**', 5] cannot be used"),
         ({"rename": "x"}, "rename = 'x' cannot be used"),

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 
 from weft.checkpoint.format import commit
 from weft.checkpoint.format.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
+from weft.checkpoint.format.remote import Mirror, mirror_of
 from weft.checkpoint.format.safetensors_write import digest_of, sync_folder, write_text
 from weft.checkpoint.format.tensor_blocks import Block, Held, holders, writers
 from weft.checkpoint.history import History, history_of
@@ -140,13 +142,15 @@ class Draft(NamedTuple):
 
     Attributes:
         hidden: Where the files are written.
-        final: Where they appear.
+        final: Where they appear; a URL if they are sent there.
+        mirror: Of a URL.
         history: What this job knows of the directory.
         ending: A context: however it is left, the lock is given back, and after an error the folder is removed.
     """
 
     hidden: Path
     final: Path
+    mirror: Mirror | None
     history: History
     ending: contextlib.ExitStack
 
@@ -158,22 +162,37 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
         CheckpointError: Another job saves there, the step is saved already, or a restart would take another one.
         PeerError: It failed on the main rank.
     """
-    history = history_of(ctx, directory)
+    history, mirror = history_of(ctx, directory), mirror_of(directory)
+    local, final = directory if mirror is None else mirror.local, commit.target(directory, step)
     with contextlib.ExitStack() as ending:
 
         def start() -> list[str]:
-            handle = lock(directory)
+            handle = lock(local)
             _held().add(handle)
             ending.callback(os.close, handle)
             ending.callback(_held().discard, handle)
-            history.check(directory, step, commit.named_folders(directory))
-            folder = commit.begin(directory, step)
+            if mirror is not None:
+                mirror.refresh()
+            history.check(directory, step, commit.named_folders(local))
+            if mirror is not None:
+                _make_room(mirror, final, step, history)
+            folder = commit.begin(local, step)
             ending.push(lambda kind, *_: shutil.rmtree(folder, ignore_errors=True) if kind else None)
-            return [str(folder), history.name_run()]
+            return [folder.name, history.name_run()]
 
         hidden, run = from_main(what, ctx, start)
         history.belongs_to(run)
-        return Draft(Path(hidden), commit.target(directory, step), history, ending.pop_all())
+        return Draft(local / hidden, final, mirror, history, ending.pop_all())
+
+
+def _make_room(mirror: Mirror, final: Path, step: int, history: History) -> None:
+    """Remove what was never committed, and a damaged checkpoint of the same step."""
+    there = (mirror.local / final.name).exists()
+    if there and not history.is_damaged(final.name) and mirror.is_complete(final.name):
+        raise commit.saved_already(final, step)
+    if there:
+        mirror.delete(final.name)
+    mirror.remove_leftovers()
 
 
 def lock(directory: Path) -> int:
@@ -242,11 +261,17 @@ def complete(
     name = f"rank-{ctx.rank:05d}-of-{ctx.world_size:05d}.safetensors"
 
     def written() -> dict[str, Any]:
+        if draft.mirror is not None:
+            draft.hidden.mkdir(parents=True, exist_ok=True)  # the main rank has made that of its machine
         entry = write(draft.hidden / name)
+        if draft.mirror is not None:
+            draft.mirror.put(draft.hidden / name, draft.final.name)
         # Read back if older ones are removed for it.
-        if keep is not None and digest_of(draft.hidden / name, entry.hash) != entry.digest:
+        if keep is not None and _read_back(draft, name, entry.hash) != entry.digest:
             problem = "the file system returns other bytes than were written; nothing was committed"
-            raise OSError(errno.EIO, problem, draft.hidden / name)
+            raise OSError(errno.EIO, problem, str(draft.final / name))
+        if draft.mirror is not None:
+            (draft.hidden / name).unlink()
         return {
             "file": name,
             "entry": vars(entry),
@@ -262,10 +287,14 @@ def complete(
         if doubtful:
             return doubtful
         write_text(draft.hidden / NAME, _manifest(step, draft.history.run, brought, parts).text())
-        commit.finish(draft.hidden, draft.final)
+        if draft.mirror is not None:
+            draft.mirror.commit(draft.hidden / NAME, draft.final.name)
+        commit.finish(draft.hidden, draft.final if draft.mirror is None else draft.mirror.local / draft.final.name)
         draft.history.saved(draft.final)
-        if keep is not None:
+        if keep is not None and draft.mirror is None:
             commit.prune(draft.final.parent, keep, draft.final, draft.history)
+        elif keep is not None:
+            _prune(draft, keep)
         return []
 
     parts = gathered_on_main(what, ctx, written)
@@ -273,6 +302,26 @@ def complete(
     if doubtful:
         told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
         from_main(what, ctx, lambda: refuse(told))
+
+
+def _read_back(draft: Draft, name: str, kind: str) -> str:
+    if draft.mirror is None:
+        return digest_of(draft.hidden / name, kind)
+    return draft.mirror.digest(name, draft.final.name, kind)
+
+
+def _prune(draft: Draft, keep: int) -> None:
+    """As `commit.prune`, where a URL says."""
+    assert draft.mirror is not None
+    saved = draft.final.name
+    try:
+        names = [name for name in draft.mirror.refresh() if not draft.history.is_damaged(name)]
+        for name in [name for name in names if name == saved or draft.mirror.is_complete(name)][:-keep]:
+            if name != saved:
+                draft.mirror.delete(name)
+    except OSError as error:
+        text = f"weft: {draft.final} is saved, but older checkpoints could not be removed: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.format.manifest import NAME, Damage, read_head, step_of
+from weft.checkpoint.format.remote import RemotePath
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
 
@@ -140,6 +141,10 @@ class History:
         except (Damage, FileNotFoundError):
             return False
 
+    def is_damaged(self, name: str) -> bool:
+        """Whether `restore` passed a folder of this name over."""
+        return name in self._damaged
+
     def forget(self, folder: Path) -> None:
         """Forget a checkpoint that is gone."""
         self._sizes.pop(folder, None)
@@ -151,4 +156,5 @@ def history_of(ctx: DistContext, directory: Path) -> History:
     if not isinstance(root.checkpoints, _Job):
         root.checkpoints = _Job()
     job = root.checkpoints
-    return job.histories.setdefault(os.path.realpath(directory), History(job))
+    where = str(directory) if isinstance(directory, RemotePath) else os.path.realpath(directory)
+    return job.histories.setdefault(where, History(job))

@@ -15,6 +15,7 @@ from weft.checkpoint.draft import lock
 from weft.checkpoint.format import commit
 from weft.checkpoint.format.hashes import new_hash
 from weft.checkpoint.format.manifest import NAME, STEP, Damage, Manifest, read_manifest, step_of
+from weft.checkpoint.format.remote import Mirror, mirror_of, place
 from weft.checkpoint.format.safetensors_write import check_file, sync_folder
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
@@ -70,7 +71,8 @@ def restore(
 
     Args:
         state: From `checkpointable`; built as for training, sharded as it may be.
-        directory: That was given to `save`, or the folder of one checkpoint.
+        directory: That was given to `save`, or the folder of one checkpoint; or the URL of one of these. From a
+            URL the checkpoint is fetched first, once per machine.
         ctx: Whose ranks.
         strict: Raise if names differ. Otherwise what is missing keeps its value.
         discard_newer: After going back to an older checkpoint, rename the newer ones in its directory to
@@ -101,7 +103,8 @@ def restore(
     facts = {"directory": str(directory), "objects": list(state.objects), "strict": strict}
     ctx.agree("restore", {**facts, "discard_newer": discard_newer})
     with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-        plan, skipped, there = _newest(state, Path(directory), ctx, strict=strict)
+        where = place(directory)
+        plan, skipped, there = _newest(state, where, ctx, strict=strict)
         if plan is None:
             return None
         with contextlib.ExitStack() as undo:
@@ -111,7 +114,11 @@ def restore(
         on_all("restore: done", ctx, lambda: put_weights(plan, ctx))
         state.torn.clear()
     folder, manifest = plan.reader.folder, plan.reader.manifest
-    run = Path(directory) if folder != Path(directory) else folder.parent
+    mirror = _mirror(where)
+    if mirror is not None:
+        mirror.drop(folder.name)
+        folder, skipped = mirror.url / folder.name, [(mirror.url / one.name, why) for one, why in skipped]
+    run = where if folder != where else folder.parent
     if discard_newer:
         there = from_main("restore", ctx, lambda: _discard_newer(run, manifest.step))
     history_of(ctx, run).restored(manifest.run, map(Path, there), [damaged for damaged, _ in skipped])
@@ -134,7 +141,8 @@ def _newest(
     while (found := from_main("restore", ctx, lambda: _candidates(directory)))[1] != tried:
         is_one, tried, there = found
         skipped.clear()  # a run beside may have saved the next and removed these
-        for folder in map(Path, tried):
+        for name in tried:
+            folder = _fetched(name, directory, ctx)
             try:
                 return _planned(state, folder, ctx, strict=strict), skipped, there
             except Damage as error:
@@ -179,6 +187,17 @@ def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool)
     return on_all("restore", ctx, checked)
 
 
+def _mirror(directory: Path) -> Mirror | None:
+    """Of a URL: that of a directory, or of one checkpoint in it."""
+    return mirror_of(directory.parent if STEP.fullmatch(directory.name) else directory)
+
+
+def _fetched(name: str, directory: Path, ctx: DistContext) -> Path:
+    """The folder of a checkpoint on this machine."""
+    mirror = _mirror(directory)
+    return Path(name) if mirror is None else on_all("restore", ctx, lambda: mirror.fetch(Path(name).name))
+
+
 def _inspected(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
@@ -206,6 +225,11 @@ def _undamaged(ctx: DistContext, work: Callable[[], R]) -> R:
 
 def _candidates(directory: Path) -> tuple[bool, list[str], list[str]]:
     """Whether this is the folder of one checkpoint, the checkpoints to be tried, and all in the directory."""
+    mirror = _mirror(directory)
+    if mirror is not None:
+        named = mirror.refresh()
+        is_one = bool(STEP.fullmatch(directory.name))
+        return is_one, [directory.name] if is_one else named[::-1], named[::-1]
     commit.check_directory("restore", directory)
     match = STEP.fullmatch(directory.name)
     is_named = match is not None and directory == commit.target(directory.parent, int(match[1]))
@@ -218,6 +242,12 @@ def _candidates(directory: Path) -> tuple[bool, list[str], list[str]]:
 
 def _discard_newer(directory: Path, step: int) -> list[str]:
     """Rename checkpoints newer than a step; gives those that are left."""
+    mirror = _mirror(directory)
+    if mirror is not None:
+        for name in mirror.refresh():
+            if step_of(Path(name)) > step:
+                mirror.discard(name)
+        return mirror.refresh()
     handle = lock(directory)
     try:
         for path in commit.named_folders(directory):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weft.checkpoint.draft import complete, outline, start_draft
 from weft.checkpoint.format.manifest import MAX_STEP
+from weft.checkpoint.format.remote import place
 from weft.checkpoint.format.safetensors_write import write_tensors
 from weft.checkpoint.state.collect import Checkpoint, check_state
 from weft.checks import check_count
@@ -29,14 +30,16 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
 
     Args:
         state: From `checkpointable`.
-        directory: Of the run, on a file system all ranks share; made if missing.
+        directory: Of the run, on a file system all ranks share; made if missing. Or a URL that fsspec knows,
+            such as "s3://bucket/run" (extra `remote`): each rank writes to this machine and sends its file,
+            and the manifest, sent last, commits.
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: Whose ranks.
         keep: After the checkpoint is complete and was read back, remove all but those with the largest so many
             steps. Those that are known to be damaged do not count; what cannot be removed is left, with a warning.
 
     Returns:
-        The folder of the checkpoint.
+        The folder of the checkpoint; of a URL, a path that prints as one.
 
     Raises:
         CheckpointError: The step is saved already, or a newer one is there that this job did not save since it
@@ -90,7 +93,7 @@ def come_together(
             expected="a state that is of one moment",
             fix="weft.restore(state, directory, ctx) until it succeeds, or build the objects anew",
         )
-    where = Path(directory)
+    where = place(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
     on_all(what, ctx, lambda: _end_of_running(ctx), facts)
     return where

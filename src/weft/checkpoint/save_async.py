@@ -54,7 +54,7 @@ def save_async(
 
     Args:
         state: From `checkpointable`.
-        directory: Of the run, on a file system all ranks share; made if missing.
+        directory: Of the run, on a file system all ranks share; made if missing. Or a URL, as for `save`.
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: Whose ranks; all of them call it.
         keep: After the checkpoint is complete, remove all but those with the largest so many steps.

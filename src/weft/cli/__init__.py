@@ -1,14 +1,16 @@
 """The `weft` command, one file per subcommand.
 
-launch.py             start a script on several processes
-config.py             write a configuration file
-config_accelerate.py  from one of Accelerate
-config_megatron.py    from one of Megatron-LM
-doctor.py             is this machine fit?
-rank_checks.py        what its ranks do
-explain.py            which layer sets what
-export.py             write the weights of a checkpoint for others
-report.py             a run as one page of HTML
+launch.py       start a script on several processes
+config.py       write a configuration file
+foreign/        those of other libraries
+doctor.py       is this machine fit?
+rank_checks.py  what its ranks do
+explain.py      which layer sets what
+export.py       write the weights of a checkpoint for others
+estimate.py     sizes of a model, and the memory of training it
+rehearse.py     a script as one rank of many, without memory
+report.py       a run as one page of HTML
+migrate.py      rewrite a script of Accelerate
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from weft.cli import config, doctor, explain, export, launch, report
+from weft.cli import config, doctor, estimate, explain, export, launch, migrate, rehearse, report
 from weft.errors import ContextError, MissingExtra
 
 __all__ = ["main", "parser"]
@@ -27,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     top = argparse.ArgumentParser(prog="weft", description="Distributed PyTorch training by composing functions.")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (launch, config, explain, doctor, export, report):
+    for module in (launch, config, explain, doctor, estimate, rehearse, export, report, migrate):
         module.add_parser(commands)
     return top
 

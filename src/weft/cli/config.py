@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.cli.config_accelerate import from_accelerate, yaml_of
-from weft.cli.config_megatron import arguments_of, from_megatron, is_megatron
+from weft.cli.foreign.accelerate import from_accelerate, yaml_of
+from weft.cli.foreign.megatron import arguments_of, from_megatron, is_megatron
 from weft.context.config import LAUNCH, Config, checked, read_config
 from weft.context.settings import SETTINGS
 from weft.errors import ContextError

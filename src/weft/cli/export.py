@@ -29,7 +29,10 @@ def add_parser(commands: Any) -> None:
     sub.add_argument(
         "--filter", action="append", default=None, metavar="PATTERN", help='names to export, such as "**.lora_*.**"'
     )
-    sub.add_argument("--name", default="model", help='what the files are called (default "model")')
+    sub.add_argument("--name", default=None, help='what the files are called (default "model", or "adapter_model")')
+    sub.add_argument(
+        "--peft", nargs="?", const=True, default=False, metavar="ADAPTER", help="an adapter alone, as PEFT reads it"
+    )
     sub.set_defaults(run=run)
 
 
@@ -46,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             filter=options.filter,
             name=options.name,
+            peft=options.peft,
         )
     except (CheckpointError, OSError, ValueError) as error:
         print(f"weft {error}" if isinstance(error, CheckpointError) else f"weft export: {error}", file=sys.stderr)  # noqa: T201

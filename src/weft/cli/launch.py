@@ -27,6 +27,7 @@ from weft.launching.agent import supervise
 from weft.launching.failures import Ending
 from weft.launching.plan import MEETING_S, Plan, make_plan
 from weft.launching.rank_main import end_with_parent, run_target
+from weft.launching.replicas import supervise_replicas
 from weft.launching.slurm import batch_script
 from weft.peers.connect import is_here, reach
 
@@ -48,6 +49,13 @@ def add_parser(commands: Any) -> None:
     sub.add_argument("--node-rank", type=int, metavar="R", help="rank of this node; default: as they come")
     sub.add_argument("--rdzv", metavar="HOST:PORT", help="where the nodes meet; needed for several nodes")
     sub.add_argument("--max-restarts", type=int, metavar="N", help="start a failed job again, N times at most")
+    sub.add_argument(
+        "--min-replicas",
+        type=int,
+        metavar="N",
+        help="an elastic job: each process is a replica, started again alone; N of them at least make a step",
+    )
+    sub.add_argument("--replica-ranks", type=int, metavar="N", help="processes of each replica (default 1)")
     sub.add_argument("--threads", type=int, metavar="N", help="CPU threads per process; default: cores / processes")
     sub.add_argument(
         "--affinity",
@@ -120,6 +128,13 @@ def _check_target(plan: Plan, name: str, kind: str) -> None:
             expected="with --no-python, a program that can be executed",
             fix=f"weft launch -n {plan.nproc} {name}",
         )
+    if kind == "program" and plan.min_replicas is not None:
+        raise ContextError(
+            "launch: --min-replicas has no effect on a program",
+            found="--no-python --min-replicas",
+            expected="a script or a module that calls weft.start(elastic=...)",
+            fix=f"weft launch -n {plan.nproc} --no-python {name}",
+        )
     if kind == "program" and plan.affinity:
         raise ContextError(
             "launch: --affinity has no effect on a program",
@@ -170,6 +185,13 @@ def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: st
             if sys.platform.startswith("linux"):
                 words = [sys.executable, "-I", "-c", _becoming(), str(os.getpid()), *words]
             return supervise(plan, words[0], *words[1:], folder=folder)
+        if plan.min_replicas is not None:
+            return supervise_replicas(
+                plan,
+                run_target,
+                lambda own: (words[0], kind == "module", words[1:], name, cores, {**variables, **own}),
+                folder,
+            )
         arguments = (words[0], kind == "module", words[1:], name, cores, variables)
         return supervise(plan, run_target, *arguments, folder=folder)
 

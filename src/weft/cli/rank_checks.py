@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
     results: dict[str, str] = {}
     with weft.start(timeout_s=15) as ctx:
         for name, check in CHECKS.items():
-            with weft.all_or_none(ctx):
+            with weft.collectives.all_or_none(ctx):
                 results[name] = check(ctx, folder)
             if ctx.is_main:
                 (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")

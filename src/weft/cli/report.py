@@ -19,9 +19,9 @@ def add_parser(commands: Any) -> None:
         "report",
         help="render the logs and profiles of a run as one page of HTML, or compare several runs",
         allow_abbrev=False,
-        description="Read JSON lines, CSV, event files of TensorBoard, profiles and names of checkpoints in a folder "
-        "and below, and write one page of HTML with charts of loss, throughput, the time of a step, and memory per "
-        "rank. Of several folders, each chart shows all runs. The page loads nothing.",
+        description="Read JSON lines, CSV, event files of TensorBoard, profiles, rehearsals and names of checkpoints "
+        "in a folder and below, and write one page of HTML with charts of loss, throughput, the time of a step, and "
+        "memory per rank. Of several folders, each chart shows all runs. The page loads nothing.",
     )
     sub.add_argument("folder", nargs="+", help="of a run, where its trackers write")
     sub.add_argument(
@@ -39,12 +39,16 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, MissingExtra) as error:
         print(f"weft report: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    empty = [each for each in runs if not (each.series or each.traces)]
+    empty = [each for each in runs if not (each.series or each.traces or each.rehearsals)]
     for found in empty:
-        reasons = "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, and no profiles"
+        reasons = (
+            "; ".join(found.problems) or "no JSON lines, CSV or event files of trackers, no profiles and no rehearsals"
+        )
         print(f"weft report: nothing to show in {found.folder}: {reasons}", file=sys.stderr)  # noqa: T201
     if len(empty) == len(runs):
         return 1
-    num_series, num_traces = (sum(len(getattr(each, name)) for each in runs) for name in ("series", "traces"))
-    print(f"{out}: {num_series} series, {num_traces} profiles")  # noqa: T201
+    kinds = ("series", "traces", "rehearsals")
+    numbers = {name: sum(len(getattr(each, name)) for each in runs) for name in kinds}
+    rehearsed = f", {numbers['rehearsals']} rehearsals" if numbers["rehearsals"] else ""
+    print(f"{out}: {numbers['series']} series, {numbers['traces']} profiles{rehearsed}")  # noqa: T201
     return 0

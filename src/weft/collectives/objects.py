@@ -52,6 +52,7 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     if world.group is None:
         pack("broadcast", value, ctx.device)
         return value
+    source = ctx.rank if world.pretended else source  # the others bring what this rank brings
     with peers_named("broadcast", world):
         return cast("T", _broadcast_packed(value, ctx, world, source))
 

@@ -21,6 +21,7 @@ from weft.context.guards import Restriction
 from weft.context.rank_facts import RankFacts
 from weft.errors import ContextError
 from weft.peers.agreement import agree
+from weft.peers.replica_groups import ReplicaGroup
 from weft.peers.world import World
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class DistContext(RankFacts):
         restricted: Set by `only`: this context speaks for one rank, collectives are refused.
         engine: Who executes the transforms.
         world: Live handles: process group and store.
+        replicas: Of an elastic job, the replicas that make steps together; everything else is about this one.
     """
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (torch.device is immutable)
@@ -102,6 +104,12 @@ class DistContext(RankFacts):
     restricted: Restriction | None = field(default=None, compare=False)
     engine: Engine = field(compare=False, repr=False)
     world: World = field(compare=False, repr=False)
+    replicas: ReplicaGroup | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas of an elastic job make steps together at this moment; 1 in other jobs."""
+        return 1 if self.replicas is None else self.replicas.size
 
     @property
     def here(self) -> bool:
@@ -238,10 +246,15 @@ class DistContext(RankFacts):
         shutdown.close_after(self.world.root, error)
 
     def __getstate__(self) -> dict[str, object]:
-        hidden = {"world", "restricted", "handed_over"}
+        hidden = {"world", "restricted", "handed_over", "replicas"}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        live = {"restricted": None, "handed_over": (), "world": World(ranks=state["ranks"], rank=state["rank"])}
+        live = {
+            "restricted": None,
+            "handed_over": (),
+            "replicas": None,
+            "world": World(ranks=state["ranks"], rank=state["rank"]),
+        }
         for name, value in {**state, **live}.items():
             object.__setattr__(self, name, value)

@@ -21,6 +21,7 @@ __all__ = [
     "check_same_settings",
     "layered",
     "mesh_axes",
+    "parse_mesh",
     "resolve",
     "timeout_of",
 ]
@@ -43,7 +44,8 @@ class Settings(NamedTuple):
     sources: tuple[tuple[str, str], ...]
 
 
-def _parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(text: str) -> dict[str, int]:
+    """The axes of "replica=2,shard=-1"."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -103,7 +105,7 @@ class Setting(NamedTuple):
 SETTINGS = {
     "mesh": Setting(
         _is_mesh, "a table such as { replica = 2, shard = -1 }", None, "mesh axes, as in replica=2,shard=-1",
-        "WEFT_MESH", "replica=2,shard=-1", _parse_mesh,
+        "WEFT_MESH", "replica=2,shard=-1", parse_mesh,
     ),
     "data_axes": Setting(
         _is_names, "a list of axis names", None, "axes along which batches differ",

@@ -46,7 +46,11 @@ def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str) -> Wo
     sub = World(ranks=tuple(world.ranks[m] for m in mine), rank=rank, timeout_s=world.timeout_s)
     sub.root = world.root
     number = world.next_number("subgroup")
-    if world.group is None or world.store is None:
+    if world.group is None:
+        return sub
+    if world.store is None:  # the groups of others are of no use
+        sub.group = _new_group(world, sub.ranks, dist.get_backend(world.group)) if rank >= 0 else None
+        world.root.made.append(sub)
         return sub
     agree(world, name, {"groups": [list(each) for each in groups]})
     backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
@@ -61,7 +65,7 @@ def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str) -> Wo
     return sub
 
 
-def _new_group(world: World, ranks: list[int], backend: str) -> dist.ProcessGroup | None:
+def _new_group(world: World, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
     """One process group; None on ranks that are not in it."""
     # torch wants every rank of the default group to take part in making a group. If only some are
     # here, its members make it among themselves; such a group has a name that depends on its ranks
@@ -70,7 +74,7 @@ def _new_group(world: World, ranks: list[int], backend: str) -> dist.ProcessGrou
     if not all_here and world.ranks[world.rank] not in ranks:
         return None
     limit = timedelta(seconds=world.timeout_s)
-    made = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=not all_here)
+    made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=not all_here)
     if not isinstance(made, dist.ProcessGroup):
         return None
     if all_here:

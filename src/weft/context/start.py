@@ -9,6 +9,7 @@ import atexit
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from weft.peers.agreement import exchange
 from weft.peers.board import Board
 from weft.peers.connect import open_store, reach
 from weft.peers.liveness import announce
+from weft.peers.pretended import PretendedGroup
+from weft.peers.replica_groups import STORE, ReplicaGroup, has_replicas
 from weft.peers.straggler_watch import watch
 from weft.peers.world import World
 
@@ -41,6 +44,7 @@ def start(
     *,
     mesh: Mapping[str, int] | None = None,
     data_axes: Sequence[str] | None = None,
+    elastic: str | None = None,
     device: str | torch.device | None = None,
     backend: str | None = None,
     engine: Engine | None = None,
@@ -53,7 +57,7 @@ def start(
 
     Reads the facts of torchrun, `weft launch`, SLURM, MPI or Ray Train from the environment once,
     creates the process group, and returns the context every transform takes. Without a launcher it
-    is a world of one rank and no group is made. Every argument but `engine` that is not given may be
+    is a world of one rank and no group is made. Every argument but `engine` and `elastic` that is not given may be
     set by an environment variable `WEFT_<NAME>`, or else by a TOML file, if one is named;
     `weft.explain(ctx)` shows which layer won.
 
@@ -68,6 +72,8 @@ def start(
             may be -1. Default: one axis "data" over all ranks.
         data_axes: Axes over which batches differ; default: all but tensor, context, sequence and
             pipeline axes.
+        elastic: The outermost mesh axis, along which lie replicas that may die and be replaced while the job
+            continues, see `resilient`. The context is that of one replica then, with the other axes of the mesh.
         device: "cpu", "cuda", "cuda:1", ...; default: this rank's accelerator if there is one. A
             device type without an index takes the local rank modulo the number of devices.
         backend: Of the process group; default: what fits the device ("gloo" on a CPU).
@@ -96,6 +102,8 @@ def start(
         place.source, config, mesh=mesh, data_axes=data_axes, device=device, backend=backend,
         timeout_s=timeout_s, seed=seed, debug=debug,
     )  # fmt: skip
+    if elastic is not None:
+        return _replica(place, settings, elastic, engine)
     if dist.is_available() and dist.is_initialized():
         return _adopted(dist.group.WORLD, None, settings, engine)
     chosen = engine or engine_for(settings.device)
@@ -218,6 +226,57 @@ def launched() -> Topology:
     return topology(os.environ, read_file=lambda path: Path(path).read_text(encoding="utf-8"))
 
 
+def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | None) -> DistContext:
+    """The context of one replica, which finds the others through the launcher's store.
+
+    Raises:
+        ContextError: The axis is not the outermost one, or this is no launcher of such replicas.
+    """
+    axes, _ = mesh_axes(settings.mesh or {axis: -1}, settings.data_axes, place.world_size)
+    if axes[0][0] != axis:
+        raise ContextError(
+            f"start: elastic = {axis!r} is not the outermost axis of the mesh",
+            found=f"mesh {dict(axes)}",
+            expected="replicas outside, and what is inside of each after them",
+            fix=f'weft.start(mesh={{"{axis}": -1, "shard": 4}}, elastic="{axis}")',
+        )
+    most = axes[0][1]
+    size = place.world_size // most
+    store = _store_of_replicas(place, settings, size) if place.world_size > 1 else None
+    board = None if store is None else Board(store, limit_s=settings.timeout_s)
+    chosen = engine or engine_for(settings.device)
+    where = chosen.device(settings.device, place.local_rank, place.world_size)
+    inner = dict(axes[1:]) or {"data": 1}
+    data_axes = None if settings.data_axes is None else [name for name in settings.data_axes if name != axis]
+    chosen, mesh_of_ranks = _on_mesh(chosen, inner, data_axes, size)
+    chosen.select(where)
+    name = f"{place.rank // size}.{place.attempt}"
+    one = replace(place, rank=place.rank % size, world_size=size)
+    world = World(ranks=tuple(range(size)), rank=one.rank, timeout_s=settings.timeout_s)
+    if size > 1:
+        _connect(world, one, chosen, where, settings, replica=name)
+    on_cpu = world.group is None or dist.get_backend(world.group) == "gloo"
+    replicas = ReplicaGroup(board, store, name, most, world, torch.device("cpu") if on_cpu else where)
+    world.holders.add(replicas)
+    return replace(_context(one, world, mesh_of_ranks, chosen, where, settings), replicas=replicas)
+
+
+def _store_of_replicas(place: Topology, settings: Settings, size: int) -> dist.Store:
+    """Where the replicas meet, each of so many ranks."""
+    found = open_store(place, settings.timeout_s, serves=False) if place.store_served else None
+    ranks = 0 if found is None else has_replicas(found)
+    if found is None or ranks != size:
+        several = f" --replica-ranks {size}" if size > 1 else ""
+        raise ContextError(
+            "start: this launcher starts other ranks again together when one fails",
+            found=f"rank {place.rank} of {place.world_size}, started by {place.source}: "
+            + (f"replicas of {ranks} ranks" if ranks else "all ranks"),
+            expected=f"a launcher that starts each replica, of {size} ranks, again by itself",
+            fix=f"weft launch -n {place.world_size} --min-replicas 1{several} --max-restarts 10 train.py",
+        )
+    return dist.PrefixStore(STORE, found)
+
+
 def _resolved(place_source: str, config: str | Path | None, **arguments: object) -> Settings:
     """The settings of all layers: arguments, environment, and the file if one is named."""
     path = config if config is not None else os.environ.get(CONFIG_VARIABLE, "")
@@ -225,8 +284,10 @@ def _resolved(place_source: str, config: str | Path | None, **arguments: object)
     return resolve(arguments, os.environ, place_source, ("", {}) if found is None else (found.path, found.start))
 
 
-def _connect(world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings) -> None:
-    """Create the default process group and the board beside it."""
+def _connect(
+    world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings, replica: str | None = None
+) -> None:
+    """Create the default process group and the board beside it; of one replica, if that has a name."""
     limit = timedelta(seconds=settings.timeout_s)
     serves = place.rank == 0 and not place.store_served
     if not serves:
@@ -234,12 +295,19 @@ def _connect(world: World, place: Topology, engine: Engine, device: torch.device
         who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
         reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
     store: dist.Store = open_store(place, settings.timeout_s, serves=serves)
+    if place.store_served and replica is None and has_replicas(store):
+        raise ContextError(
+            "start: this launcher starts a rank that fails again by itself, and the others would never meet it",
+            found=f"weft launch --min-replicas, rank {place.rank} of {place.world_size}",
+            expected="a program of replicas",
+            fix='weft.start(elastic="replica"), or weft launch without --min-replicas',
+        )
     # Its functions keep the default group of the moment they are imported as a default argument, and with it
     # the connections; optimizers import it. Before there is a group, it is None.
     importlib.import_module("torch.distributed.nn.functional")
     # A restarted job must not read what the ranks before it wrote, and no other job what these write.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")  # of torchrun and `weft launch`
-    store = dist.PrefixStore(f"weft/{run}/{place.attempt}", store)
+    store = dist.PrefixStore(f"weft/{run}/{place.attempt}" if replica is None else f"weft/replica/{replica}", store)
     world.store = Board(
         dist.PrefixStore("board", store), limit_s=settings.timeout_s, server=-1 if place.store_served else 0
     )
@@ -292,12 +360,18 @@ def _adopted(
             fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
         )
     chosen = engine or engine_for(settings.device)
-    check_same_settings(group, settings)
+    pretended = group if isinstance(group, PretendedGroup) else None
+    if pretended is None:
+        check_same_settings(group, settings)
     timeout_s = timeout_of(group) or settings.timeout_s
     world = World(ranks=tuple(ranks), rank=ranks.index(me), group=group, timeout_s=timeout_s)
-    chosen, mesh = _on_mesh(chosen, axes or settings.mesh, settings.data_axes, world.size)
+    asked_mesh = axes or settings.mesh or (None if pretended is None else pretended.axes)
+    chosen, mesh = _on_mesh(chosen, asked_mesh, settings.data_axes, world.size)
     place = Topology(rank=world.rank, world_size=world.size)
-    if world.size > 1:
+    if pretended is not None:
+        _check_pretended(pretended, dict(mesh[0]))
+        place = _place_among(pretended)
+    elif world.size > 1:
         board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
         # Every adoption gets a board of its own; all members adopt in the same order.
         number = board.add(f"{ranks[0]}-{len(ranks)}/{me}", 1)
@@ -307,9 +381,34 @@ def _adopted(
         place = _place_by_hosts(world)
     bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)
     asked = str(bound) if settings.device is None and bound is not None else settings.device
+    asked = asked if pretended is None else "cpu"  # where there is no memory, devices are alike
     where = chosen.device(asked, place.local_rank, place.world_size)
     chosen.select(where)
     return _context(place, world, mesh, chosen, where, settings)
+
+
+def _check_pretended(group: PretendedGroup, mesh: dict[str, int]) -> None:
+    """Raise if the program makes another mesh than its rehearsal was asked for, which gets to know the one in use."""
+    if group.axes is not None and group.axes != mesh:
+        raise ContextError(
+            "start: the rehearsal is of another mesh",
+            found=f"{mesh} in the program, {group.axes} of the rehearsal",
+            expected="one of them, or the same",
+            fix="weft.rehearse(program, ranks)  # without mesh",
+        )
+    group.axes = mesh
+
+
+def _place_among(group: PretendedGroup) -> Topology:
+    size, rank, per_node = group.size(), group.rank(), min(group.per_node, group.size())
+    return Topology(
+        rank=rank,
+        world_size=size,
+        local_rank=rank % per_node,
+        local_world_size=min(per_node, size - rank // per_node * per_node),
+        node_rank=rank // per_node,
+        num_nodes=-(-size // per_node),
+    )
 
 
 def _place_by_hosts(world: World) -> Topology:

@@ -10,11 +10,11 @@ from torch import nn
 
 from weft.context import DistContext
 from weft.contract.marks import offered
-from weft.contract.protocols import Placed, ReducesOver
+from weft.contract.protocols import Placed, ReducesOver, StepsApart
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
-__all__ = ["Layout", "axes_of_dims", "gradient_axes", "is_here", "layouts", "owners", "part_axes"]
+__all__ = ["Layout", "apart_axes", "axes_of_dims", "gradient_axes", "is_here", "layouts", "owners", "part_axes"]
 
 
 class Layout(NamedTuple):
@@ -69,6 +69,8 @@ def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
 def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
     """The axes over which a strategy averages gradients: the data axes, and those of `ReducesOver`.
 
+    Without those of `StepsApart`, along which it does not.
+
     Changes: nothing. Collectives: none.
 
     Args:
@@ -84,7 +86,26 @@ def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
         ('data',)
     """
     more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
-    return tuple(name for name, _ in ctx.axes if name in ctx.data_axes or name in more)
+    apart = apart_axes(module)
+    return tuple(name for name, _ in ctx.axes if (name in ctx.data_axes or name in more) and name not in apart)
+
+
+def apart_axes(module: nn.Module) -> tuple[str, ...]:
+    """The axes whose ranks step on gradients of their own; see `StepsApart`.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: With or without transforms.
+
+    Returns:
+        Names of axes.
+
+    Example:
+        >>> apart_axes(nn.Linear(2, 2))
+        ()
+    """
+    return tuple(axis for offer in offered(module, StepsApart) for axis in offer.apart_over)
 
 
 def part_axes(ctx: DistContext) -> tuple[str, ...]:

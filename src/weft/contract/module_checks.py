@@ -11,20 +11,23 @@ from torch import nn
 
 from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
-from weft.contract.layout import axes_of_dims, gradient_axes, layouts
+from weft.contract.layout import apart_axes, axes_of_dims, gradient_axes, layouts
 from weft.contract.marks import marks_of, offered
-from weft.contract.protocols import KeepsParameters, ReducesIn
+from weft.contract.protocols import KeepsParameters, ReducesIn, StreamsParts
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.agreement import compare, exchange
 from weft.tensors.dtensor import is_fsdp, is_sharded
+from weft.tensors.quantized import quantized_parts
 
 __all__ = [
     "agree_on_parameters",
     "check_data_axes",
     "check_methods",
     "check_not_elsewhere",
+    "check_not_streamed",
     "check_plain_module",
+    "check_quantized_weights",
     "check_strategy_module",
     "reduce_dtype",
     "wrapper_of_torch",
@@ -58,6 +61,22 @@ def _layout(module: nn.Module) -> Iterator[tuple[str, str]]:
         yield name, f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
     for name, buffer in module.named_buffers():
         yield name, f"{tuple(buffer.shape)} {buffer.dtype} buffer"
+
+
+def check_not_streamed(what: str, module: object) -> None:
+    """Raise if parts of a module have no values between their calls.
+
+    Raises:
+        ContractError: The module was placed, and parts are streamed.
+    """
+    streamed = [name for offer in offered(module, StreamsParts) for name in offer.streamed]
+    if streamed:
+        raise ContractError(
+            f"{what}: parts of this {type(module).__name__} are streamed",
+            found=f"{listed(streamed)}: on meta between calls",
+            expected="a module that has its values",
+            fix="model, ctx = weft.undo(model, ctx)",
+        )
 
 
 def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
@@ -129,8 +148,17 @@ def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Seque
 
     Raises:
         ContextError: It leaves a data axis out, or one along which batches are in parts.
+        OrderError: The ranks along one of them step apart; see `StepsApart`.
     """
     sizes = dict(ctx.axes)
+    apart = [name for name in apart_axes(module) if sizes[name] > 1]
+    if apart and (not names or not set(apart).isdisjoint(names)):
+        raise OrderError(
+            f"{what}: local_steps averages parameters along {' and '.join(map(repr, apart))}, and gradients are not",
+            found=f"axis={', '.join(map(repr, names)) or None}; mesh {sizes}",
+            expected=f"{what} over other axes, or local_steps without a strategy",
+            fix=f'weft.start(mesh={{"replica": 2, "shard": -1}}), local_steps(axis="replica"), {what}(axis="shard")',
+        )
     left_out = [name for name in gradient_axes(module, ctx) if name not in names and sizes[name] > 1]
     if left_out:
         given, missing = ", ".join(map(repr, names)), " and ".join(map(repr, left_out))
@@ -145,7 +173,7 @@ def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Seque
             if are_data
             else "a strategy over the data axes and those along which batches are in parts",
             fix=f"weft.{what}(..., axis=({needed})), or weft.start(mesh=..., data_axes=({given},)) if the batches "
-            f"along {missing} are the same"
+            f"along {missing} are the same; or weft.local_steps before it, to average parameters along {missing}"
             if are_data
             else f"weft.{what}(model, ctx)  # by default over all of them",
         )
@@ -187,9 +215,12 @@ def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names:
         AlreadyApplied: One is sharded over an axis of the strategy, or replicated; or torch reduces the gradients.
         ContractError: One lies over ranks that are no axis of `ctx`.
         TypeError: Not a module.
-        ValueError: A parameter has no shape yet.
+        ValueError: A parameter has no shape yet, or weights are quantized in a way that the strategy cannot take.
     """
     _check_free(what, module)
+    check_quantized_weights(
+        what, module, {"torchao": "numbers in tensors of its own, which cannot be sent or compared"}
+    )
     found = layouts(module, ctx)
     taken: dict[str, str] = {}
     for name, parameter in module.named_parameters():
@@ -203,6 +234,34 @@ def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names:
             found=listed(taken),
             expected=f"parameters that lie along no axis of {what}: {', '.join(map(repr, names))}",
             fix="parallelize_module(model, ctx.mesh['tensor'], plan), over an axis of its own",
+        )
+
+
+def check_quantized_weights(what: str, module: nn.Module, refused: Mapping[str, str]) -> None:
+    """Raise if quantized weights are trained, or are of a kind that cannot be taken.
+
+    Args:
+        what: Name of the strategy.
+        module: What it is applied to.
+        refused: Kinds of `quantized_parts`, and the reason for each.
+
+    Raises:
+        ValueError: There are some; the text names them.
+    """
+    parts = quantized_parts(module)
+    trained = [name for name in parts if getattr(module.get_submodule(name).weight, "requires_grad", False)]
+    wrong = [name for name, kind in parts.items() if kind in refused]
+    if trained or wrong:
+        kinds = sorted({kind for kind in parts.values() if kind in refused})
+        raise value_error(
+            f"{what}: quantized weights of {type(module).__name__} cannot be {'trained' if trained else 'taken'}",
+            found=f"{listed(trained)}: requires_grad"
+            if trained
+            else f"{listed(wrong)}: " + "; ".join(f"{kind}: {refused[kind]}" for kind in kinds),
+            expected="quantized weights that are frozen, with adapters that are trained" if trained else "4 bits",
+            fix="peft.get_peft_model(model, peft.LoraConfig(...))"
+            if trained
+            else 'model, ctx = weft.quantized(model, ctx, "nf4")',
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,10 +16,13 @@ __all__ = [
     "EndsBackward",
     "GradSync",
     "KeepsParameters",
+    "OwnsState",
     "Placed",
     "ReducesIn",
     "ReducesOver",
     "Stateful",
+    "StepsApart",
+    "StreamsParts",
     "Undoable",
 ]
 
@@ -91,6 +94,42 @@ class ReducesOver(Protocol):
 
 
 @runtime_checkable
+class StepsApart(Protocol):
+    """Offered by transforms under which the ranks along some axes step on gradients of their own.
+
+    Strategies average no gradients over these axes. Parameters, and the optimizer's state, differ between the ranks
+    along them; checkpoints hold of parameters what is common to them, and of the state what each of them has.
+
+    Attributes:
+        apart_over: Names of the mesh axes.
+        ranks_apart: Number of ranks along them: what these ranks compute is averaged in the end.
+    """
+
+    apart_over: tuple[str, ...]
+    ranks_apart: int
+
+    def common(self) -> dict[str, torch.Tensor]:
+        """What is common to these ranks, and is saved and loaded instead of the parameters, by their names."""
+        ...
+
+    def common_changed(self, names: Collection[str]) -> None:
+        """What is common has new values for these parameters: continue from there."""
+
+    def stacked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all these ranks along a new first dimension, of which this rank has its own, in its memory."""
+        ...
+
+
+@runtime_checkable
+class OwnsState(Protocol):
+    """Offered by transforms of an optimizer under which each rank keeps the state of some parameters, whole."""
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the state of a parameter."""
+        ...
+
+
+@runtime_checkable
 class Placed(Protocol):
     """Offered by transforms that place parameters where neither the tensor nor the context tells; see `layouts`."""
 
@@ -109,6 +148,17 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> object:
         """Resume from it."""
+
+
+@runtime_checkable
+class StreamsParts(Protocol):
+    """Offered by transforms under which some parts of a module have values only while they are called.
+
+    Attributes:
+        streamed: Names of these parts.
+    """
+
+    streamed: tuple[str, ...]
 
 
 @runtime_checkable

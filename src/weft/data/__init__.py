@@ -6,16 +6,20 @@ window_splitter.py  how a loader is split into them: the machinery of `accumulat
 micro_batches.py    what a window reads from
 window_loader.py    a loader that yields them
 loader_copy.py      a loader with other settings
+equal_cost.py       samples divided so that all ranks have equal costs
 collate.py          batches of samples of different lengths
+pack_collate.py     batches without padding: samples one after the other
 split_sequence.py   this rank's part of every sequence of a batch
 batch_size.py       global batch sizes, and the largest that fits
 """
 
 from weft.data.batch_size import BatchMath, batch_math, find_batch_size, split_between
 from weft.data.collate import length_batches, pad_collate, padding_share
+from weft.data.pack_collate import pack_collate
 from weft.data.split.read_plan import DataPlan
 from weft.data.split.sharded_loader import ShardedLoader
 from weft.data.split.stream_samples import SeekableStream
+from weft.data.split_sequence import split_sequence
 from weft.data.window_loader import Windows
 from weft.data.windows import Window
 
@@ -29,7 +33,9 @@ __all__ = [
     "batch_math",
     "find_batch_size",
     "length_batches",
+    "pack_collate",
     "pad_collate",
     "padding_share",
     "split_between",
+    "split_sequence",
 ]

@@ -27,7 +27,7 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
 
     Every tensor and array with dimension `dim` is cut there; what has fewer dimensions stays whole. A model
     has to be given the places of its tokens. A mapping gets them as "position_ids" [batch, part]. With other
-    batches, split them along: `x, y, at = weft.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)`.
+    batches, split them along: `x, y, at = weft.data.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)`.
 
     Labels keep the places of their tokens: targets that were shifted before, as `y` in `(x, y)`, are right in each
     part. A mapping with "labels" [batch, length] in the way of transformers, which shifts them inside of the model,
@@ -56,7 +56,7 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
     Example:
         >>> import weft
         >>> ctx = weft.testing.fake(rank=0, world_size=2, mesh={"context": 2})
-        >>> part = weft.split_sequence({"input_ids": torch.arange(10, 18)[None]}, ctx)
+        >>> part = weft.data.split_sequence({"input_ids": torch.arange(10, 18)[None]}, ctx)
         >>> part["input_ids"].tolist(), part["position_ids"].tolist()
         ([[10, 11, 16, 17]], [[0, 1, 6, 7]])
 
@@ -84,8 +84,8 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
 
 
 def _check_call(dim: int, order: str) -> None:
-    check_count("split_sequence", "dim", dim, least=0, fix="weft.split_sequence(batch, ctx, dim=1)")
-    fix = 'weft.split_sequence(batch, ctx, order="zigzag")'
+    check_count("split_sequence", "dim", dim, least=0, fix="weft.data.split_sequence(batch, ctx, dim=1)")
+    fix = 'weft.data.split_sequence(batch, ctx, order="zigzag")'
     check_choice("split_sequence", "order", order, ("zigzag", "contiguous"), fix=fix)
     worker = get_worker_info()
     if worker is not None:
@@ -93,7 +93,7 @@ def _check_call(dim: int, order: str) -> None:
             "split_sequence: called in a worker of a DataLoader",
             found=f"worker {worker.id}",
             expected="whole batches from the loader: windows count them, and ranks share them",
-            fix="for batch in loader:\n                part = weft.split_sequence(batch, ctx)",
+            fix="for batch in loader:\n                part = weft.data.split_sequence(batch, ctx)",
         )
 
 
@@ -111,7 +111,7 @@ def _sequences(batch: object, dim: int) -> dict[tuple[str, ...], Any]:
                 f"split_sequence: {'.'.join(path) or 'the batch'} cannot be cut along a sequence",
                 found="a nested tensor" if nested else type(leaf).__name__,
                 expected="tensors and arrays, in tuples, lists, mappings or dataclasses",
-                fix="weft.split_sequence(batch.to_dict(), ctx)",
+                fix="weft.data.split_sequence(batch.to_dict(), ctx)",
             )
         if _is_sequence(leaf, dim):
             found[path] = leaf
@@ -125,7 +125,7 @@ def _length(sequences: Mapping[tuple[str, ...], Any], dim: int) -> int:
             "split_sequence: the parts of the batch do not agree about the length of its sequences",
             found=listed(f"{name}: {length}" for name, length in lengths.items()) or f"no tensor with dimension {dim}",
             expected=f"tensors with the sequence in dimension {dim}, and as many places in each",
-            fix="weft.split_sequence((x[:, :-1], x[:, 1:]), ctx, dim=1)",
+            fix="weft.data.split_sequence((x[:, :-1], x[:, 1:]), ctx, dim=1)",
         )
     return int(next(iter(lengths.values())))
 

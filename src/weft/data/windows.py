@@ -128,6 +128,11 @@ class Window(Generic[B]):
         return self._batches.begun
 
     @property
+    def weighed(self) -> bool:
+        """Whether its `share` was asked for."""
+        return self._normalised
+
+    @property
     def share(self) -> float:
         """What to multiply the mean loss of the running micro-batch by, so that the window's gradient is exact.
 
@@ -166,6 +171,7 @@ class Window(Generic[B]):
         own, _ = self._batches.size(self._batches.given - 1)
         # The ranks along the axes of `parts` have the same samples, which count once.
         ranks = self._splitter.mean_over / math.prod(map(self._splitter.ctx.axis_size, self._splitter.parts))
+        ranks *= self._splitter.ctx.num_replicas
         return own * ranks / self._samples if own else 0.0
 
     def denominator(self, count: Count | Callable[[B], Count]) -> float:

@@ -22,6 +22,7 @@ from weft.precision import LossScaling
 __all__ = [
     "CastOptions",
     "CompileOptions",
+    "Compress",
     "Offload",
     "OtherMesh",
     "PipelineOptions",
@@ -34,6 +35,7 @@ __all__ = [
     "TensorOptions",
 ]
 
+Compress = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 Place = str | os.PathLike[str]
 # By parameter: over which mesh the rows of what a rank holds are cut, if they are, and which has cut the parameter.
 StepMeshes = Mapping[nn.Parameter, tuple[DeviceMesh | None, DeviceMesh | None]]
@@ -100,10 +102,12 @@ class ReduceOptions(StrategyOptions):
     Attributes:
         bucket_bytes: Gradient bytes per all-reduce.
         flat: One buffer for all parameters and one for all gradients, instead of buckets.
+        compress: Averages a bucket in a way of its own: torch's communication hook, whose state is the group.
     """
 
     bucket_bytes: int = 25 * 2**20
     flat: bool = False
+    compress: Compress | None = field(default=None, compare=False)
     strategy: str = field(default="replicate", compare=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +126,7 @@ class CastOptions(NamedTuple):
         outputs: Floating-point outputs are cast to it; None: left alone.
         scale: For fp16: scale the gradients inside.
         methods: Methods besides forward to treat alike.
+        products: Linear layers in it that multiply matrices of 8-bit numbers.
     """
 
     autocast: torch.dtype | None = None
@@ -129,6 +134,7 @@ class CastOptions(NamedTuple):
     outputs: torch.dtype | None = None
     scale: LossScaling | None = None
     methods: tuple[str, ...] = ()
+    products: tuple[nn.Module, ...] = ()
 
 
 class OtherMesh(NamedTuple):
@@ -157,6 +163,7 @@ class ShardOptions(StrategyOptions):
         other_meshes: Of units, by number; that of the module itself is `len(units)`.
         specs: Mesh and placements with which the module computes, by name of parameters that are DTensors over other
             axes.
+        gather: The dtypes in which parameters are gathered, by name, where they are not gathered as they are.
         make_real: Called with a part before it is sharded, if the module is on meta.
     """
 
@@ -166,6 +173,7 @@ class ShardOptions(StrategyOptions):
     units: tuple[tuple[nn.Module, ...], ...] = field(default=(), compare=False)
     other_meshes: Mapping[int, OtherMesh] = field(default_factory=dict, compare=False)
     specs: Mapping[str, object] = field(default_factory=dict, compare=False)
+    gather: Mapping[str, torch.dtype] = field(default_factory=dict, compare=False)
     make_real: Callable[[nn.Module], None] | None = field(default=None, compare=False)
     strategy: str = field(default="fully_shard", compare=False)
 
@@ -201,12 +209,14 @@ class RecomputeOptions(NamedTuple):
         keep_rng: Give the second run the random state of the first.
         determinism_check: "default" compares shapes, dtypes and devices of both runs; "none": no.
         early_stop: End the second run when all that backward needs is there.
+        offload: Keep the inputs of the blocks in the memory of the CPU between forward and backward.
     """
 
     save: tuple[object, ...] | Callable[..., object] = ()
     keep_rng: bool = True
     determinism_check: Literal["default", "none"] = "default"
     early_stop: bool = True
+    offload: bool = False
 
 
 class CompileOptions(NamedTuple):

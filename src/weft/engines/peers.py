@@ -1,11 +1,13 @@
-"""`Peers`: what an engine asks of the other ranks outside of collectives."""
+"""`Peers`: what an engine asks of the other ranks outside of collectives. `Replicas`: those of an elastic job."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-__all__ = ["Peers"]
+import torch
+
+__all__ = ["Peers", "Replicas"]
 
 
 class Peers(Protocol):
@@ -50,3 +52,19 @@ class Peers(Protocol):
         Raises:
             ContextError: They differ; the text names both values.
         """
+
+
+class Replicas(Protocol):
+    """The replicas of an elastic job that make steps together, as a rank of one of them sees them.
+
+    Attributes:
+        size: How many there are.
+        index: Of this one.
+    """
+
+    size: int
+    index: int
+
+    def add_up(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Add tensors on the CPU up over the replicas, in place; False if one was lost. All ranks come here."""
+        ...

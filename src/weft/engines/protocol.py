@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.engines.options import (
     CastOptions,
     CompileOptions,
+    Compress,
     PipelineOptions,
     RecomputeOptions,
     ReduceOptions,
     ShardOptions,
     StepMeshes,
+    StrategyOptions,
     TensorOptions,
 )
-from weft.engines.peers import Peers
+from weft.engines.peers import Peers, Replicas
 from weft.engines.results import Axes, Held, ReducedModule, TensorParallel, Undoable
 from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.optim.ema import WeightAverages
 from weft.engines.torch.optim.grad_norm import Gradients
 from weft.engines.torch.optim.skip_step import SkippingStep
+from weft.precision import PowerSGD
+
+if TYPE_CHECKING:
+    from weft.engines.torch.stepping.local_steps import LocalStepOptions
+    from weft.engines.torch.stepping.owners import Block
+    from weft.engines.torch.streaming.slots import Fill
+    from weft.engines.torch.streaming.stream import StreamOptions
 
 __all__ = ["Engine", "Spmd"]
 
@@ -71,6 +80,12 @@ class Engine(Protocol):
         ...
 
     # -- strategies
+
+    def power_sgd(
+        self, options: PowerSGD, place: int, num_ranks: int, stacked: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Compress:
+        """Average buckets of gradients as products of thin matrices; see `PowerSgdHook`."""
+        ...
 
     def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the group's first rank, where they have any."""
@@ -172,6 +187,60 @@ class Engine(Protocol):
         """
         ...
 
+    def owner_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        blocks: Sequence[tuple[Block, ...]],
+        share: Callable[[Any, int], Any],
+    ) -> Undoable:
+        """Step on whole parameters, each on one rank of `group`, of which each holds these blocks; see `OwnerStep`."""
+        ...
+
+    def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
+        """Step on each of these parameters inside of backward; see `BackwardStep`."""
+        ...
+
+    def reduced_in_backward(self, strategy: object) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients a strategy reduces and hands over while backward runs, each once."""
+        ...
+
+    def step_apart(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        options: LocalStepOptions,
+        peers: Peers | None,
+        stacked: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Undoable:
+        """Step on the gradients of this rank, and exchange parameters over `group` now and then.
+
+        Args:
+            module: Whose parameters.
+            optimizer: Over these parameters, now or once a strategy has exchanged them.
+            group: The ranks that step apart; None: this one alone.
+            options: When they meet, and what they do then.
+            peers: The other ranks.
+            stacked: See `StepsApart`.
+        """
+        ...
+
+    def average_replicas(
+        self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool
+    ) -> ReducedModule:
+        """Average the gradients of `module` over the replicas of an elastic job, as long as none is lost.
+
+        If one is, gradients are zero until the replicas have met again.
+
+        Args:
+            module: Whole, or this rank's part of it.
+            replicas: Their ranks that have the same part.
+            options: Of the strategy inside of the replica.
+            alone: The replica has one rank; otherwise the strategy reduces the gradients inside of it first.
+        """
+        ...
+
     def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:
         """Keep averages of what this rank holds of the weights of `module`."""
         ...
@@ -188,6 +257,13 @@ class Engine(Protocol):
 
     def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Undoable:
         """Compile the forward of each part."""
+        ...
+
+    def check_devices(self, what: str, places: Sequence[str]) -> None:
+        """Raise if there is no such device."""
+
+    def stream(self, options: StreamOptions, fill: Fill) -> Undoable:
+        """Give parts of a module memory for their parameters while they are called."""
         ...
 
     # -- random numbers

@@ -1,5 +1,6 @@
-"""What other libraries wrote, read by weft: one file per library.
+"""What other libraries wrote, read by weft: one file or folder per library.
 
+accelerate_script/       `translate`, behind `weft migrate`: programs of Accelerate
 deepspeed_checkpoint.py  `import_deepspeed`, which trusts what it reads
 """
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from weft.environments import Topology
 from weft.errors import PeerError
@@ -29,7 +29,9 @@ __all__ = [
     "crash_file",
     "earlier_tracebacks",
     "first_failure",
+    "how_it_ended",
     "own_traceback",
+    "report_of",
     "restart_reason",
     "write_report",
 ]
@@ -98,7 +100,7 @@ def first_failure(error: ChildFailedError, folder: Path, attempt: int = 0) -> En
     if code == PREEMPTED and not reports:
         return Ending(code, PREEMPTED_TEXT, rank)
     silent = all(report["rank"] != rank for report in reports)
-    ended = f"weft launch: rank {rank} (process {failure.pid}) ended {_how(failure)}"
+    ended = f"weft launch: rank {rank} (process {failure.pid}) ended {how_it_ended(failure.exitcode)}"
     if not reports or (silent and reports[0]["echo"]):
         return Ending(code, ended, rank)
     first = reports[0]
@@ -107,14 +109,20 @@ def first_failure(error: ChildFailedError, folder: Path, attempt: int = 0) -> En
     return Ending(code, f"{first['trace']}\n{last}", culprit, first["trace"])
 
 
-def _how(failure: ProcessFailure) -> str:
-    if failure.exitcode > 0:
-        return f"with exit code {failure.exitcode}"
+def how_it_ended(code: int) -> str:
+    """An exit code, or minus the number of a signal, in words."""
+    if code > 0:
+        return f"with exit code {code}"
     try:
-        name = f" ({signal.Signals(-failure.exitcode).name})"
+        name = f" ({signal.Signals(-code).name})"
     except ValueError:
         name = ""
-    return f"by signal {-failure.exitcode}{name}"
+    return f"by signal {-code}{name}"
+
+
+def report_of(folder: Path, rank: int, attempt: int) -> str:
+    """The traceback that a rank has left; "" if it ended without a word."""
+    return next((str(report["trace"]) for report in _reports(folder, attempt) if report["rank"] == rank), "")
 
 
 def restart_reason(folder: Path, attempt: int) -> str:

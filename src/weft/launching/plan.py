@@ -34,7 +34,11 @@ class Plan(NamedTuple):
         most_nodes: Nodes that it takes at most; with fewer than that, late ones may join.
         node_rank: Rank of this node; None lets the rendezvous give ranks as nodes come.
         rdzv: Where the nodes meet, `host:port`; None for one node: a free port of this machine.
-        max_restarts: How often all ranks are started again after one of them failed.
+        max_restarts: How often all ranks are started again after one of them failed; with `min_replicas`, how often
+            single ranks are.
+        min_replicas: The ranks are replicas of an elastic job, which makes steps with so many of them at least;
+            None: it is no elastic job.
+        replica_ranks: Ranks of each replica.
         threads: CPU threads of each process.
         affinity: Whether each process keeps to cores of its own.
         sources: Where each of these came from, by name of the option.
@@ -46,6 +50,8 @@ class Plan(NamedTuple):
     node_rank: int | None = None
     rdzv: str | None = None
     max_restarts: int = 0
+    min_replicas: int | None = None
+    replica_ranks: int = 1
     threads: int = 1
     affinity: bool = False
     sources: tuple[tuple[str, str], ...] = ()
@@ -112,6 +118,7 @@ class Plan(NamedTuple):
             "nnodes": self.nodes(":"),
             "node_rank": "as they come" if self.node_rank is None else self.node_rank,
             "rdzv": self.rdzv or "a free port of this machine",
+            "min_replicas": "all ranks, always" if self.min_replicas is None else self.min_replicas,
             "affinity": "on" if self.affinity else "off",
         }
         lines = [f"  {name:<14}{values[name]!s:<30}from {source}" for name, source in self.sources]
@@ -173,6 +180,14 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         wrong = (found, "counts >= 1, 0 <= node rank < nodes")
     elif values["max_restarts"] < 0:
         wrong = (f"--max-restarts {values['max_restarts']}", "0 or more")
+    elif values["min_replicas"] is not None and not _are_replicas(**values):
+        several = f" --replica-ranks {values['replica_ranks']}" if values["replica_ranks"] != 1 else ""
+        found = f"-n {values['nproc']} --min-replicas {values['min_replicas']}{several}"
+        wrong = (found, "1 <= least replicas <= replicas, each of the same number of processes")
+    elif values["min_replicas"] is None and values["replica_ranks"] != 1:
+        wrong = (f"--replica-ranks {values['replica_ranks']}, no --min-replicas", "both, for an elastic job")
+    elif values["min_replicas"] is not None and most > 1:
+        wrong = (f"--nnodes {values['nnodes']} --min-replicas", "one node: replicas on several nodes are not supported")
     elif values["threads"] < 1:
         wrong = (f"--threads {values['threads']}", "1 or more")
     elif most > 1 and values["rdzv"] is None:
@@ -184,6 +199,10 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
     if wrong is not None:
         fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
         raise ContextError("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
+
+
+def _are_replicas(nproc: int, min_replicas: int, replica_ranks: int, **rest: Any) -> bool:
+    return replica_ranks >= 1 and nproc % replica_ranks == 0 and 1 <= min_replicas <= nproc // replica_ranks
 
 
 def _is_address(text: str, nodes: int) -> bool:

@@ -76,7 +76,8 @@ def as_rank(
     again = _times_started(reports, place)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores_of(place.local_rank, place.local_world_size, cores))
-    if again > 0 and place.rank == 0:
+    alone = "TORCHELASTIC_USE_AGENT_STORE" in variables  # a replica: its launcher says what became of it
+    if again > 0 and place.rank == 0 and not alone:
         text = f"weft launch: all ranks start again after a failure, attempt {again + 1}\n"
         sys.stderr.write(restart_reason(reports, place.attempt) + text)
     try:

@@ -210,6 +210,7 @@ class Throughput:
             table = torch.zeros(ctx.world_size, len(_COUNTS) + _PARTS, dtype=torch.float64)
             table[ctx.rank, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
             rows = reduce(table.to(ctx.device), ctx).tolist()
+            rows = [mine] * ctx.world_size if ctx.world.pretended else rows
         if len(names) > _PARTS or any(row[0] != seal for row in rows):
             raise ContextError(
                 "throughput: the parts of a step differ between the ranks, or are too many",

@@ -7,5 +7,8 @@ board.py             the store, whose requests have a time limit
 connect.py           can the address be reached at which ranks meet?
 straggler_watch.py   the threads that see who waits in vain
 gloo_connections.py  where this process listens, and cutting its connections
+quorum.py            which replicas of an elastic job make the next steps together
+replica_groups.py    one of these replicas: it meets the others, and loses them
+pretended.py         a group whose other ranks are only pretended
 ledger.py            facts of one strategy, compared with those of the other ranks
 """

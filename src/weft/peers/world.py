@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.peers.board import Board
+from weft.peers.pretended import PretendedGroup
 
 __all__ = ["PREEMPTED", "STUCK_S", "Background", "Holder", "Watcher", "World", "arrives"]
 
@@ -138,6 +139,11 @@ class World:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def pretended(self) -> bool:
+        """Whether the other ranks are not there, and bring what this one brings; see pretended.py."""
+        return isinstance(self.group, PretendedGroup)
 
     def next_meeting(self) -> int:
         """Count the meetings; all ranks make the same ones, so the number is the same everywhere."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.context import DistContext
-from weft.contract import check_methods
+from weft.contract import check_methods, check_quantized_weights
 from weft.engines.options import ShardOptions
 from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.engines.torch.optim.step_watch import optimizers_of
@@ -31,20 +31,13 @@ __all__ = [
 ]
 
 
-def check_options(what: str, module: nn.Module, ctx: DistContext, options: ShardOptions, weights: WeightSource) -> None:
-    """Check the options that concern the module or the device.
+def check_options(what: str, module: nn.Module, options: ShardOptions, weights: WeightSource) -> None:
+    """Check the options that concern the module.
 
     Raises:
         TypeError: `weights` is of another kind.
         ValueError: One is unknown, or cannot be used here.
     """
-    if options.offload and ctx.device.type == "cpu":
-        raise value_error(
-            f"{what}: offload=True has no effect on a CPU",
-            found=f"device {ctx.device}",
-            expected="an accelerator, whose memory the shards are to leave",
-            fix=f"weft.{what}(..., offload=False)",
-        )
     check_weights(what, module, weights)
     check_methods(what, module, options.methods)
 
@@ -107,6 +100,9 @@ def reshard_of(what: str, ctx: DistContext, axes: tuple[tuple[str, ...], ...], r
 
 def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> None:
     """Raise if a parameter would not be the same once it is cut, or cannot be reduced with its unit."""
+    check_quantized_weights(
+        what, module, {"8 bits": "scales that bitsandbytes keeps at the parameter, which is exchanged"}
+    )
     sparse = sparse_gradients(module)
     if sparse:
         raise value_error(

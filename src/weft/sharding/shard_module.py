@@ -36,7 +36,7 @@ from weft.sharding.shard_checks import (
     groups_of,
     reshard_of,
 )
-from weft.sharding.units import ignored_in, owner_units, parts_apart, units_of
+from weft.sharding.units import gather_dtypes, ignored_in, owner_units, parts_apart, units_of
 
 __all__ = ["exchange_parameters", "shard_module", "sharding_axes"]
 
@@ -80,7 +80,7 @@ def shard_module(
     flat = [name for together in axes for name in together]
     check_strategy_module(what, module, ctx, flat)
     sub = ctx.on(flat)
-    check_options(what, module, ctx, options, weights)
+    check_options(what, module, options, weights)
     others = other_dims(layouts(module, ctx), ctx, axes)
     whole = ignored_in(what, module, ignored, [name for name, own in others.items() if not own])
     options = replace(
@@ -89,6 +89,7 @@ def shard_module(
         units=units_of(what, module, units, parts_apart(what, module, others, whole)),
         ignored=whole,
         dtype=reduce_dtype(module),
+        gather=gather_dtypes(module),
     )
     if sub.world_size > 1:
         check_parameters(what, module, options)
@@ -194,8 +195,9 @@ def sharding_axes(
     check_module(what, module)
     more: tuple[str, ...] = ()
     if axis is None:
-        names = tuple(ctx.data_axes)
-        more = tuple(name for name in gradient_axes(module, ctx) if name not in names)
+        averaged = gradient_axes(module, ctx)
+        names = tuple(name for name in ctx.data_axes if name in averaged)
+        more = tuple(name for name in averaged if name not in names)
         # Along these some parameters are cut already, so that they cannot be those of copies.
         own = {axis for one in layouts(module, ctx).values() for axis in names if axis not in one.reduce_over}
         more, names = (*more, *(name for name in names if name in own)), tuple(n for n in names if n not in own)

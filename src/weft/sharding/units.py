@@ -7,12 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
+from weft.contract import offered
 from weft.contract.select_modules import Selection, select
 from weft.errors import ContractError, listed, value_error
+from weft.precision import LOW, PrecisionOffer
 
-__all__ = ["ignored_in", "owner_units", "parts_apart", "units_of"]
+__all__ = ["blocks_of", "gather_dtypes", "ignored_in", "owner_units", "parts_apart", "units_of"]
 
 _LARGE = 2**20  # parameters of a layer that is worth a unit, and messages, of its own
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CAST_BY_AUTOCAST = frozenset(layer.forward for layer in _LAYERS)
 
 
 def units_of(
@@ -32,7 +36,7 @@ def units_of(
         ValueError: A choice chooses nothing, or a part without forward.
     """
     if chosen is None:
-        parts = _blocks(module)
+        parts = blocks_of(module)
     else:
         found = select(what, module, chosen)
         parts = [part for part in found.values() if part is not module]
@@ -131,7 +135,7 @@ def _holds(group: tuple[nn.Module, ...], other: tuple[nn.Module, ...]) -> bool:
     return any(_is_inside(part, outer) for outer in group for part in other)
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
+def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The blocks in lists of the module, and the large layers that are in no block."""
     blocks: list[nn.Module] = []
 
@@ -195,3 +199,24 @@ def ignored_in(what: str, module: nn.Module, chosen: Selection | None, more: Col
 
 def _is_integer(parameter: nn.Parameter) -> bool:
     return not (parameter.is_floating_point() or parameter.is_complex())
+
+
+def gather_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """The dtypes in which parameters are gathered that autocast would cast anyway, by name; see `Precision.gather`.
+
+    Those of linear layers and convolutions that nothing else holds, such as an embedding.
+    """
+    low: dict[int, torch.dtype] = {}
+    held_otherwise: set[int] = set()
+    parts: list[tuple[nn.Module, torch.dtype | None]] = [(module, None)]
+    for part, outer in parts:
+        offers = offered(part, PrecisionOffer)
+        dtype = offers[-1].precision.gather if offers else outer
+        parts += [(child, dtype) for child in part.children()]
+        is_cast = type(part).forward in _CAST_BY_AUTOCAST and "forward" not in vars(part)
+        for parameter in part.parameters(recurse=False):
+            if dtype is not None and is_cast and parameter.dtype not in LOW and parameter.is_floating_point():
+                low[id(parameter)] = dtype
+            else:
+                held_otherwise.add(id(parameter))
+    return {name: low[id(p)] for name, p in module.named_parameters() if id(p) in low and id(p) not in held_otherwise}

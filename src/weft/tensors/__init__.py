@@ -5,5 +5,6 @@ sequence_order.py  which places of a sequence each rank holds
 dtensor.py         is it sharded? its local part; without importing DTensor
 elsewhere.py       tensors on meta that stand for what another rank has
 sharded_grad.py    a gradient that lies in the memory of another library
+quantized.py       weights that other libraries have quantized
 rng_state.py       the random states of this process
 """

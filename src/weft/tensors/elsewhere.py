@@ -14,7 +14,11 @@ _MARK = "_weft_elsewhere"
 
 def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor: its shape and dtype, and no memory; a parameter for a parameter."""
-    made = torch.empty_like(tensor.detach(), device="meta")
+    values = tensor.detach()
+    if values.is_meta and type(values) is torch.Tensor:  # `empty_like` of these is Python, and imports sympy: 30 MB
+        made = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
+    else:
+        made = torch.empty_like(values, device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     setattr(made, _MARK, True)

@@ -6,6 +6,7 @@ ranks_failed.py which of them failed, and why
 rank_server.py  the process they are forked from
 rank_worker.py  what a rank does
 equivalence.py  does training give the same at every world size?
+rehearsed.py    does a rehearsal say what a real run then does?
 laws.py         what every transform promises, as functions
 law_job.py      the small training job they run
 """
@@ -14,5 +15,15 @@ from weft.testing import laws as laws
 from weft.testing.equivalence import assert_equivalent, largest_difference
 from weft.testing.fake import fake
 from weft.testing.ranks import RankPool, RanksFailed, run_ranks
+from weft.testing.rehearsed import assert_rehearsed
 
-__all__ = ["RankPool", "RanksFailed", "assert_equivalent", "fake", "largest_difference", "laws", "run_ranks"]
+__all__ = [
+    "RankPool",
+    "RanksFailed",
+    "assert_equivalent",
+    "assert_rehearsed",
+    "fake",
+    "largest_difference",
+    "laws",
+    "run_ranks",
+]

@@ -104,7 +104,7 @@ class Job:
         samples: Size of the dataset.
         global_batch: Samples per micro-batch of all ranks together.
         epochs: Passes over the data.
-        clip: Largest norm of the gradient.
+        clip: Largest norm of the gradient; infinite: it is not clipped.
         dtype: Of the model and data.
         seed: Of model and data.
     """
@@ -226,13 +226,15 @@ def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -
 
 
 def finish_step(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job, ctx: DistContext | None = None) -> None:
-    """Clip, step, and drop the gradients."""
+    """Clip, step, and drop the gradients; some transforms allow no clipping."""
     cut = set(map(dtensor.is_sharded, module.parameters()))
     rounds = torch.__version__ < "2.10" and True in cut
     # Of some modules torch sees no gradients; where only some parameters are cut it refuses; torch 2.9 takes the
     # norm of shards in float32.
     elsewhere = any(map(is_elsewhere, module.parameters()))
-    if ctx is not None and (offered(module, KeepsParameters) or rounds or len(cut) > 1 or elsewhere):
+    if math.isinf(job.clip):
+        pass
+    elif ctx is not None and (offered(module, KeepsParameters) or rounds or len(cut) > 1 or elsewhere):
         clip_grads(module, ctx, max_norm=job.clip)
     else:
         torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)

@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader
 from weft.checks import check_choice
 from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
-from weft.contract import GradSync, gradient_axes, offered, transform
+from weft.contract import GradSync, StepsApart, gradient_axes, offered, transform
 from weft.data.window_loader import Windows, known_length, windowed
 from weft.data.window_splitter import Remainder, Steps, WindowSplitter, check_steps
 from weft.data.windows import Window
+from weft.engines.torch.stepping.backward_step import check_has_gradients
 from weft.errors import type_error, value_error
 
 __all__ = ["Window", "Windows", "accumulate_grads"]
@@ -128,6 +129,7 @@ def accumulate_grads(
             expected="one module, or a list, tuple or dict of them, and an iterable of batches",
             fix="model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)",
         )
+    check_has_gradients("accumulate_grads", [p for module in several for p in module.parameters()])
     syncs = _grad_syncs(several)
     # Without a strategy gradients are reduced by hand, if at all, and what the ranks read is not ours to judge.
     findings = find_loaders([loader], ctx, sure=True) if syncs else []
@@ -165,8 +167,10 @@ def _grad_syncs(modules: Sequence[nn.Module]) -> list[GradSync]:
 def _means(module: nn.Module) -> set[int]:
     """Over how many ranks gradients of a module are averaged; 1 is said by those that only add up over other axes."""
     found = [[sync.mean_over for sync in offered(part, GradSync)] for part in module.modules()]
+    apart = math.prod(offer.ranks_apart for offer in offered(module, StepsApart))
     means = {math.prod(each) for each in found if each}
-    return means - {1} or means
+    means = {apart * mean for mean in means - {1} or means}
+    return means or ({apart} if apart > 1 else means)
 
 
 def _facts(windows: Any, splitter: WindowSplitter[Any]) -> dict[str, object]:

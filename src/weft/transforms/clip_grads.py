@@ -17,6 +17,7 @@ from weft.context import DistContext
 from weft.contract import Placed, offered, owners
 from weft.engines.torch.optim.ema import drop_gathered
 from weft.engines.torch.optim.grad_norm import with_nonfinite_gradient
+from weft.engines.torch.stepping.backward_step import check_has_gradients
 from weft.errors import listed, message, type_error, value_error
 from weft.peers.agreement import exchange
 from weft.tensors.dtensor import resting_parameters
@@ -94,6 +95,7 @@ def clip_grads(
         if isinstance(part, nn.Module):
             drop_gathered(part)  # a forward pass after backward leaves copies without gradients
     parameters = _parameters(parts)
+    check_has_gradients("clip_grads", parameters)
     if max_value is not None:
         _check_real(parts)
     gradients = ctx.engine.gradients(parameters, ctx.device, _owning_groups(parameters, ctx))

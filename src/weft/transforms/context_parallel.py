@@ -51,14 +51,14 @@ def context_parallel(
 ) -> tuple[M, DistContext]:
     """Split every sequence over the ranks of an axis: for sequences whose activations do not fit on one device.
 
-    Each rank computes with its part of every sequence, which `weft.split_sequence` takes of a batch. All layers but
-    attention do so alone. Attention modules call `F.scaled_dot_product_attention` as ever; the call is caught, and
+    Each rank computes with its part of every sequence, which `weft.data.split_sequence` takes of a batch. All layers
+    but attention do so alone. Attention modules call `F.scaled_dot_product_attention` as ever; the call is caught, and
     computes over the whole sequence. The strategy that comes afterwards averages gradients over this axis as well.
 
         model, ctx = weft.context_parallel(model, ctx)
         model, ctx = weft.fully_shard(model, ctx)
         for batch in loader:
-            part = weft.split_sequence(batch, ctx)
+            part = weft.data.split_sequence(batch, ctx)
             logits = model(part["input_ids"], position_ids=part["position_ids"]).logits
 
     Source: method "heads": Jacobs et al., "DeepSpeed Ulysses", 2023. Method "gather", zig-zag order: Grattafiori et

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.checks import check_module
 from weft.context import DistContext
-from weft.contract import ComputesAlone, KeepsParameters, layouts, offered
+from weft.contract import ComputesAlone, KeepsParameters, check_not_streamed, layouts, offered
 from weft.errors import ContractError, listed
 
 __all__ = ["full_params"]
@@ -64,6 +64,7 @@ def full_params(
         [[3.0, 3.0]]
     """
     check_module("full_params", module, fix="with weft.full_params(model, ctx): ...")
+    check_not_streamed("full_params", module)
     elsewhere = [part for part in module.modules() if any(o.elsewhere for o in offered(part, KeepsParameters))]
     if forward and elsewhere:
         raise ContractError(

@@ -61,6 +61,9 @@ def fully_shard(
     hybrid mesh one all-reduce of the shard's gradients. With ignored parameters or single numbers
     one all-reduce of theirs; with `unused="zero"` one of a byte per parameter.
 
+    In an elastic job (`start(elastic=...)`) the shards of a replica lie on its ranks, and gradients are averaged over
+    the replicas that live, see `resilient`.
+
     Args:
         module: On the CPU, on `ctx.device`, or on meta: then it is made real unit by unit, so that no
             rank holds more than one unit whole. Parameters may be DTensors over other axes, which stay cut there.
@@ -89,7 +92,8 @@ def fully_shard(
         buffers: "broadcast": after a reduced backward every rank gets the first rank's buffers
             (running statistics). "local": they may differ.
         methods: Methods of `module` besides forward that use its parameters.
-        offload: Keep shards in CPU memory between uses; for accelerators.
+        offload: Keep shards, their gradients and the optimizer's state in the memory of the CPU, where the optimizer
+            steps; units are copied to the device when they are gathered. On a CPU nothing changes.
 
     Returns:
         `module` itself, and `ctx` with this transform in `applied`.
@@ -134,4 +138,8 @@ def fully_shard(
         ignored=ignored,
         weights=weights,
     )
-    return module, ctx if sharded is None else ctx.offering(sharded)
+    ctx = ctx if sharded is None else ctx.offering(sharded)
+    if ctx.replicas is not None:
+        averaged = ctx.engine.average_replicas(module, ctx.replicas, options, alone=sharded is None)
+        ctx = ctx.offering(averaged)
+    return module, ctx

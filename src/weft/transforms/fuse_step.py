@@ -45,7 +45,7 @@ def fuse_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         >>> model, ctx = weft.replicate(model, weft.local(), flat=True)
         >>> optimizer, ctx = weft.fuse_step(torch.optim.AdamW(model.parameters()), ctx)
     """
-    check_elementwise(optimizer)
+    check_elementwise("fuse_step", optimizer, "cannot step on a flat buffer")
     if ctx.on(ctx.data_axes).world_size == 1:
         return optimizer, ctx
     modules = [ref() for record in ctx.applied if record.name == "replicate" for ref in record.refs]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
-from weft.checks import check_optimizer
+from weft.checks import check_choice, check_optimizer
 from weft.context import DistContext
 from weft.contract import transform
 from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContractError
+from weft.sharding import check_owners, step_by_owners
 
 __all__ = ["gather_step"]
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-@transform(after={"skip_nonfinite"}, excludes={"fuse_step", "zero_partition"})
-def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
+@transform(after={"skip_nonfinite"}, excludes={"fuse_step", "zero_partition"}, collective=True)
+def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] = "all") -> tuple[O, DistContext]:
     """Step on plain tensors where the module is sharded: on whole parameters if the optimizer needs them.
 
     For optimizers whose update of an element depends on others, such as Adafactor and Muon, after
@@ -29,21 +30,37 @@ def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     torch does not have for DTensors need it: Rprop, and SGD and Adagrad with `fused=True`.
     Where nothing is sharded, an optimizer of the first kind steps parameter by parameter.
 
-    Changes: hooks on `optimizer`.
-    Collectives: none here. In `step`, none for optimizers of single elements, and all-gathers of 2x the
-    parameter bytes, and of the state's, for others.
+    With `by="owner"` each parameter is made whole on one rank only, which steps on it: N ranks do
+    1/N of the work each, and keep 1/N of the state, of any shape. Owners are chosen by the work, the
+    elements times the shorter side of a matrix, so that no rank holds more than 1.25 times its share
+    of the parameters and one matrix. It also divides the work where parameters are whole on every
+    rank, after `replicate`. `optimizer.state` and `state_dict()` then hold what this rank owns;
+    `weft.save` writes all of it, and `weft.restore` reads it at any number of ranks.
+
+    Source: "Muon is Scalable for LLM Training", Liu et al. 2025, section 3.2, gathers as `by="all"`; owners and
+    all-to-alls as in Dion, Ahn et al. 2025.
+
+    Changes: hooks on `optimizer`, and where its state lies.
+    Collectives: here, a meeting through the store, and with `by="owner"` all-gathers of state that is there in
+    shards. In `step`, none for optimizers of single elements; for others all-gathers of 2x the parameter bytes, and
+    of the state's, or by owners two all-to-alls per 4 MiB of parameters of an owner, of 3x the parameter bytes in all.
 
     Args:
         optimizer: One that updates each parameter by itself; without closures if it needs whole parameters.
         ctx: Where we run.
+        by: "all" steps on every rank, on one whole parameter after the other; "owner" on one rank each.
 
     Returns:
         `optimizer` itself, and `ctx` with this transform in `applied`.
 
     Raises:
         AlreadyApplied: It was applied before.
-        ContractError: LBFGS, which looks at all parameters at once.
+        ContractError: LBFGS, which looks at all parameters at once. By owners: one that changes parameters outside
+            of `step`; and in `step`, if it got other parameters.
+        OrderError: By owners: not all ranks hold the parameters alike, as with `pipeline` and `local_steps`.
         TypeError: Not an optimizer.
+        ValueError: `by` is unknown, or "owner" for an optimizer of single elements.
+        PeerError: Another rank failed.
 
     Example:
         >>> import weft
@@ -60,8 +77,15 @@ def gather_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
             expected="an optimizer that updates each parameter by itself",
             fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
         )
+    check_choice("gather_step", "by", by, ("all", "owner"))
+    if by == "owner":
+        check_owners("gather_step", optimizer)
     if ctx.world_size == 1:
         return optimizer, ctx
+    shapes = [[list(p.shape) for p in entry["params"]] for entry in optimizer.param_groups]
+    ctx.agree("gather_step", {"by": by, **({"parameters": shapes} if by == "owner" else {})})
+    if by == "owner":
+        return optimizer, ctx.offering(step_by_owners(optimizer, ctx))
     if is_elementwise(optimizer):
         return optimizer, ctx.offering(ctx.engine.partition_step(optimizer, None))
     return optimizer, ctx.offering(ctx.engine.whole_step(optimizer, None))

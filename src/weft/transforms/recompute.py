@@ -42,6 +42,7 @@ def recompute(
     keep_rng: bool = True,
     determinism_check: Literal["default", "none"] = "default",
     early_stop: bool = True,
+    offload: bool = False,
 ) -> tuple[M, DistContext]:
     """Keep only the inputs of chosen blocks for backward, and compute their insides again there.
 
@@ -75,6 +76,10 @@ def recompute(
             compiled keeps it always.
         determinism_check: "default" raises if shapes, dtypes or devices differ in the second run.
         early_stop: End the second run as soon as backward has what it needs.
+        offload: Keep what is kept of a block, its inputs, in the memory of the CPU until backward
+            (`torch.autograd.graph.save_on_cpu`, through pinned memory where there is an accelerator). Results that
+            `save` keeps stay on the device. It costs two copies of the inputs per block and step, which wait for each
+            other; not for blocks that are compiled.
 
     Returns:
         `module` itself, and `ctx` with this transform in `applied`.
@@ -101,6 +106,7 @@ def recompute(
         keep_rng=keep_rng,
         determinism_check=determinism_check,
         early_stop=early_stop,
+        offload=offload,
     )
     # What is inside of a block may communicate, and then all ranks have to do it again.
     ctx.agree("recompute", {"blocks": list(taken), "keep_rng": keep_rng, "early_stop": early_stop})

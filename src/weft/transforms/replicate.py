@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeVar
 
 from torch import nn
@@ -15,6 +16,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.contract import (
+    Stateful,
     agree_on_parameters,
     check_data_axes,
     check_methods,
@@ -24,11 +26,14 @@ from weft.contract import (
     reduce_dtype,
     transform,
 )
-from weft.engines.options import ReduceOptions
+from weft.engines import Spmd
+from weft.engines.options import Compress, ReduceOptions
+from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.engines.torch.ddp.trained import check_hooks
-from weft.errors import listed, value_error
+from weft.errors import listed, type_error, value_error
 from weft.peers.ledger import Ledger
-from weft.sharding import broadcast_state, facts_of, reductions
+from weft.precision import PowerSGD
+from weft.sharding import broadcast_state, facts_of, reductions, stacked_over
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["replicate"]
@@ -52,13 +57,15 @@ def replicate(
     unused: Literal["error", "zero"] = "error",
     buffers: Literal["broadcast", "local"] = "broadcast",
     methods: Sequence[str] = (),
+    compress: PowerSGD | Compress | None = None,
 ) -> tuple[M, DistContext]:
     """Keep one full copy of `module` per rank and average its gradients in backward.
 
     The strategy for models that fit on one device. The reduction is that of torch's
     DistributedDataParallel, without its wrapper: the module keeps class, attributes and keys.
     Whether a backward pass communicates is decided when it runs, so several forward passes may
-    come before one backward or several. With one rank along `axis` nothing is done.
+    come before one backward or several. With one rank along `axis` nothing is done. In an elastic job
+    (`start(elastic=...)`) gradients are averaged over the replicas that live, see `resilient`.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020; `torch.distributed.Reducer`.
 
@@ -85,6 +92,11 @@ def replicate(
             statistics). "local": they may differ.
         methods: Methods besides forward through which gradients flow. A gradient that comes
             through another method or a submodule raises `NotSynchronized` in backward.
+        compress: How the gradients of a bucket are averaged. A `weft.precision.PowerSGD`: as products of thin
+            matrices, one bucket after the other. Or a function (group, bucket) that returns a future of the
+            averaged `bucket.buffer()`, as torch's communication hooks (`bf16_compress_hook`); it has to send the
+            same messages in the same order on every rank. What has `state_dict` and `load_state_dict` is saved in
+            checkpoints with the module.
 
     Returns:
         `module` itself, and `ctx` with this transform in `applied`.
@@ -94,7 +106,9 @@ def replicate(
         OrderError: `fully_shard` or `zero_partition` was applied, or a transform that comes later.
         ContextError: There is no such axis, a data axis is left out, or the ranks bring different models or options.
         ContractError: A parameter is cut over ranks that are no axis of the context.
-        ValueError: An option is out of range, or the module lies on another device.
+        ValueError: An option is out of range, or the module lies on another device; or `compress` with `flat=True`,
+            with `Precision(reduce=...)`, with sparse gradients, or over several axes.
+        TypeError: `compress` is neither.
         PeerError: Another rank failed.
 
     Example:
@@ -117,20 +131,80 @@ def replicate(
     check_strategy_module("replicate", module, ctx, names)
     sub = ctx.on(names)
     check_methods("replicate", module, methods)
+    wire = repr(compress) if isinstance(compress, PowerSGD) else compress is not None
+    _check_compress(module, ctx, names, options, compress)
+    if ctx.replicas is not None:
+        _check_elastic(module, flat=flat, compress=compress is not None)
+    if isinstance(compress, PowerSGD):
+        wide = [axis for axis in names if ctx.axis_size(axis) > 1] or list(names)
+        stacked = partial(stacked_over, ctx=ctx, axis=wide[0])
+        compress = ctx.engine.power_sgd(compress, sub.rank, sub.world_size, stacked)
+    kept: list[object] = [compress] if isinstance(compress, Stateful) else []  # for checkpoints
     if sub.world_size == 1:
         place_module("replicate", module, ctx)
+        if ctx.replicas is not None:
+            return module, ctx.offering(ctx.engine.average_replicas(module, ctx.replicas, options, alone=True))
         layout = apply_layout(module, ctx, [name for name, _ in sub.axes], "no")
-        return module, ctx if layout is None else ctx.offering(layout)
+        return module, ctx.offering(*kept) if layout is None else ctx.offering(layout)
     ctx.require_collective("replicate")
     _check_flat(module, ctx, names, flat=flat)
     check_hooks("replicate", type(module).__name__, module.named_parameters())
-    agree_on_parameters("replicate", module, ctx, {**options.facts(), **facts_of(module, ctx)})
-    options = replace(options, apart=reductions(module, ctx, names))
+    agree_on_parameters("replicate", module, ctx, {**options.facts(), "compress": wire, **facts_of(module, ctx)})
+    options = replace(options, apart=reductions(module, ctx, names), compress=compress)
     place_module("replicate", module, ctx)
     assert sub.group is not None
     broadcast_state(module, ctx, names)
     peers = Ledger(sub.world, "replicate")
-    return module, ctx.offering(ctx.engine.reduce_gradients(module, sub.group, options, peers))
+    ctx = ctx.offering(ctx.engine.reduce_gradients(module, sub.group, options, peers), *kept)
+    if ctx.replicas is not None:
+        ctx = ctx.offering(ctx.engine.average_replicas(module, ctx.replicas, options, alone=False))
+    return module, ctx
+
+
+def _check_compress(
+    module: nn.Module, ctx: DistContext, names: Sequence[str], options: ReduceOptions, compress: object
+) -> None:
+    """Raise if gradients cannot travel as the user wants; the module may be one that is not sent at all."""
+    if compress is None:
+        return
+    if not isinstance(compress, PowerSGD) and not callable(compress):
+        raise type_error(
+            f"replicate: compress = {compress!r} averages nothing",
+            found=type(compress).__name__,
+            expected="a weft.precision.PowerSGD, or a function (group, bucket) that returns a future",
+            fix="weft.replicate(model, ctx, compress=weft.precision.PowerSGD(rank=2))",
+        )
+    wide = [axis for axis in names if ctx.axis_size(axis) > 1]
+    reasons = {
+        "flat=True, which has no buckets": options.flat,
+        f"Precision(reduce={options.dtype}), which rounds them": options.dtype is not None,
+        f"sparse gradients of {listed(sparse_gradients(module))}": sparse_gradients(module),
+        "an engine that sends gradients by itself": isinstance(ctx.engine, Spmd),
+        "an elastic job": ctx.replicas is not None,
+        f"PowerSGD over the axes {listed(wide)}": isinstance(compress, PowerSGD) and len(wide) > 1,
+        "complex parameters with PowerSGD": isinstance(compress, PowerSGD)
+        and any(p.is_complex() for p in module.parameters()),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise value_error(
+            "replicate: gradients cannot be compressed on their way here",
+            found=listed(found),
+            expected="dense gradients in buckets, in their own dtype, averaged along one axis",
+            fix="leave compress or the other out: weft.replicate(model, ctx)",
+        )
+
+
+def _check_elastic(module: nn.Module, *, flat: bool, compress: bool) -> None:
+    unfit = [name for name, p in module.named_parameters() if is_sharded(p) or p.is_complex()]
+    found = ["flat=True"] * flat + ["compress="] * compress + [f"sharded or complex: {name}" for name in unfit]
+    if found:
+        raise value_error(
+            "replicate: not supported in an elastic job",
+            found=listed(found),
+            expected="neither flat=True nor compress=, and whole real parameters on every replica",
+            fix="model, ctx = weft.replicate(model, ctx)",
+        )
 
 
 def _check_flat(module: nn.Module, ctx: DistContext, names: Sequence[str], *, flat: bool) -> None:

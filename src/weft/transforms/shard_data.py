@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from weft.context import DistContext
 from weft.contract import transform
+from weft.data.equal_cost import Cost, Costs
 from weft.data.loader_copy import length_of
-from weft.data.split.loader_checks import check_divisible, check_loader, check_uneven, warn_of_no_steps
+from weft.data.split.epoch_order import epoch_order
+from weft.data.split.loader_checks import check_balance, check_divisible, check_loader, check_uneven, warn_of_no_steps
 from weft.data.split.map_samples import Epoch, EpochOrder
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
@@ -49,6 +51,8 @@ def shard_data(
     resized: Resized = "error",
     with_ids: Literal[False] = False,
     keyed: bool = False,
+    cost: Cost | None = None,
+    balance: Literal["samples", "tokens"] = "samples",
 ) -> tuple[ShardedLoader[T], DistContext]: ...
 @overload
 def shard_data(
@@ -62,6 +66,8 @@ def shard_data(
     resized: Resized = "error",
     with_ids: Literal[True],
     keyed: bool = False,
+    cost: Cost | None = None,
+    balance: Literal["samples", "tokens"] = "samples",
 ) -> tuple[ShardedLoader[tuple[T, SampleIds]], DistContext]: ...
 @overload
 def shard_data(
@@ -75,6 +81,8 @@ def shard_data(
     resized: Resized = "error",
     with_ids: bool,
     keyed: bool = False,
+    cost: Cost | None = None,
+    balance: Literal["samples", "tokens"] = "samples",
 ) -> tuple[ShardedLoader[Any], DistContext]: ...
 @transform(before={"accumulate_grads"}, collective=True)
 def shard_data(
@@ -88,6 +96,8 @@ def shard_data(
     resized: Resized = "error",
     with_ids: bool = False,
     keyed: bool = False,
+    cost: Cost | None = None,
+    balance: Literal["samples", "tokens"] = "samples",
 ) -> tuple[ShardedLoader[Any], DistContext]:
     """Let every rank read its own part of a dataset or stream, and bring batches to the device.
 
@@ -96,6 +106,9 @@ def shard_data(
     order into pieces, so the batches of all ranks, joined, are the batches of one process with the
     global batch size. The position is the number of samples used globally; it can be loaded at any
     number of ranks.
+
+    In an elastic job (`start(elastic=...)`) a step has as many samples as with all replicas, whoever lives; they are
+    divided anew when one is lost or joins. The loader then is for `resilient`; by itself it yields the batches of all.
 
     Ranks that differ on tensor, context or pipeline axes only read the same batches. What was decided
     is `weft.contract.offered(loader, weft.data.DataPlan)[0]`.
@@ -132,6 +145,11 @@ def shard_data(
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
         keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
             that random augmentation in the dataset is the same at any number of ranks and workers.
+        cost: What a sample costs, for `balance`: a number above 0 per index of the dataset, or a function of the
+            index. Lengths, or what attention costs: `lambda i: lengths[i] ** 2`.
+        balance: "samples": all ranks get equally many. "tokens": the samples of each step are divided into pieces of
+            nearly equal cost, so ranks get different numbers of samples, about `batch_size`. For that, samples of
+            like cost come in groups of four in the order of an epoch. `share` and `window.share` stay exact.
 
     Returns:
         The new loader, with `share`, `epoch`, `set_epoch`, `state_dict`, `load_state_dict`; and `ctx` with
@@ -154,6 +172,7 @@ def shard_data(
         [[2, 3], [6, 7]]
     """
     check_loader(loader, mode, uneven, resized, already_sharded=already_sharded)
+    check_balance(loader, balance, cost, mode, uneven)
     if mode == "shards":
         loader, already_sharded = with_own_shards(loader, ctx), True
     iterable = isinstance(loader.dataset, IterableDataset)
@@ -164,7 +183,7 @@ def shard_data(
     total = length_of(loader.dataset) if iterable else length_of(units)
     chosen = _seed_of(loader.dataset if iterable else units, loader, ctx) if seed is None else seed
     reads_here = mode != "dispatch" or ctx.rank == 0
-    per_rank = 1 if whole or single else _per_rank(loader, mode, size)
+    per_rank = 1 if whole or single else _per_rank(loader, mode, size * _most_replicas(ctx))
     facts: dict[str, object] = {
         "mode": mode,
         "uneven": uneven,
@@ -177,12 +196,17 @@ def shard_data(
         total, chosen, per_rank = _as_rank_0(ctx, {"total": total, "seed": chosen, "per_rank": per_rank})
     drop_last = _drop_last(loader, iterable=iterable, whole=whole)
     check_uneven(uneven, total, ctx, already_sharded=already_sharded)
-    plan = Plan(rank, size, per_rank, drop_last, uneven or "balance")
+    costs = None if cost is None else Costs(cost)
+    plan = Plan(rank, size, per_rank, drop_last, uneven or "balance", costs)
+    if ctx.replicas is not None:  # a step has as many units as with all replicas, whoever lives
+        plan = plan._replace(step_units=plan.per_step * _most_replicas(ctx))
     if total is not None:
-        plan.check(total, "batches" if whole else "samples")
+        plan._replace(size=size * _most_replicas(ctx)).check(total, "batches" if whole else "samples")
     if not already_sharded:
         facts |= {"length": total, "seed": chosen, "batch size per rank": per_rank, "drop_last": drop_last}
         facts["sampler" if not iterable else "dataset"] = type(loader.dataset if iterable else units).__name__
+    if costs is not None and units is not None:
+        facts["costs"] = costs.digest(epoch_order(units, chosen, 0))
     if mode == "dispatch":
         facts.pop("sampler", None)
         facts.pop("dataset", None)
@@ -198,7 +222,7 @@ def shard_data(
     reading = ReadPlan(
         plan=plan,
         readers=readers,
-        units=None if units is None or not reads_here else EpochOrder(units, total),
+        units=None if units is None or not reads_here else EpochOrder(units, total, costs),
         stream=stream,
         seed=chosen,
         single=single,
@@ -223,6 +247,10 @@ def _units_of(loader: DataLoader[Any], *, whole: bool, single: bool) -> Any:
     if single or (not whole and loader.batch_size is not None and loader.batch_sampler is None):
         return loader.sampler
     return loader.batch_sampler if whole else cast("Any", loader.batch_sampler).sampler
+
+
+def _most_replicas(ctx: DistContext) -> int:
+    return 1 if ctx.replicas is None else ctx.replicas.most
 
 
 def _drop_last(loader: DataLoader[Any], *, iterable: bool, whole: bool) -> bool:
@@ -259,7 +287,9 @@ def _meeting(
     steps = None if total is None else plan.num_steps(total)
     chosen: Any = {None: "error", "balance": "error", "empty": "join"}.get(uneven, uneven)
     sub = ctx.on(ctx.data_axes)
-    if sub.world.store is None or sub.world_size == 1:  # alone, or only pretending not to be
+    if (
+        sub.world.store is None and not sub.world.pretended
+    ) or sub.world_size == 1:  # alone, or only pretending not to be
         return UnevenRanks(
             chosen if sub.world.group is not None else "error", None if steps is None else (steps,), plan.per_step
         )

@@ -16,10 +16,12 @@ from weft.context.placement import check_place, place_module
 from weft.contract import check_methods, offered, transform
 from weft.engines import Spmd
 from weft.engines.options import CastOptions
+from weft.engines.torch.amp.fp8_linear import is_convertible
+from weft.engines.torch.amp.stored_weights import StoredWeights
 from weft.errors import listed, type_error, value_error
 from weft.precision import LOW, PolicyName, Precision, PrecisionOffer, named_policy
 
-__all__ = ["loss_scale", "with_precision"]
+__all__ = ["fp8_layers", "loss_scale", "with_precision"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,7 +40,8 @@ def with_precision(
     clipping and logging need no unscaling, and modules with different scales can be chained. The optimizer then has to
     skip steps whose gradients overflowed: `skip_nonfinite`.
 
-    Policies: "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs; "fp32",
+    Policies: "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs; "fp8": as "fp32", but linear
+    layers, of which both sides are multiples of 16, multiply 8-bit numbers (`fp8_layers` lists them); "fp32",
     "fp64", "bf16-true", "fp16-true": everything in that dtype; or a `Precision`. A part of a module
     may have a policy of its own, given before or after that of the whole.
 
@@ -92,6 +95,7 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
     _check_castable(module, precision)
     _check_scalable(module, precision)
     _check_one_scale(module, precision, ctx)
+    _check_products(module, precision, ctx)
     on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     if not on_meta:  # else whoever makes it real puts it in place
         check_place("with_precision", module, ctx)
@@ -99,11 +103,14 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
     if not on_meta:
         place_module("with_precision", module, ctx)
     _cast_parameters(module, precision)
+    stored = None
+    if precision.storage is not None and precision.compute is not None:
+        stored = StoredWeights(_own_parts(module), precision.storage, precision.compute)
     options = _cast_options(module, precision, methods)
     idle = options == CastOptions(methods=methods)
     precise = None if idle else ctx.engine.apply_precision(module, ctx.device, options)
     kept = [precise.scale] if precise is not None and precise.scale is not None else []  # for checkpoints
-    return module, ctx.offering(PrecisionOffer(precision, precise), *kept)
+    return module, ctx.offering(PrecisionOffer(precision, precise, stored), *kept)
 
 
 def _check_device(precision: Precision, ctx: DistContext) -> None:
@@ -163,6 +170,18 @@ def _check_castable(module: nn.Module, precision: Precision) -> None:
             found=listed(names),
             expected="a module that has been called once (lazy modules get their shapes then)",
             fix="model(example_batch)  # before with_precision",
+        )
+
+
+def _check_products(module: nn.Module, precision: Precision, ctx: DistContext) -> None:
+    is_xla = isinstance(ctx.engine, Spmd)
+    if precision.matmul is not None and (is_xla or not _products(module)):
+        sides = [f"{one.in_features} -> {one.out_features}" for one in _own_parts(module) if type(one) is nn.Linear]
+        raise value_error(
+            f"with_precision: no layer of {type(module).__name__} can multiply in {precision.matmul}",
+            found="a device on which xla computes" if is_xla else f"linear layers: {listed(sides) or 'none'}",
+            expected="a torch.nn.Linear of which both sides are multiples of 16",
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
 
 
@@ -227,7 +246,34 @@ def _cast_options(module: nn.Module, precision: Precision, methods: tuple[str, .
         outputs=precision.output,
         scale=precision.scaling,
         methods=methods,
+        products=_products(module) if precision.matmul is not None else (),
     )
+
+
+def _products(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The layers that multiply in 8 bits."""
+    return tuple(part for part in _own_parts(module) if is_convertible(part))
+
+
+def fp8_layers(module: nn.Module) -> list[str]:
+    """Tell which layers multiply in 8 bits, by name.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Names of parts of `module`; "" is the module itself.
+
+    Example:
+        >>> import weft
+        >>> fp8_layers(weft.with_precision(nn.Linear(16, 16), weft.local(), "fp8")[0])
+        ['']
+    """
+    offers = [offer for part in module.modules() for offer in offered(part, PrecisionOffer)]
+    chosen = {id(layer) for offer in offers for layer in getattr(offer.precise, "products", ())}
+    return [name for name, part in module.named_modules() if id(part) in chosen]
 
 
 def loss_scale(module: nn.Module) -> float:

@@ -16,15 +16,26 @@ from weft.context import DistContext
 from weft.context.placement import apply_layout, place_module
 from weft.context.sub_contexts import mesh_along
 from weft.contract import agree_on_parameters, check_methods, check_strategy_module, reduce_dtype, transform
+from weft.contract.layout import apart_axes
 from weft.contract.select_modules import Selection
 from weft.engines import guest
 from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
 from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.engines.torch.ddp.trained import check_hooks
 from weft.engines.torch.optim.flat_step import is_elementwise
-from weft.errors import ContractError, listed, value_error
+from weft.errors import ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
-from weft.sharding import broadcast_state, facts_of, groups_of, reductions, shard_module, sharding_axes, step_meshes
+from weft.sharding import (
+    broadcast_state,
+    check_owners,
+    facts_of,
+    groups_of,
+    reductions,
+    shard_module,
+    sharding_axes,
+    step_by_owners,
+    step_meshes,
+)
 
 __all__ = ["zero_partition"]
 
@@ -46,6 +57,7 @@ def zero_partition(
     ctx: DistContext,
     *,
     stage: Literal[1, 2, 3],
+    by: Literal["all", "owner"] = "all",
     engine: Literal["torch", "deepspeed"] = "torch",
     axis: str | Sequence[str] | None = None,
     units: Selection | None = None,
@@ -69,7 +81,8 @@ def zero_partition(
     `optimizer.state_dict()` needs no call before it. An optimizer whose update of an element
     depends on others (Adafactor, Muon, one that is not torch's) steps on whole parameters, one
     after the other, on every rank, and so does one over sparse gradients in stage 1; its state of the
-    parameters' shape is divided all the same.
+    parameters' shape is divided all the same. With `by="owner"` each parameter is stepped on by one
+    rank, which keeps its state: 1/N of the work; see `gather_step`.
 
     With `engine="deepspeed"` the real DeepSpeed does it, under the same loop and with the same numbers
     in float32. It can keep the optimizer's state, and in stage 3 the parameters, in the memory of the
@@ -92,6 +105,7 @@ def zero_partition(
         optimizer: Over parameters of `module`, with or without state.
         ctx: Where we run.
         stage: 1, 2 or 3.
+        by: For optimizers of whole tensors: who steps on one, "all" ranks or its "owner"; as for `gather_step`.
         engine: Who does it: "torch", or "deepspeed", which is an extra to install.
         axis: Mesh axis to divide over, or (replica, shard). Default: as for `fully_shard`.
         units: For stages 2 and 3; as for `fully_shard`.
@@ -99,8 +113,9 @@ def zero_partition(
         buffers: As for `replicate`.
         bucket_bytes: For stage 1; as for `replicate`.
         methods: Methods besides forward through which gradients flow.
-        offload: With DeepSpeed: where the optimizer's state lies between steps: "cpu", or a directory
-            on a fast disk (stage 3). Or a mapping, of "optimizer" and "parameters" (stage 3).
+        offload: With torch, "cpu" in stages 2 and 3: as `fully_shard(offload=True)`. With DeepSpeed: where the
+            optimizer's state lies between steps: "cpu", or a directory on a fast disk (stage 3). Or a mapping,
+            of "optimizer" and "parameters" (stage 3).
         config: With DeepSpeed: its configuration, a dict or a JSON file. What weft decides may be left
             out or "auto"; everything else reaches DeepSpeed as it is.
 
@@ -131,8 +146,18 @@ def zero_partition(
     check_module("zero_partition", module, fix=_CALL)
     check_choice("zero_partition", "stage", stage, (1, 2, 3), fix="weft.replicate(model, ctx)" if not stage else _CALL)
     check_choice("zero_partition", "engine", engine, ("torch", "deepspeed"))
+    check_choice("zero_partition", "by", by, ("all", "owner"))
     _check_trainable(module, optimizer, stage, engine)
+    if by == "owner":
+        _check_owners(optimizer, engine)
     methods = tuple(methods)
+    if engine == "deepspeed" and apart_axes(module):
+        raise OrderError(
+            "zero_partition: DeepSpeed averages over all ranks, of which local_steps lets some step apart",
+            found=f"local_steps along {listed(map(repr, apart_axes(module)))}",
+            expected="the other engine with local_steps",
+            fix='weft.zero_partition(model, optimizer, ctx, stage=2, engine="torch")',
+        )
     if engine == "deepspeed":
         partitioned = guest("deepspeed").zero_partition(
             module,
@@ -149,7 +174,7 @@ def zero_partition(
             config=config,
         )
         return module, optimizer, ctx if partitioned is None else ctx.offering(partitioned)
-    _check_for_deepspeed_alone(offload, config)
+    _check_for_deepspeed_alone(stage, offload, config)
     axes = sharding_axes("zero_partition", module, ctx, axis)
     if stage > 1:
         shard_options = ShardOptions(
@@ -157,12 +182,13 @@ def zero_partition(
             unused=unused,
             buffers=buffers,
             methods=methods,
+            offload=offload == "cpu",
             strategy="zero_partition",
         )
         sharded = shard_module("zero_partition", module, ctx, axes, shard_options, rebind=(optimizer,), units=units)
         if sharded is None:
             return module, optimizer, ctx
-        return module, optimizer, ctx.offering(sharded, _step(module, optimizer, ctx, None))
+        return module, optimizer, ctx.offering(sharded, _step(module, optimizer, ctx, None, by=by))
     if units is not None:
         raise value_error(
             "zero_partition: units have no effect in stage 1",
@@ -202,7 +228,8 @@ def zero_partition(
     options = replace(options, apart=reductions(module, ctx, flat))
     reducer = ctx.engine.reduce_gradients(module, sub.group, options, Ledger(sub.world, "zero_partition"))
     others = step_meshes(module, ctx, axes[-1:])
-    return module, optimizer, ctx.offering(reducer, _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:]), others))
+    step = _step(module, optimizer, ctx, mesh_along(ctx, axes[-1:]), others, by=by)
+    return module, optimizer, ctx.offering(reducer, step)
 
 
 def _step(
@@ -211,21 +238,37 @@ def _step(
     ctx: DistContext,
     mesh: DeviceMesh | None,
     others: StepMeshes | None = None,
+    *,
+    by: str,
 ) -> object:
     """Let it step on this rank's part of each parameter if it can, else on all of one parameter after the other."""
+    if by == "owner":
+        return step_by_owners(optimizer, ctx)
     if is_elementwise(optimizer) and not sparse_gradients(module):
         return ctx.engine.partition_step(optimizer, mesh, others)
     return ctx.engine.whole_step(optimizer, mesh, others)
 
 
-def _check_for_deepspeed_alone(offload: Offload, config: object) -> None:
-    given = [f"{name} = {value!r}" for name, value in (("offload", offload), ("config", config)) if value is not None]
+def _check_owners(optimizer: torch.optim.Optimizer, engine: str) -> None:
+    check_owners("zero_partition", optimizer)
+    if engine == "deepspeed":
+        raise value_error(
+            "zero_partition: DeepSpeed steps on all parameters of a group together",
+            found="by='owner' with engine='deepspeed'",
+            expected="engine='torch' with it",
+            fix='weft.zero_partition(model, optimizer, ctx, stage=2, by="owner")',
+        )
+
+
+def _check_for_deepspeed_alone(stage: int, offload: Offload, config: object) -> None:
+    there = offload is None or (offload == "cpu" and stage > 1)
+    given = [f"offload = {offload!r}"] * (not there) + [f"config = {config!r}"] * (config is not None)
     if given:
         raise value_error(
-            "zero_partition: engine='torch' neither offloads nor takes a configuration",
+            f"zero_partition: engine='torch' cannot do this in stage {stage}",
             found=listed(given),
-            expected="engine='deepspeed' with them",
-            fix="weft.zero_partition(model, optimizer, ctx, stage=2, engine='deepspeed', offload='cpu')",
+            expected="offload='cpu' in stages 2 and 3, where the whole shard lies on the CPU; else engine='deepspeed'",
+            fix="weft.zero_partition(model, optimizer, ctx, stage=2, offload='cpu')",
         )
 
 

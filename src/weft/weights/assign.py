@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,7 +34,7 @@ from weft.tensors.elsewhere import is_elsewhere
 from weft.weights.sources import Source
 from weft.weights.targets import Memory, Target, targets, waits_for_values
 
-__all__ = ["Placement", "renamed"]
+__all__ = ["Placement", "compare", "renamed"]
 
 _IN_FLIGHT = 4  # messages; more bring nothing, and each keeps a tensor
 Route: TypeAlias = tuple[Any, int]  # a process group, and which of its ranks has the tensor
@@ -78,13 +78,14 @@ class Placement:
         elsewhere: Mapping[int, torch.Tensor],
         strict: bool,
         dtype: torch.dtype | None,
+        within: Collection[str] | None = None,
     ) -> None:
         self.path = source.path
         self._ctx = ctx
         self._source = source
         self._module = module
         held = targets(module, elsewhere)
-        self.missing, self.unexpected = _compare(module, source, held, strict=strict)
+        self.missing, self.unexpected = compare("load_weights", module, source, held, strict=strict, within=within)
         self._dtypes = {id(one.tensor): one.tensor.dtype for one in held}
         if dtype is not None:
             self._dtypes |= {id(one.tensor): dtype for one in held if one.tensor.is_floating_point()}
@@ -167,16 +168,17 @@ class Placement:
 # -- does it fit -------------------------------------------------------------------------------------
 
 
-def _compare(
-    module: nn.Module, source: Source, held: list[Target], *, strict: bool
+def compare(
+    what: str, module: nn.Module, source: Source, held: list[Target], *, strict: bool, within: Collection[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names that only the module has, and names that only the files have.
+    """Names that only the module has, of all or of some, and names that only the files have.
 
     Raises:
         CheckpointError: There are such names and `strict`; or a shape or a kind of numbers differs.
     """
     known = {name for target in held for name in target.names}
-    missing = tuple(one.names[0] for one in held if source.tensors.keys().isdisjoint(one.names))
+    asked = [one for one in held if within is None or not set(one.names).isdisjoint(within)]
+    missing = tuple(one.names[0] for one in asked if source.tensors.keys().isdisjoint(one.names))
     unexpected = tuple(name for name in source.tensors if name not in known)
     wrong = [
         f"{name}: {stored.entry.dtype} {stored.entry.shape} for {str(one.tensor.dtype).removeprefix('torch.')} "
@@ -192,10 +194,10 @@ def _compare(
     found += [f"not in the file: {listed(missing)}"] if missing and strict else []
     found += [f"only in the file: {listed(unexpected)}"] if unexpected and strict else []
     raise CheckpointError(
-        f"load_weights: {source.path} does not fit the module",
+        f"{what}: {source.path} does not fit the module",
         found="; ".join(found),
         expected="the names, shapes and kinds of numbers of the module",
-        fix=_tie(module, missing) or f"weft.load_weights(module, path, ctx, {_hint(missing, unexpected)})",
+        fix=_tie(module, missing) or f"weft.{what}(module, ..., {_hint(missing, unexpected)})",
     )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from weft.checkpoint.format.remote import fetched, place
+from weft.checkpoint.format.safetensors_write import write_text
+from weft.checkpoint.state.adapters import CONFIG
 from weft.contract.select_modules import Names
+from weft.weights.adapters import check_adapter_options, stored_adapter
 from weft.weights.hf_layout import Layout, check_names, chosen_tensors, num_bytes, renamed_tensors
 from weft.weights.publish import published
 from weft.weights.sources import floating_dtype, from_checkpoint
@@ -24,7 +30,8 @@ def export(
     dtype: torch.dtype | str | None = None,
     filter: Names | None = None,
     rename: Callable[[str], str] | None = None,
-    name: str = "model",
+    name: str | None = None,
+    peft: bool | str = False,
 ) -> tuple[Path, ...]:
     """Write the weights of a checkpoint as safetensors that others read: one file, or several and an index.
 
@@ -38,24 +45,26 @@ def export(
     folder with anything else in it is refused. Collectives: none.
 
     Args:
-        path: The folder of a checkpoint, or a directory of them: the newest complete one is taken.
+        path: The folder of a checkpoint, or a directory of them: the newest complete one is taken. Or its URL.
         out: Folder to write, on the same file system as its parent.
         object: Which module, by its name in `checkpointable`.
         max_shard_size: Most bytes of tensors per file: a number, or a text such as "5GB" (10^9) or
             "500MiB" (2^20). A larger tensor gets a file of its own.
         dtype: For floating-point tensors; the others keep theirs.
-        filter: Names to export, for adapters: a pattern in which `*` stays within one part of a name
-            and `**` stands for any number of parts ("**.lora_*.**"), several, or a function of the
-            name. Default: all.
+        filter: Names to export: a pattern in which `*` stays within one part of a name and `**` stands for
+            any number of parts ("encoder.**"), several, or a function of the name. Default: all.
         rename: From the name in the module to one in the files.
-        name: What the files are called; "adapter_model" for PEFT.
+        name: What the files are called. Default: "model", or "adapter_model" with `peft`.
+        peft: Write an adapter alone, under PEFT's names and with its configuration, as
+            `PeftModel.from_pretrained(base, out)` reads it: its name, or True if the module has one. In
+            one file, without `filter` and `rename`.
 
     Returns:
         The files: tensors first, then the index, if there is one.
 
     Raises:
-        CheckpointError: There is no whole checkpoint, `out` holds something else, or nothing is left to
-            export.
+        CheckpointError: There is no whole checkpoint, `out` holds something else, there is no such adapter,
+            or nothing is left to export.
         ValueError: An option cannot be used, or numbers do not fit into `dtype`.
         OSError: Reading or writing failed; `out` is as it was.
 
@@ -69,12 +78,23 @@ def export(
         ['model.safetensors']
     """
     limit, wanted = num_bytes(max_shard_size), floating_dtype("export", dtype)
+    name = name if name is not None else "adapter_model" if peft else "model"
     check_names(name, rename)
-    source = from_checkpoint("export", Path(path), object)
-    tensors = renamed_tensors(chosen_tensors(source, filter), wanted, rename)
+    check_adapter_options(peft, filter, rename)
+    source = from_checkpoint("export", fetched(place(path)), object)
+    adapter = stored_adapter(source, object, peft) if peft else None
+    if adapter is not None:
+        # PEFT reads one file, in which a tensor that is two adapters' is there twice.
+        chosen, limit = {file: source.tensors[own] for file, own in adapter.names.items()}, sys.maxsize
+    else:
+        chosen = chosen_tensors(source, filter)
+    tensors = renamed_tensors(chosen, wanted, rename)
     layout = Layout(tensors, name, limit=limit)
+    files = layout.files() + ([CONFIG] if adapter is not None else [])
     with published(Path(out), source.path, name) as hidden:
         source.verify(tensor.stored for tensor in tensors.values())
         layout.write(hidden, source.files)
+        if adapter is not None:
+            write_text(hidden / CONFIG, json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")
     source.files.close()
-    return tuple(Path(out) / file for file in layout.files())
+    return tuple(Path(out) / file for file in files)

@@ -9,11 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from weft.checkpoint.format.remote import fetched, place
+from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.state.collect import kept_shards
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
+from weft.contract import check_not_streamed
+from weft.weights.adapters import names_in_module
 from weft.weights.assign import Placement, renamed
 from weft.weights.sources import floating_dtype, from_path
+from weft.weights.stored_names import as_named_now
 
 __all__ = ["LoadedWeights", "load_weights"]
 
@@ -57,7 +62,8 @@ def load_weights(
         module: Plain, replicated, sharded, or on meta; the same on all ranks.
         path: A `.safetensors` file; an index, with its files beside it; a folder with one of these; the
             folder of a checkpoint, or a directory of checkpoints, of which the newest complete one is
-            taken.
+            taken, or the URL of one of these two. The folder of an adapter of PEFT is read into the active
+            adapter of the module, by PEFT's names; nothing else is missing then.
         ctx: Whose ranks; all that hold a part of the module.
         strict: Raise if names differ. Otherwise what is missing keeps its value, or is drawn by the
             `reset_parameters()` of its part if it is on meta. Shapes have to fit always.
@@ -95,9 +101,16 @@ def load_weights(
     elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
 
     def settle() -> Placement:
-        source = renamed(from_path("load_weights", Path(path), object), rename)
+        check_not_streamed("load_weights", module)
+        found = fetched(place(path))
+        source, within = from_path("load_weights", found, object), None
         wanted = floating_dtype("load_weights", dtype)
-        return Placement(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted)
+        if rename is None and (found / CONFIG).is_file():
+            names = names_in_module(module, found)
+            source, within = renamed(source, lambda name: names.get(name, name)), names.values()
+        else:
+            source = renamed(source, rename) if rename is not None else as_named_now(source, module)
+        return Placement(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted, within=within)
 
     placement = on_all("load_weights", ctx, settle)
     ctx.agree("load_weights", placement.facts())

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.checkpoint.format.safetensors_write import sync_folder
+from weft.checkpoint.state.adapters import CONFIG
 from weft.errors import CheckpointError, listed
 
 __all__ = ["published"]
@@ -51,7 +52,7 @@ def published(out: Path, source: Path, name: str) -> Iterator[Path]:
 
 
 def _check(out: Path, source: Path, name: str) -> None:
-    ours = re.compile(re.escape(name) + r"(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+    ours = re.compile(re.escape(name) + r"(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?|" + re.escape(CONFIG))
     foreign = None
     if out == source or source in out.parents:
         foreign = "a checkpoint, which is never changed"

@@ -17,6 +17,7 @@ from weft.errors import CheckpointError, listed, type_error
 from weft.sharding.meta import draw_values, draws, own_tensors
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.quantized import quantization_state
 
 __all__ = ["Memory", "Target", "targets", "waits_for_values"]
 
@@ -35,34 +36,36 @@ class Target(NamedTuple):
     parameter: int
 
 
-def targets(module: nn.Module, elsewhere: Mapping[int, torch.Tensor]) -> list[Target]:
+def targets(module: nn.Module, elsewhere: Mapping[int, torch.Tensor], *, what: str = "load_weights") -> list[Target]:
     """What weights can be loaded into, in the order of `state_dict`.
 
     Args:
         module: Whose.
         elsewhere: Of `kept_shards`.
+        what: The function that asks, for errors.
 
     Raises:
         TypeError: Not a module, or `state_dict` has something that is no parameter or buffer.
         ValueError: A parameter has no shape yet.
     """
-    check_module("load_weights", module, fix='weft.load_weights(model, "model.safetensors", ctx)')
+    check_module(what, module, fix='weft.load_weights(model, "model.safetensors", ctx)')
     state = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     held = {id(tensor) for kind in (module.parameters(), module.buffers()) for tensor in kind}
-    found: dict[int, tuple[list[str], Any]] = {}
+    scales = quantization_state(module)
+    found: dict[int, tuple[list[str], Any]] = {id(value): ([plain_name(name)], value) for name, value in scales.items()}
     for name, value in state.items():
         if id(value) in held:
             found.setdefault(id(value), ([], value))[0].append(plain_name(name))
-        elif not is_extra(name):
+        elif name not in scales and not is_extra(name):
             raise type_error(
-                f"load_weights: {name} cannot be loaded",
+                f"{what}: {name} cannot be loaded",
                 found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
                 expected="parameters and buffers",
                 fix="load it by the load_state_dict of the module",
             )
-    check_not_lazy("load_weights", module)
+    check_not_lazy(what, module)
     for names, value in found.values():
-        check_memory("load_weights", names[0], value)
+        check_memory(what, names[0], value)
     return [Target(tuple(names), elsewhere.get(one, value), one) for one, (names, value) in found.items()]
 
 

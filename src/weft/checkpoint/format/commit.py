@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 from weft.checkpoint.format.manifest import STEP, Damage, Manifest, check_place, read_manifest
+from weft.checkpoint.format.remote import fetched, mirror_of, place
 from weft.checkpoint.format.safetensors_write import check_file, sync_folder
 from weft.checkpoint.history import History
 from weft.errors import CheckpointError
@@ -26,6 +27,7 @@ __all__ = [
     "named_folders",
     "prune",
     "rename_as",
+    "saved_already",
     "target",
     "verify",
 ]
@@ -67,7 +69,12 @@ def _set_aside(final: Path, step: int) -> None:
     except Damage:
         rename_as(final, "damaged")
         return
-    raise CheckpointError(
+    raise saved_already(final, step)
+
+
+def saved_already(final: Path, step: int) -> CheckpointError:
+    """What to raise if there is a checkpoint of this step."""
+    return CheckpointError(
         f"save: step {step} is saved already",
         found=str(final),
         expected="a step that is not there: a checkpoint is never changed",
@@ -133,7 +140,7 @@ def latest(directory: str | Path) -> Path | None:
     Changes: nothing. Collectives: none.
 
     Args:
-        directory: That was given to `save`; it need not exist.
+        directory: That was given to `save`; it need not exist. A URL is one too.
 
     Returns:
         The folder of the checkpoint with the largest step.
@@ -146,7 +153,11 @@ def latest(directory: str | Path) -> Path | None:
         >>> latest("/nowhere") is None
         True
     """
-    where = Path(directory)
+    where = place(directory)
+    mirror = mirror_of(where)
+    if mirror is not None:
+        name = mirror.newest()
+        return None if name is None else where / name
     check_directory("latest", where)
     tried: list[Path] = []
     while (there := folders(where)) != tried:  # a run beside may have saved the next and removed these
@@ -171,7 +182,7 @@ def verify(path: str | Path) -> Manifest:
     Changes: nothing. Collectives: none.
 
     Args:
-        path: The folder of one checkpoint.
+        path: The folder of one checkpoint, or its URL: then it is fetched first.
 
     Returns:
         Its manifest.
@@ -187,7 +198,7 @@ def verify(path: str | Path) -> Manifest:
         ...     weft.checkpoint.verify(weft.save(state, folder, 1, ctx)).step
         1
     """
-    return _check(Path(path), content=True)
+    return _check(fetched(place(path)), content=True)
 
 
 def _check(folder: Path, *, content: bool) -> Manifest:

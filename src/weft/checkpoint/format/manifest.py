@@ -31,6 +31,7 @@ __all__ = [
     "FileEntry",
     "Head",
     "Manifest",
+    "NamedPiece",
     "Piece",
     "TensorEntry",
     "check",
@@ -77,6 +78,19 @@ class Piece:
     file: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedPiece(Piece):
+    """A block that is a tensor of its own in a file that weft has not written; it is in no manifest.
+
+    Attributes:
+        name: Its name there.
+        stored: Its shape there, of as many elements in the same order.
+    """
+
+    name: str
+    stored: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

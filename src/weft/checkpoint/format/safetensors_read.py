@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.checkpoint.format.manifest import DTYPES, Piece, TensorEntry, raise_if_unreadable
+from weft.checkpoint.format.manifest import DTYPES, NamedPiece, Piece, TensorEntry, raise_if_unreadable
 from weft.checkpoint.format.tensor_blocks import Block, memory_of, overlap
 from weft.errors import CheckpointError
 
@@ -105,12 +105,15 @@ class TensorFiles:
     @contextlib.contextmanager
     def _piece(self, name: str, dtype: str, piece: Piece) -> Iterator[tuple[int, int]]:
         """The file a piece lies in, and where; what cannot be read names both, the file and the tensor."""
+        size = piece.shape
+        if isinstance(piece, NamedPiece):
+            name, size = piece.name, piece.stored
         try:
             handle, slots = self._open(piece.file)
             if name not in slots:
                 raise ValueError(f"{len(slots)} other tensors")
             found, shape, start = slots[name]
-            if (found, shape) != (dtype, piece.shape):
+            if (found, shape) != (dtype, size):
                 raise ValueError(f"{found} of shape {shape}")
             yield handle, start
         except (OSError, ValueError) as error:
@@ -118,7 +121,7 @@ class TensorFiles:
             raise CheckpointError(
                 f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
                 found=f"{type(error).__name__}: {error}",
-                expected=f"{dtype} of shape {piece.shape}",
+                expected=f"{dtype} of shape {size}",
                 fix="an older checkpoint, or a whole copy of the file",
             ) from error
 

@@ -11,17 +11,17 @@ succeeds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from weft.checkpoint.format.manifest import TensorEntry
+from weft.checkpoint.format.manifest import Manifest, TensorEntry
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.format.transfer import of_one_kind
-from weft.checkpoint.reader import Reader
 from weft.checkpoint.state import random_states
 from weft.checkpoint.state.collect import (
     Checkpoint,
@@ -32,14 +32,46 @@ from weft.checkpoint.state.collect import (
     kept_by,
     parameter_names,
     plain_name,
+    ranks_apart,
     tell_keepers,
 )
 from weft.checkpoint.state.json_values import decode, encode
 from weft.context import DistContext
 from weft.context.placement import values_replaced
+from weft.contract import OwnsState, StepsApart, offered
 from weft.errors import CheckpointError, listed
+from weft.tensors.dtensor import cut_like, is_sharded, local
 
-__all__ = ["Plan", "check_values", "load_objects", "put_weights", "request"]
+__all__ = ["Plan", "Source", "check_values", "load_objects", "put_weights", "request"]
+
+
+class Source(Protocol):
+    """Where the values come from: a `Reader` of files, or what another replica has sent.
+
+    Attributes:
+        folder: For error texts.
+        manifest: What there is.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    def request(self, name: str, like: Held | None) -> torch.Tensor:
+        """A tensor of its own, sharded as `like`, or whole; `read_new` gives it values."""
+        ...
+
+    def request_into(self, name: str, held: Held) -> None:
+        """Let `read_live` replace the values that a tensor has."""
+
+    def lost_values(self, held: Held, name: str, *others: str) -> Iterator[str]:
+        """What would be lost if a tensor took the values of that name, or of several if it is tied."""
+        ...
+
+    def read_new(self) -> None:
+        """Give values to the tensors of `request`."""
+
+    def read_live(self) -> None:
+        """Give values to the tensors of `request_into`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +80,7 @@ class Plan:
 
     Attributes:
         state: Whose objects.
-        reader: Of the files.
+        reader: Of the files, or of what was sent.
         live: The state as it is.
         weights: Tensors of modules: their names in the checkpoint; several for a tied one that was saved as several.
         missing: Names that the state has and the checkpoint has not.
@@ -58,7 +90,7 @@ class Plan:
     """
 
     state: Checkpoint
-    reader: Reader
+    reader: Source
     live: Content
     weights: Mapping[str, list[str]]
     missing: tuple[str, ...]
@@ -71,7 +103,7 @@ class Plan:
 
 
 def _compare(
-    state: Checkpoint, live: Content, reader: Reader, *, strict: bool
+    state: Checkpoint, live: Content, reader: Source, *, strict: bool
 ) -> tuple[dict[str, list[str]], tuple[str, ...], tuple[str, ...]]:
     """What weights are called in the checkpoint, names that only the state has, and names that only it has.
 
@@ -133,7 +165,7 @@ def check_values(plan: Plan) -> None:
 # -- what is requested -------------------------------------------------------------------------------
 
 
-def request(state: Checkpoint, reader: Reader, ctx: DistContext, *, strict: bool) -> Plan:
+def request(state: Checkpoint, reader: Source, ctx: DistContext, *, strict: bool) -> Plan:
     """Compare a checkpoint with the state, and request all that it holds.
 
     Args:
@@ -156,16 +188,20 @@ def request(state: Checkpoint, reader: Reader, ctx: DistContext, *, strict: bool
     return Plan(state, reader, live, weights, missing, unexpected, loaded, _random(state, reader, ctx))
 
 
-def _requested(key: str, state: Checkpoint, live: Content, reader: Reader, ctx: DistContext) -> Any:
+def _requested(key: str, state: Checkpoint, live: Content, reader: Source, ctx: DistContext) -> Any:
     """The state of one object, in the form its `load_state_dict` takes."""
     obj, saved = state.objects[key], reader.manifest.values[key]
+    is_apart = bool(offered(obj, StepsApart))
 
     def tensor(name: str) -> torch.Tensor:
         """What is not sharded comes back whole, in the shape it was saved in."""
         held = live.tensors.get(name)
         if held is not None and held.tensor.is_meta:  # another rank has it
             return torch.empty_like(held.tensor)
-        return reader.request(name, held if held is not None and held.is_sharded else None)
+        if held is None or not held.is_sharded:
+            return reader.request(name, None)
+        of_others = is_apart and held.shape != reader.manifest.tensors[name].shape  # as many as were apart then
+        return reader.request(name, None if of_others else held)
 
     try:
         if isinstance(obj, torch.optim.Optimizer):
@@ -185,7 +221,7 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Reader, ctx: 
     return found
 
 
-def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Reader) -> _OptimizerState:
+def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Source) -> _OptimizerState:
     optimizer, saved, entries = state.objects[key], reader.manifest.values[key], reader.manifest.tensors
     names = parameter_names(state)
     groups = [[names[id(p)] for p in entry["params"]] for entry in optimizer.param_groups]
@@ -200,19 +236,28 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Rea
         if (layout := offer.state_layout(own)) is not None
     }
     keeps = _keeps_tensors(optimizer)
+    owning = offered(optimizer, OwnsState)
     replaced: set[int] = set()
+    of_others = saved.get("ranks apart", 1) != ranks_apart(optimizer)
+    apart = [] if of_others or "ranks apart" not in saved else offered(optimizer, StepsApart)
 
     def like(parameter: torch.Tensor) -> Callable[[str], torch.Tensor]:
         """Requests state that is sharded as its parameter, if it has its shape."""
         layout = hold("", layouts.get(id(parameter), parameter))
 
         def requested(name: str) -> torch.Tensor:
-            held, entry = live.tensors.get(name) if keeps else None, entries[name]
+            held, entry = live.tensors.get(name) if keeps and not apart else None, entries[name]
             if held is not None and id(held.tensor) not in replaced and _may_be_overwritten(held, parameter, entry):
                 replaced.add(id(held.tensor))
                 reader.request_into(name, held)
                 return held.tensor
-            return reader.request(name, layout if entry.shape and entry.shape == layout.shape else None)
+            for offer in apart if entry.shape else ():
+                is_like = entry.shape[1:] == layout.shape
+                own = layout if is_like else hold("", torch.empty(entry.shape[1:], dtype=getattr(torch, entry.dtype)))
+                stacked = reader.request(name, hold("", offer.stacked(own.tensor)))
+                return own.sharded_alike(local(stacked)[0])
+            cut = entry.shape and entry.shape == layout.shape and not owning
+            return reader.request(name, layout if cut else None)
 
         return requested
 
@@ -223,7 +268,7 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Rea
     content["state"] = {
         order[name]: decode(entry, like(parameters[name]))
         for name, entry in saved["state"].items()
-        if not parameters[name].is_meta  # else another rank has it
+        if not parameters[name].is_meta and all(one.owns(parameters[name]) for one in owning)  # else another rank's
     }
     content["state"] |= decode(saved.get("shared", {}), whole)
     content["param_groups"] = [
@@ -235,10 +280,12 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Rea
         for name, parameter in parameters.items()
         if name not in entries or getattr(torch, entries[name].dtype) != parameter.dtype
     }
+    if of_others and "ranks apart" in saved:
+        return _OptimizerState(content, changed, averaged={order[name]: p for name, p in parameters.items()})
     return _OptimizerState(content, changed)
 
 
-def _prepared_generator(key: str, generator: Any, reader: Reader, ctx: DistContext) -> Callable[[], object]:
+def _prepared_generator(key: str, generator: Any, reader: Source, ctx: DistContext) -> Callable[[], object]:
     manifest, kind = reader.manifest, random_states.generator_kind(generator)
     if manifest.values[key] != {"generator": kind}:
         raise ValueError(f"{manifest.values[key]!r:.80} for a {kind}")
@@ -249,7 +296,7 @@ def _prepared_generator(key: str, generator: Any, reader: Reader, ctx: DistConte
     return random_states.prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
 
 
-def _random(state: Checkpoint, reader: Reader, ctx: DistContext) -> Callable[[], None] | None:
+def _random(state: Checkpoint, reader: Source, ctx: DistContext) -> Callable[[], None] | None:
     ranks = reader.manifest.ranks
     if not state.rng:
         return None
@@ -337,14 +384,22 @@ class _OptimizerState:
     Args:
         content: From `state_dict`.
         changed: Numbers of the parameters whose own dtype is another than it was; theirs are converted.
+        averaged: Parameters by number, if their state is that of another number of ranks which stepped apart, one
+            after the other: their mean is loaded.
     """
 
-    def __init__(self, content: dict[str, Any], changed: set[int]) -> None:
+    def __init__(
+        self, content: dict[str, Any], changed: set[int], averaged: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         self._content = content
         self._changed = changed
+        self._averaged = averaged or {}
 
     def load_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Load it; hooks of the optimizer, such as those that cut its state, find the dtypes that were saved."""
+        for index, parameter in self._averaged.items():
+            entry = self._content["state"].get(index, {})
+            entry.update({key: _mean(value, parameter) for key, value in entry.items()})
         hook = optimizer.register_load_state_dict_post_hook(self._put_back, prepend=True)
         try:
             optimizer.load_state_dict(self._content)
@@ -358,6 +413,14 @@ class _OptimizerState:
                 held = optimizer.state[parameters[index]]
                 for key in held.keys() & entry.keys() - {"step"}:  # fused and capturable ones need theirs in float32
                     held[key] = _of_saved_dtype(held[key], entry[key])
+
+
+def _mean(value: Any, parameter: torch.Tensor) -> Any:
+    """What the ranks had, one after the other, as one, cut as `parameter`; numbers that are codes are the first's."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    mean = value.mean(0) if value.is_floating_point() or value.is_complex() else value[0]
+    return cut_like(mean, parameter) if is_sharded(parameter) and mean.shape == parameter.shape else mean
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:

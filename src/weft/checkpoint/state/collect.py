@@ -8,6 +8,7 @@ strings and places of tensors are marked in it (json_values.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -16,12 +17,14 @@ import torch
 from torch import nn
 
 from weft.checkpoint.format.tensor_blocks import Held, hold
+from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
 from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
 from weft.context import Applied, DistContext
-from weft.contract import KeepsParameters, Stateful, offered, owners
+from weft.contract import KeepsParameters, OwnsState, Stateful, StepsApart, check_not_streamed, offered, owners
 from weft.errors import listed, type_error, value_error
 from weft.tensors.dtensor import resting_parameters
+from weft.tensors.quantized import is_wrapped, quantization_state
 
 __all__ = [
     "Checked",
@@ -38,6 +41,8 @@ __all__ = [
     "kept_by",
     "parameter_names",
     "plain_name",
+    "ranks_apart",
+    "tell_keepers",
 ]
 
 
@@ -120,6 +125,7 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
         )
     state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng)
     for name, obj in objects.items():
+        check_not_streamed("checkpointable", obj)
         if isinstance(obj, torch.optim.Optimizer):
             _parameters_of(name, obj, parameter_names(state))
     record = Applied(
@@ -193,8 +199,9 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
         TypeError: A leaf is neither a tensor nor a plain value; the text names it.
     """
     for obj in state.objects.values() if to_save else ():
-        if isinstance(obj, Checked):
-            obj.check_savable()
+        for one in (obj, *offered(obj, Checked)):
+            if isinstance(one, Checked):
+                one.check_savable()
     content = Content()
     seen: dict[int, str] = {}
     names = parameter_names(state)
@@ -215,8 +222,8 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
 
 
 def has_owners(state: Checkpoint) -> bool:
-    """Whether a module has parameters that only some ranks have, as in a pipeline; on the others they are on meta."""
-    return any(owners(obj) for obj in state.objects.values() if isinstance(obj, nn.Module))
+    """Whether only some ranks have a parameter, as in a pipeline, or the state of one; see `Placed` and `OwnsState`."""
+    return any(owners(obj) if isinstance(obj, nn.Module) else offered(obj, OwnsState) for obj in state.objects.values())
 
 
 def parameter_names(state: Checkpoint) -> dict[int, str]:
@@ -234,6 +241,7 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
     found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     elsewhere = kept_shards(module)
     buffers = {id(tensor) for tensor in module.buffers()}
+    scales = {plain_name(name): tensor for name, tensor in quantization_state(module).items()}
     held = buffers | {id(tensor) for tensor in module.parameters()}
     for name, value in ((plain_name(name), value) for name, value in found.items()):
         full = f"{key}/{name}"
@@ -241,12 +249,21 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
             content.same_as[full] = seen[id(value)]
         elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
             tensor: Any = elsewhere.get(id(value), value)
+            if is_wrapped(tensor):
+                raise type_error(
+                    f"save: {full} cannot be saved",
+                    found=f"{type(tensor).__name__} of torchao, whose numbers are in several tensors",
+                    expected="plain tensors; those of bitsandbytes are saved with their scales",
+                    fix='weft.quantized(model, ctx, "nf4"), or engine="bitsandbytes"',
+                )
             check_tensor(full, tensor)
             check_memory("save", full, tensor)
             content.tensors[full] = hold(full, tensor)
             if id(value) in buffers:
                 content.buffers.add(full)
             seen[id(value)] = full
+        elif name in scales:
+            pass  # below
         elif is_extra(name):
             values[name] = encode(f"{key}/#{name}", value, content.tensors)
         else:
@@ -258,8 +275,13 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
                 expected="parameters, buffers, and what get_extra_state() returns",
                 fix="return it from get_extra_state() and take it in set_extra_state(state)",
             )
+    for name, tensor in scales.items():
+        content.tensors[f"{key}/{name}"] = hold(f"{key}/{name}", tensor)
     kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
     content.values[key] = {"extra": values, "transforms": kept}
+    adapters = adapters_of(module, {plain_name(name): value for name, value in found.items()})
+    if adapters:
+        content.values[key]["peft"] = {adapter: one._asdict() for adapter, one in adapters.items()}
 
 
 def check_memory(what: str, name: str, tensor: torch.Tensor) -> None:
@@ -284,17 +306,18 @@ def keepers(module: nn.Module) -> list[tuple[nn.Module, KeepsParameters]]:
 
 def kept_shards(module: nn.Module) -> dict[int, torch.Tensor]:
     """What stands for parameters whose values lie elsewhere, by the id of the parameter; a collective then."""
-    return {
-        id(dict(part.named_parameters())[name]): shard
-        for part, offer in keepers(module)
-        for name, shard in offer.parameter_shards().items()
-    }
+    shards = [(part, offer.parameter_shards()) for part, offer in keepers(module)]
+    shards += [(part, offer.common()) for part in module.modules() for offer in offered(part, StepsApart)]
+    return {id(dict(part.named_parameters())[name]): shard for part, found in shards for name, shard in found.items()}
 
 
 def tell_keepers(module: nn.Module, changed: Mapping[int, torch.Tensor]) -> None:
     """Tell those who keep parameters elsewhere of new values, by the id of the parameter; a collective then."""
     for part, offer in keepers(module):
         offer.parameters_changed({own: changed[id(p)] for own, p in part.named_parameters() if id(p) in changed})
+    for part in module.modules():
+        for apart in offered(part, StepsApart):
+            apart.common_changed([own for own, p in part.named_parameters() if id(p) in changed])
 
 
 def is_extra(name: str) -> bool:
@@ -323,6 +346,8 @@ def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mappin
     def encoded(path: str, value: Any) -> Any:
         return encode(f"{key}/{path}", value, content.tensors)
 
+    for offer in offered(optimizer, StepsApart):
+        states = {k: {name: _stacked(value, offer) for name, value in state.items()} for k, state in states.items()}
     content.values[key] = {
         "state": {order[k]: encoded(f"state/{order[k]}", state) for k, state in states.items() if k not in shared},
         "groups": [
@@ -333,6 +358,18 @@ def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: Mappin
     for kind, entries in (("shared", shared), ("more", saved)):
         if entries:
             content.values[key][kind] = encoded(kind, entries)
+    if ranks_apart(optimizer) > 1:
+        content.values[key]["ranks apart"] = ranks_apart(optimizer)
+
+
+def ranks_apart(optimizer: torch.optim.Optimizer) -> int:
+    """How many states of an optimizer there are, one after the other in each tensor that is saved, if several."""
+    return math.prod(offer.ranks_apart for offer in offered(optimizer, StepsApart))
+
+
+def _stacked(value: Any, offer: StepsApart) -> Any:
+    """Counters, which have no dimensions, are the same on all ranks."""
+    return offer.stacked(value) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:

@@ -73,6 +73,32 @@ def _check_split(loader: DataLoader[Any], mode: str, uneven: str | None, *, alre
         )
 
 
+def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str, uneven: str | None) -> None:
+    """Raise if the samples of a loader cannot be balanced by cost.
+
+    Raises:
+        ValueError: The text says why.
+    """
+    fix = 'weft.shard_data(loader, ctx, cost=lengths, balance="tokens")'
+    check_choice("shard_data", "balance", balance, ("samples", "tokens"), fix=fix)
+    if (balance == "tokens") != (cost is not None):
+        raise value_error(
+            f"shard_data: balance={balance!r} {'needs costs' if cost is None else 'reads no costs'}",
+            found=f"cost={'None' if cost is None else type(cost).__name__}, balance={balance!r}",
+            expected="both, or none of them",
+            fix=fix,
+        )
+    if cost is None:
+        return
+    fix = "weft.shard_data(loader, ctx)  # without cost and balance"
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or not is_stock(loader):
+        found = f"{type(loader.dataset).__name__}, with {type(loader.batch_sampler).__name__}"
+        raise _refusal(found, 'a dataset with an index and a batch_size, with balance="tokens"', fix)
+    if mode not in ("batches", "split") or split_already(loader) is not None or uneven == "pad":
+        found = f'balance="tokens" with mode={mode!r}, uneven={uneven!r}'
+        raise _refusal(found, "samples that weft divides, each used once", fix)
+
+
 def check_divisible(batch_size: int, size: int) -> None:
     """Raise if a batch cannot be cut into equal pieces.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from weft.data.equal_cost import Costs, alike_together
 from weft.data.split.epoch_order import epoch_order, tell_epoch
 from weft.data.split.split_plan import Plan, Span
 from weft.errors import ContractError, listed
@@ -146,11 +147,13 @@ class EpochOrder:
     Attributes:
         source: The user's sampler or batch sampler.
         known: How many units it says there are; None if it does not tell.
+        costs: What samples cost, if ranks are to have equal costs.
     """
 
-    def __init__(self, source: Any, known: int | None) -> None:
+    def __init__(self, source: Any, known: int | None, costs: Costs | None = None) -> None:
         self.source = source
         self.known = known
+        self.costs = costs
         self._last: tuple[tuple[int, int], Sequence[Any]] | None = None
 
     def order(self, seed: int, epoch: int) -> Sequence[Any]:
@@ -169,6 +172,8 @@ class EpochOrder:
                 expected="the same number in every epoch",
                 fix="give the sampler a __len__ that is true, or none",
             )
+        if self.costs is not None:
+            order = alike_together(order, self.costs)
         self._last = ((seed, epoch), order)
         return order
 

@@ -33,6 +33,7 @@ class Cursor:
         last: What is known of the batch that was given last.
         rows: How many rows it has, if only its reading could tell.
         loaded: The position was loaded, and nothing was read since.
+        weighed: Its `share` was asked for.
     """
 
     epoch: int
@@ -45,6 +46,7 @@ class Cursor:
     last: BatchInfo | None = None
     rows: int | None = 0
     loaded: bool = False
+    weighed: bool = False
 
     def go_to(self, epoch: int, todo: tuple[Span, ...]) -> None:
         """Let the next iteration read this."""

@@ -136,7 +136,9 @@ class ReadPlan:
             if part is None:  # others have more
                 return 0, None if alone else 0
             units, everyone = part.stop - part.start, plan.used(part.stop - part.start)
-            own = plan.per_rank if everyone == plan.per_step else plan.share(units)[1]
+            own = plan.full_share[1] if everyone == plan.per_step else plan.share(units)[1]
+            if plan.costs is not None:
+                own = sum(len(piece) for piece, _ in plan.pieces(order_of(part.epoch), part.start, part.stop))
             if self.whole:
                 order = order_of(part.epoch)
                 own = sum(sum(map(len, piece)) for piece, _ in plan.pieces(order, part.start, part.stop))

@@ -82,7 +82,8 @@ class ShardedLoader(Extension[T]):
         own, everyone = self.weft_size()
         if everyone is None:
             everyone = samples_of_all([own], ctx)
-        return own * ctx.data_size / everyone if own else 0.0
+        cursor.weighed = True
+        return own * ctx.data_size * ctx.num_replicas / everyone if own else 0.0
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -208,6 +209,13 @@ class ShardedLoader(Extension[T]):
     def weft_size(self) -> Size:
         """The size of the batch that was given last; see `Seekable`."""
         return self.weft_cursor.last_size(self.weft_reading)
+
+    def weft_divide(self, index: int, count: int) -> None:
+        """Divide the samples of each step among so many replicas, of which this is one; from the next iteration on."""
+        reading, ctx = self.weft_reading, self.weft_ctx
+        reading.plan = reading.plan._replace(rank=index * ctx.data_size + ctx.data_rank, size=count * ctx.data_size)
+        reading.readers = (reading.plan,)
+        self.__dict__["_iterator"] = None  # workers that stay have the plan of before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position saved at any world size; the next iteration resumes there.

@@ -5,6 +5,12 @@ Words: a *unit* is what is shared out, a sample or (for a custom batch sampler) 
 `order[start + t*G : start + (t+1)*G]`, G units for all ranks together, split into equal pieces in
 rank order. So the ranks' pieces, joined, are the order itself, at every world size. A *span* is a part
 of the order of one epoch; a resumed run has one or more of them to read.
+
+A step may also have a fixed number of units, `step_units`, at any number of ranks: then the pieces differ by at most
+one unit, and whoever reads, the steps are the same.
+
+With `costs` the units of a step are divided into pieces of nearly equal cost, which may have different numbers of
+units. The step is still that span of the order, so a position means the same at every world size.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+from weft.data.equal_cost import Costs, equal_shares
 from weft.errors import message, value_error
 
 __all__ = ["UNKNOWN", "Plan", "Span", "Uneven", "warn_of_no_step"]
@@ -39,6 +46,8 @@ class Plan(NamedTuple):
         per_rank: Units per rank and full step.
         drop_last: Leave the last, incomplete step out.
         uneven: What to do with an incomplete last step whose units cannot be shared out equally.
+        costs: What units cost, if pieces are to cost the same.
+        step_units: Units per full step, if that is not `per_rank * size`.
     """
 
     rank: int
@@ -46,11 +55,18 @@ class Plan(NamedTuple):
     per_rank: int
     drop_last: bool
     uneven: Uneven
+    costs: Costs | None = None
+    step_units: int | None = None
 
     @property
     def per_step(self) -> int:
         """Units per full step, all ranks together."""
-        return self.per_rank * self.size
+        return self.per_rank * self.size if self.step_units is None else self.step_units
+
+    @property
+    def full_share(self) -> tuple[int, int]:
+        """First unit, and number of units, that this rank gets of a full step."""
+        return (self.rank * self.per_rank, self.per_rank) if self.step_units is None else self.share(self.step_units)
 
     @property
     def allows_empty(self) -> bool:
@@ -104,9 +120,12 @@ class Plan(NamedTuple):
 
         A piece is empty only if `allows_empty`.
         """
+        if self.costs is not None:
+            yield from self._of_equal_cost(order, start, stop, self.costs)
+            return
         full, rest = divmod(stop - start, self.per_step)
-        whole = self.per_rank
-        for first in range(start + self.rank * whole, start + full * self.per_step, self.per_step):
+        mine, whole = self.full_share
+        for first in range(start + mine, start + full * self.per_step, self.per_step):
             yield order[first : first + whole], whole
         if self.rest_counts(rest):
             first, count = self.share(rest)
@@ -115,6 +134,17 @@ class Plan(NamedTuple):
                 begin = stop - rest + first
                 piece = [*piece, *(order[i % len(order)] for i in range(begin + count, begin + whole))]
             yield piece, count
+
+    def _of_equal_cost(
+        self, order: Sequence[U], start: int, stop: int, costs: Costs
+    ) -> Iterator[tuple[Sequence[U], int]]:
+        for first in range(start, start + self.num_steps(stop - start) * self.per_step, self.per_step):
+            count = min(stop - first, self.per_step)
+            units = order[first : first + (count if count == self.per_step else self.used(count))]
+            shares = equal_shares(costs.of(units), self.size)
+            turn = first // self.per_step  # the dearest piece goes round
+            piece = [units[place] for place in shares[(self.rank + turn) % self.size]]
+            yield piece, len(piece)
 
     def share(self, rest: int) -> tuple[int, int]:
         """First unit, and number of units, that this rank gets of an incomplete step of `rest` units."""

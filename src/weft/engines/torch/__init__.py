@@ -7,12 +7,14 @@ ddp/              gradients averaged during backward
 fsdp/             parameters in shards
 parallel/         one batch on several ranks: layers cut over them
 pipeline/         layers on several ranks, one stage after the other
+stepping/         steps of the optimizer at other moments
 optim/            what happens around an optimizer's step
 amp/              mixed precision
 compute/          activation checkpointing, torch.compile
 parallel/         one model computed by several ranks
 hooks/            seeing what a module and its gradients do
 device/           devices, and batches brought to them
+streaming/        parts whose parameters have memory only while they are called
 """
 
 from weft.engines.torch.engine import TorchEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.engines.options import (
     CastOptions,
     CompileOptions,
+    Compress,
     PipelineOptions,
     RecomputeOptions,
     ReduceOptions,
     ShardOptions,
     StepMeshes,
+    StrategyOptions,
     TensorOptions,
 )
-from weft.engines.peers import Peers
+from weft.engines.peers import Peers, Replicas
 from weft.engines.results import ReducedModule, TensorParallel, Undoable
 from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.compute.activation_checkpoint import Recomputed
 from weft.engines.torch.compute.compile_module import Compiled
+from weft.engines.torch.ddp.power_sgd import PowerSgdHook
 from weft.engines.torch.ddp.reducer import GradientReducer
 from weft.engines.torch.ddp.sync_batch_norm import synchronize_batch_norms
 from weft.engines.torch.device.choose import choose_device, default_backend, select_device
@@ -37,8 +40,15 @@ from weft.engines.torch.optim.flat_step import FlatStep, flat_buffer_of
 from weft.engines.torch.optim.grad_norm import Gradients
 from weft.engines.torch.optim.skip_step import SkippingStep
 from weft.engines.torch.pipeline.with_loss import WithLoss
-from weft.engines.torch.strategy import broadcast
+from weft.engines.torch.strategy import Strategy, broadcast
+from weft.precision import PowerSGD
 from weft.tensors.dtensor import local
+
+if TYPE_CHECKING:
+    from weft.engines.torch.stepping.local_steps import LocalStepOptions
+    from weft.engines.torch.stepping.owners import Block
+    from weft.engines.torch.streaming.slots import Fill
+    from weft.engines.torch.streaming.stream import StreamOptions
 
 __all__ = ["TorchEngine"]
 
@@ -84,6 +94,12 @@ class TorchEngine:
     ) -> ReducedModule:
         """Average the gradients of `module` over `group` in every backward pass."""
         return GradientReducer(module, group, options, peers)
+
+    def power_sgd(
+        self, options: PowerSGD, place: int, num_ranks: int, stacked: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Compress:
+        """Average buckets of gradients as products of thin matrices; see `PowerSgdHook`."""
+        return PowerSgdHook(options, place, num_ranks, stacked)
 
     def broadcast_state(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Give parameters and buffers the values of the group's first rank, where they have any."""
@@ -164,6 +180,50 @@ class TorchEngine:
 
         return WholeStep(optimizer, mesh, others or {})
 
+    def owner_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        blocks: Sequence[tuple[Block, ...]],
+        share: Callable[[Any, int], Any],
+    ) -> Undoable:
+        """Step on whole parameters, each on one rank of `group`, of which each holds these blocks; see `OwnerStep`."""
+        from weft.engines.torch.stepping.owner_step import OwnerStep  # noqa: PLC0415  (as in `shard`)
+
+        return OwnerStep(optimizer, group, blocks, share)
+
+    def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
+        """Step on each of these parameters inside of backward; see `BackwardStep`."""
+        from weft.engines.torch.stepping.backward_step import BackwardStep  # noqa: PLC0415  (as in `shard`)
+
+        return BackwardStep(optimizer, parameters)
+
+    def reduced_in_backward(self, strategy: object) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients a strategy reduces and hands over while backward runs, each once."""
+        return strategy.reduced_in_backward() if isinstance(strategy, Strategy) else ()
+
+    def step_apart(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        options: LocalStepOptions,
+        peers: Peers | None,
+        stacked: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Undoable:
+        """Step on the gradients of this rank, and exchange parameters over `group` now and then."""
+        from weft.engines.torch.stepping.local_steps import LocalSteps  # noqa: PLC0415  (few programs need it)
+
+        return LocalSteps(module, optimizer, group, options, peers, stacked)
+
+    def average_replicas(
+        self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool
+    ) -> ReducedModule:
+        """Average the gradients of `module` over the replicas of an elastic job, as long as none is lost."""
+        from weft.engines.torch.stepping.replica_average import ReplicaAverage  # noqa: PLC0415  (few programs need it)
+
+        return ReplicaAverage(module, replicas, options, alone=alone)
+
     def averages(self, module: nn.Module, *, buffers: bool) -> WeightAverages:
         """Keep averages of what this rank holds of the weights of `module`."""
         return WeightAverages(module, buffers=buffers)
@@ -213,6 +273,18 @@ class TorchEngine:
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Resume from a random state."""
         torch.get_device_module(device).set_rng_state(state, device)
+
+    def check_devices(self, what: str, places: Sequence[str]) -> None:
+        """Raise if there is no such device."""
+        from weft.engines.torch.streaming.stream import check_devices  # noqa: PLC0415  (few programs need it)
+
+        check_devices(what, places)
+
+    def stream(self, options: StreamOptions, fill: Fill) -> Undoable:
+        """Give parts of a module memory for their parameters while they are called; see `Streamed`."""
+        from weft.engines.torch.streaming.stream import Streamed  # noqa: PLC0415  (as above)
+
+        return Streamed(options, fill)
 
     def compile(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> Undoable:
         """Compile the forward of each part."""

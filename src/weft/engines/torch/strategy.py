@@ -16,12 +16,17 @@ from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.optim.step_watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
 
-__all__ = ["Strategy", "broadcast"]
+__all__ = ["Strategy", "as_sent", "broadcast"]
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give tensors the values of the group's first rank."""
-    dist._broadcast_coalesced(group, [tensor.detach() for tensor in tensors], 250 * 2**20, 0)
+    dist._broadcast_coalesced(group, [as_sent(tensor.detach()) for tensor in tensors], 250 * 2**20, 0)
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, in a dtype that every backend knows: 8-bit floating-point numbers as bytes."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
 
 
 class Strategy:
@@ -76,6 +81,10 @@ class Strategy:
         """Take everything off the module again."""
         self._removable.remove()
         self.release()
+
+    def reduced_in_backward(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients are reduced and handed over while backward runs, each once."""
+        return ()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Full parameters: any optimizer will do."""

@@ -34,9 +34,16 @@ class RecomputedOnXla:
                 expected="whole blocks that are computed again: torch-xla knows no other way",
                 fix="weft.recompute(model, ctx, blocks=...)  # smaller blocks keep more",
             )
+        if options.offload:
+            raise value_error(
+                "recompute: offload cannot be used on xla",
+                found="offload=True",
+                expected="inputs that stay on the device: a copy to the host would end the traced step",
+                fix="weft.recompute(model, ctx, blocks=...)",
+            )
         self._removable = Removable()
         for name, block in blocks.items():
-            around = _CheckpointOnXla(name, block, {"preserve_rng_state": options.keep_rng})
+            around = _CheckpointOnXla(name, block, {"preserve_rng_state": options.keep_rng}, offload=False)
             attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:

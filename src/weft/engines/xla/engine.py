@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from weft.engines.peers import Peers
 from weft.engines.protocol import Engine
 from weft.engines.results import Axes, Held, ReducedModule, Undoable
 from weft.engines.torch import TorchEngine
+from weft.engines.torch.stepping.owners import Block
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
 from weft.engines.xla.layout import Laid, lay
 from weft.engines.xla.library import Library, check_processes, library, use_spmd
@@ -201,6 +202,38 @@ class XlaEngine(TorchEngine):
         """Every optimizer sees whole parameters."""
         return _Nothing()
 
+    def owner_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        blocks: Sequence[tuple[Block, ...]],
+        share: Callable[[Any, int], Any],
+    ) -> Undoable:
+        """Refused: every device does the same work.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise value_error(
+            "gather_step: by='owner' has no place on xla",
+            found=f"by='owner' for {type(optimizer).__name__}",
+            expected="an engine whose ranks send tensors to each other",
+            fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
+        )
+
+    def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
+        """Refused: a step is computed as a whole.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise value_error(
+            "step_in_backward: has no place on xla",
+            found=f"{type(optimizer).__name__} on a device that computes a step as a whole",
+            expected="an engine that runs backward operation by operation",
+            fix="optimizer.step()",
+        )
+
     def partition_step(
         self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes | None = None
     ) -> Undoable:
@@ -235,6 +268,19 @@ class XlaEngine(TorchEngine):
             found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
             expected="no torch.compile: XLA compiles forward, backward and step as one graph",
             fix="leave weft.compile out",
+        )
+
+    def check_devices(self, what: str, places: Sequence[str]) -> None:
+        """Refused: one device stands for all of them.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise value_error(
+            f"{what}: has no place on xla",
+            found=f"places {', '.join(places)}",
+            expected="an engine whose devices are addressed one by one",
+            fix="weft.start(device='cpu')",
         )
 
     # -- random numbers, and values of the devices -----------------------------------------------

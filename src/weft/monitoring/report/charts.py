@@ -11,7 +11,7 @@ from typing import Any
 from weft.monitoring.report.read_run import Run
 from weft.monitoring.report.trace_events import Trace
 
-__all__ = ["Chart", "chart", "charts_of", "folded_ranks", "trace_chart", "with_unit"]
+__all__ = ["Chart", "bars", "chart", "charts_of", "folded_ranks", "trace_chart", "with_unit"]
 
 TRAINING, SPEED, MEMORY = "Training", "Throughput and parts of a step", "Memory"
 PARTS = "step_s/"
@@ -87,7 +87,7 @@ def chart(title: str, lines: Mapping[str, Points], marks: Iterable[int] = (), mo
     }
 
 
-def _bars(title: str, unit: str, rows: Sequence[str], lines: Mapping[str, Sequence[float]]) -> Chart:
+def bars(title: str, unit: str, rows: Sequence[str], lines: Mapping[str, Sequence[float]]) -> Chart:
     """A chart of horizontal bars: in each row the lines' values, one after the other."""
     drawn = [{"name": name, "x": [_rounded(value) for value in values]} for name, values in lines.items()]
     return {"title": title, "unit": unit, "rows": list(rows), "lines": drawn, "wide": False}
@@ -100,7 +100,7 @@ def trace_chart(trace: Trace) -> list[Chart]:
         if rows:
             names = [row[0] if len(row[0]) < 48 else f"{row[0][:47]}…" for row in rows]
             title = f"Rank {trace.rank}, {trace.name}: operations {place}"
-            found.append(_bars(title, "ms", names, {"own time": [row[1] for row in rows]}))
+            found.append(bars(title, "ms", names, {"own time": [row[1] for row in rows]}))
     return found
 
 
@@ -166,7 +166,7 @@ def _mean_parts(runs: Mapping[str, Run]) -> list[Chart]:
             means[name].append(sum(value for _, value in _finite(run.series.get(name, {}))) / num_steps)
     factor, unit = _unit_of(PARTS, max(sum(each) for each in zip(*means.values(), strict=True)))
     lines = {name.removeprefix(PARTS): [value / factor for value in values] for name, values in means.items()}
-    return [_bars("Parts of a step, mean", unit, list(runs), lines)]
+    return [bars("Parts of a step, mean", unit, list(runs), lines)]
 
 
 def _extremes(lines: Mapping[str, Points]) -> dict[str, Points]:

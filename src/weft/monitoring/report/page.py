@@ -24,6 +24,7 @@ from pathlib import Path
 from weft.checks import import_extra
 from weft.monitoring.report.charts import Chart, charts_of, folded_ranks, trace_chart, with_unit
 from weft.monitoring.report.read_run import EXPLAIN, Run, read
+from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
 
 __all__ = ["render", "write_report"]
 
@@ -46,7 +47,7 @@ def write_report(folders: str | Path | Iterable[str | Path], *, out: str | Path 
         out: What to write; default: `report.html` in the folder, of several runs in the current directory.
 
     Returns:
-        What was read, by run. If no run has numbers or profiles, nothing is written.
+        What was read, by run. If no run has numbers, profiles or rehearsals, nothing is written.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -54,7 +55,7 @@ def write_report(folders: str | Path | Iterable[str | Path], *, out: str | Path 
     """
     places = [Path(each) for each in ([folders] if isinstance(folders, (str, Path)) else folders)]
     runs = [read(place) for place in places]
-    if any(run.series or run.traces for run in runs):
+    if any(run.series or run.traces or run.rehearsals for run in runs):
         place = Path(out) if out is not None else (places[0] if len(places) == 1 else Path()) / "report.html"
         text = render(runs)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +80,7 @@ def render(runs: Sequence[Run]) -> str:
     sections |= {
         "Health": _health(named),
         "Profiles": _profiles(named, charts),
+        "Rehearsals": _rehearsals(named, charts),
         "Checkpoints, preemptions and failures": _events(named),
         "Settings" if len(runs) == 1 else "Settings that differ": _settings(named),
         "Texts": _texts(named),
@@ -230,6 +232,15 @@ def _profiles(runs: Runs, charts: list[Chart]) -> str:
         steps = ", ".join(f"{ms:.1f}" for ms in trace.steps)
         title = f"{name}: rank {trace.rank}, {trace.name}" + (f": steps of {steps} ms" if steps else "")
         parts.append(_details(title, inner, opened=not parts))
+    return "".join(parts)
+
+
+def _rehearsals(runs: Runs, charts: list[Chart]) -> str:
+    parts: list[str] = []
+    for name, found in ((name, found) for name, run in runs.items() for found in run.rehearsals):
+        inner = _pairs("facts", facts(found)) + _figures(rehearsal_charts(found), charts)
+        inner += _table(("messages of a step", "axis", "ranks", "count", "whole", "sent"), message_rows(found))
+        parts.append(_details(f"{name}: {found['program']}, before it runs", inner, opened=not parts))
     return "".join(parts)
 
 

@@ -20,9 +20,12 @@ from typing import Any
 
 from weft.monitoring.report.trace_events import Trace, read_trace
 
-__all__ = ["EXPLAIN", "Run", "read"]
+__all__ = ["EXPLAIN", "Rehearsed", "Run", "read"]
+
+Rehearsed = Mapping[str, Any]  # the fields of `weft.rehearsal.Rehearsal`
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_REHEARSAL = '"format": "weft rehearsal 1"'  # how the file begins
 EXPLAIN, PROGRAM = "explain", "program"  # texts that `log_start` writes
 
 
@@ -41,6 +44,7 @@ class Run:
         ended: When the last file was written, in seconds since 1970.
         checkpoints: Names of folders with a manifest.
         traces: What profiles say.
+        rehearsals: What `weft rehearse --json` wrote.
         sources: Files that were read.
         problems: What could not be read, and why.
     """
@@ -55,6 +59,7 @@ class Run:
     ended: float = 0.0
     checkpoints: list[str] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
+    rehearsals: list[Rehearsed] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -89,8 +94,8 @@ def read(folder: str | Path) -> Run:
     for place in dict.fromkeys(path.parent for path in files if path.name.startswith("events.out.tfevents.")):
         _merge(run, _log_of_events(run, place))
     for path in files:
-        if path.suffix == ".json" and path.name.startswith("rank"):
-            _read_profile(run, path)
+        if path.suffix == ".json":
+            _read_json(run, path)
     found = [path.parent for path in files if path.name == "manifest.json"]
     run.checkpoints = [str(path.relative_to(run.folder)) for path in sorted(found, key=_by_number)]
     run.programs = list(_programs(run.texts.pop(PROGRAM, [])))
@@ -245,12 +250,24 @@ def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, l
     return scalars, texts
 
 
-def _read_profile(run: Run, path: Path) -> None:
+def _read_json(run: Run, path: Path) -> None:
+    """Read a profile or a rehearsal; what is neither is left alone."""
     try:
-        trace = read_trace(path)
+        trace, rehearsed = read_trace(path), _rehearsal(path)
     except ValueError as error:
         run.problems.append(f"{path.relative_to(run.folder)}: {error}")
         return
-    if trace is not None:
-        run.traces.append(trace)
+    run.traces += [trace] if trace is not None else []
+    run.rehearsals += [rehearsed] if rehearsed is not None else []
+    if trace is not None or rehearsed is not None:
         run.sources.append(str(path.relative_to(run.folder)))
+
+
+def _rehearsal(path: Path) -> Rehearsed | None:
+    """What `weft rehearse` wrote; None if the file is something else."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if _REHEARSAL not in file.read(64):
+            return None
+        file.seek(0)
+        found: Rehearsed = json.load(file)
+    return found

@@ -1,6 +1,7 @@
 """What comes before layers are cut by a plan, for tensor parallelism.
 
 tensor_plan.py     which part is cut in which way
+adapter_layers.py  layers that PEFT has put another layer into
 tensor_checks.py   what cannot be computed exactly
 forward_source.py  what the source code of a `forward` tells
 tensor_layers.py   all of it in its order, and the engine

@@ -12,7 +12,7 @@ from torch import nn
 from weft.checks import check_module, check_not_lazy, check_torch
 from weft.context import DistContext
 from weft.context.placement import place_module
-from weft.contract import agree_on_parameters
+from weft.contract import agree_on_parameters, check_quantized_weights
 from weft.engines import Spmd
 from weft.engines.options import TensorOptions
 from weft.engines.results import TensorParallel
@@ -72,6 +72,8 @@ def cut_layers(
     check_module(_WHAT, module)
     check_not_lazy(_WHAT, module)
     _check_axis(ctx, axis)
+    packed = "weights in blocks that do not follow rows or columns"
+    check_quantized_weights(_WHAT, module, {"4 bits": packed, "8 bits": packed, "torchao": packed})
     ranks = 1 if ctx.world_size == 1 else ctx.axis_size(axis)
     styles = styles_of(module, _plan(module, plan))
     check_ties(module, styles)

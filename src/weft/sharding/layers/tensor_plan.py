@@ -22,6 +22,7 @@ from torch import nn
 from weft.checks import check_module
 from weft.contract.select_modules import fits_pattern
 from weft.errors import listed, value_error
+from weft.sharding.layers.adapter_layers import styles_inside
 
 __all__ = ["STYLES", "TensorPlan", "parts_of", "tensor_plan"]
 
@@ -99,9 +100,14 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
     styles: dict[str, str] = {}
     left_out: dict[str, str] = {}
     for pattern, word in _own_plan(module).items():
-        if word in _WORDS and any(_has_layer(part) for part in parts_of(module, pattern).values()):
+        parts = parts_of(module, pattern)
+        inside = [styles_inside(pattern, part, _WORDS[word]) for part in parts.values()] if word in _WORDS else []
+        if any(inside):
+            styles |= {name: style for one in inside for name, style in one.items()}
+            styles |= {name: _WORDS[word] for name, one in zip(parts, inside, strict=True) if not one}
+        elif word in _WORDS and any(_has_layer(part) for part in parts.values()):
             styles[pattern] = _WORDS[word]
-        elif parts_of(module, pattern) or any(fits_pattern(name, pattern) for name, _ in module.named_parameters()):
+        elif parts or any(fits_pattern(name, pattern) for name, _ in module.named_parameters()):
             left_out[pattern] = word
     if not styles:
         _raise_no_plan(module, left_out)
@@ -139,7 +145,9 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
     """The plans that the module, or else the outermost parts of it, bring along, with names as in `module`."""
     found: dict[str, dict[str, str]] = {}
     for prefix, part in module.named_modules():
-        plan: Any = getattr(part, "_tp_plan", None)
+        # Of a wrapper that asks what it wraps, such as PEFT's, the plan is that of a part.
+        own = "_tp_plan" in part.__dict__ or hasattr(type(part), "_tp_plan")
+        plan: Any = getattr(part, "_tp_plan", None) if own else None
         if plan and not any(_inside(prefix, outer) for outer in found):
             found[prefix] = {f"{prefix}.{pattern}" if prefix else pattern: str(word) for pattern, word in plan.items()}
     return {pattern: word for plan in found.values() for pattern, word in plan.items()}

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from weft.engines.options import CastOptions
+from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.tensors.nested import map_tensors
@@ -33,6 +34,7 @@ class PreciseModule:
 
     Attributes:
         scale: The fp16 scale; None in other precisions.
+        products: The layers that multiply in 8 bits.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: CastOptions) -> None:
@@ -49,6 +51,9 @@ class PreciseModule:
         self._after = torch.compiler.disable(self._after)  # type: ignore[method-assign]
         before, after, methods = self._before, self._after, options.methods
         attach(module, self._removable, before=before, after=after, around=self._around, methods=methods, always=True)
+        self.products = options.products
+        for layer in options.products:
+            multiply_in_fp8(layer, self._removable)
 
     def undo(self) -> None:
         """Take the hooks off; parameters keep their dtype."""

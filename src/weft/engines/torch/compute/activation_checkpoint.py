@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -25,7 +26,15 @@ from weft.engines.options import RecomputeOptions
 from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
 from weft.errors import ContractError, listed, type_error, value_error
 
-__all__ = ["Checkpoint", "Recomputed", "already_recomputed", "moves_statistics_twice", "no_cached_casts", "saved_ops"]
+__all__ = [
+    "Checkpoint",
+    "Recomputed",
+    "already_recomputed",
+    "moves_statistics_twice",
+    "no_cached_casts",
+    "offloaded",
+    "saved_ops",
+]
 
 # Composite operations, by what they come down to below autograd; those a version of torch lacks are left out.
 _GROUPS = {
@@ -56,7 +65,8 @@ class Recomputed:
             policy = list(options.save) if isinstance(options.save, tuple) else options.save
             settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
         for name, block in blocks.items():
-            attach(block, self._removable, around=Checkpoint(name, block, settings), methods=["forward"])
+            around = Checkpoint(name, block, settings, offload=options.offload)
+            attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
         """Let the blocks keep their activations again."""
@@ -66,10 +76,11 @@ class Recomputed:
 class Checkpoint:
     """What is done around the forward of one block."""
 
-    def __init__(self, name: str, block: nn.Module, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, block: nn.Module, settings: dict[str, Any], *, offload: bool) -> None:
         self._name = name
         self._block = weakref.ref(block)
         self._settings = settings
+        self.offload = offload
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block, and let backward run it again."""
@@ -84,9 +95,13 @@ class Checkpoint:
         def run(*flat: Any) -> Any:
             return once(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
 
-        if compiling or "context_fn" not in self._settings:
+        if compiling:
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
-        with no_cached_casts():
+        with contextlib.ExitStack() as around:
+            if "context_fn" in self._settings:
+                around.enter_context(no_cached_casts())
+            if self.offload:  # only the inputs: what is saved within is not kept at all
+                around.enter_context(save_on_cpu(pin_memory=torch.accelerator.is_available()))
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,6 +186,15 @@ def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
 def already_recomputed(module: nn.Module) -> list[str]:
     """Name the parts of `module` that are checkpointed, by us or in another way that leaves a trace."""
     return [name or "the module itself" for name, part in module.named_modules() if _is_checkpointed(part)]
+
+
+def offloaded(module: nn.Module) -> list[str]:
+    """Name the blocks in `module` whose inputs are kept on the CPU."""
+    return [
+        name or "the module itself"
+        for name, part in module.named_modules()
+        if any(isinstance(one, Checkpoint) and one.offload for one in arounds(part, "forward"))
+    ]
 
 
 def moves_statistics_twice(module: nn.Module) -> bool:

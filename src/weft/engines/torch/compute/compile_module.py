@@ -20,7 +20,12 @@ import torch
 from torch import nn
 
 from weft.engines.options import CompileOptions
-from weft.engines.torch.compute.activation_checkpoint import already_recomputed, moves_statistics_twice, no_cached_casts
+from weft.engines.torch.compute.activation_checkpoint import (
+    already_recomputed,
+    moves_statistics_twice,
+    no_cached_casts,
+    offloaded,
+)
 from weft.engines.torch.hooks.method_hooks import Removable, Routed, arounds, attach
 from weft.errors import listed, value_error
 
@@ -31,6 +36,13 @@ class Compiled:
     """Modules whose forward is compiled when it is called first."""
 
     def __init__(self, parts: Mapping[str, nn.Module], options: CompileOptions) -> None:
+        if names := [name for part in parts.values() for name in offloaded(part)]:
+            raise value_error(
+                "compile: blocks inside keep their inputs on the CPU, which no graph does",
+                found=f"recompute(..., offload=True) of {listed(names)}",
+                expected="blocks that are compiled, or that are offloaded",
+                fix="weft.recompute(model, ctx, blocks=...) without offload=True",
+            )
         self._removable = Removable()
         codes: dict[type[nn.Module], types.CodeType] = {}
         settings: dict[str, Any] = {**options._asdict(), "options": options.options and dict(options.options)}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.engines.options import Compress
 from weft.engines.torch.ddp.pairwise import as_real
 
 __all__ = ["Buckets", "sparse_gradients"]
@@ -31,8 +32,9 @@ class Buckets:
         bucket_bytes: int,
         find_unused: bool,
         dtype: torch.dtype | None,
+        compress: Compress | None = None,
     ) -> None:
-        self._needs_rebuild = True
+        self._needs_rebuild = not getattr(compress, "is_stateful", False)
         by_name = sparse_gradients(module)
         sparse = [name in by_name for name in names]
         limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
@@ -49,7 +51,9 @@ class Buckets:
             dict(enumerate(names)),
             limits[0],
         )
-        if dtype is not None:
+        if compress is not None:
+            dist._register_comm_hook(self._reducer, group, compress)
+        elif dtype is not None:
             dist._register_comm_hook(self._reducer, group, _in_dtype(dtype))
 
     def prepare(self) -> None:

@@ -150,6 +150,7 @@ class Transport:
             bucket_bytes=options.bucket_bytes,
             find_unused=find_unused,
             dtype=options.dtype,
+            compress=options.compress,
         )
 
 

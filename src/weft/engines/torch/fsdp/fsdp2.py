@@ -244,6 +244,10 @@ class ShardedModule(Strategy):
 
     # -- one step --------------------------------------------------------------------------------
 
+    def reduced_in_backward(self) -> list[torch.Tensor]:
+        """The sharded parameters; none if those that nobody used get their gradient taken away when backward ends."""
+        return [] if self.finds_unused else [one.sharded_param for one in self._units.parameters()]
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer cannot step on shards, or would come to other numbers."""
         check_steps_on_shards(self._what, optimizer)

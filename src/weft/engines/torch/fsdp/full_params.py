@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def gathered(
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     for unit in units:
         unit.unshard()
-    cut = _put_whole(module)
+    cut = _put_whole(module, shards)
     try:
         yield
         if write:
@@ -55,11 +55,18 @@ def gathered(
             unit.reshard()
 
 
-def _put_whole(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Exchange what is a DTensor even when FSDP2 has gathered it for plain parameters; returns what was where."""
+def _put_whole(module: nn.Module, shards: Mapping[str, nn.Parameter]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Exchange what FSDP2 does not gather as it is for plain parameters; returns what was where.
+
+    These are DTensors even when FSDP2 has gathered them, and parameters that it gathers in a lower dtype.
+    """
     held: list[dict[str, Any]] = [part._parameters for part in module.modules()]
-    cut = [(slots, name, p) for slots in held for name, p in slots.items() if isinstance(p, DTensor)]
-    whole = {id(p): nn.Parameter(full_tensor(p.detach()), requires_grad=p.requires_grad) for _, _, p in cut}
+    lower = {id(p): shards[name] for name, p in module.named_parameters() if p.dtype != shards[name].dtype}
+    found = [(slots, name, p) for slots in held for name, p in slots.items() if p is not None]
+    cut = [(slots, name, p) for slots, name, p in found if isinstance(p, DTensor) or id(p) in lower]
+    whole = {
+        id(p): nn.Parameter(full_tensor(lower.get(id(p), p).detach()), requires_grad=p.requires_grad) for _, _, p in cut
+    }
     for slots, name, parameter in cut:
         slots[name] = whole[id(parameter)]
     return cut

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.peers import Peers
+from weft.engines.torch.strategy import as_sent
 from weft.errors import NotSynchronized, PeerError, listed
 
 __all__ = ["GatherOrder", "watch_order"]
@@ -119,9 +120,11 @@ class GatherOrder:
             steps = self._meet(step)
         else:
             mine = torch.tensor([step], device=self._device)
-            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather(everyone, mine, group=self._group)
-            steps = [int(one) for one in everyone]
+            everyone = mine.new_empty(dist.get_world_size(self._group))
+            # torch 2.13 gave this a new name and deprecated the old one.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(everyone, mine, group=self._group)
+            steps = everyone.tolist()
         if any(one != step for one in steps):
             self._raise_different(steps)
 
@@ -200,7 +203,7 @@ class UnitGather(_Comm):
         self._order.gather(self._unit)
         # torch 2.13 gave this a new name and deprecated the old one.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        work: dist.Work | None = gather(as_sent(output_tensor), as_sent(input_tensor), group=group, async_op=async_op)
         return work
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from weft.engines.options import ShardOptions
+from weft.engines.torch.fsdp.gather_dtype import gather_in
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.tensors.dtensor import groups_of, reset_units, set_spec_of
 from weft.tensors.elsewhere import is_elsewhere
@@ -47,6 +48,7 @@ class Units:
         names = {id(p): name for name, p in module.named_parameters()}
         for parameter in self.parameters():
             set_spec_of(parameter, options.specs.get(names[id(parameter.sharded_param)]))
+        gather_in(options.gather, {names[id(one.sharded_param)]: one for one in self.parameters()}, module, removable)
 
     def __iter__(self) -> Iterator[FSDPModule]:
         """Those that are alive."""
@@ -145,9 +147,14 @@ def _shard_unit(
         # None: torch leaves the outermost unit, which backward needs first, as it is.
         reshard_after_forward=None if unit == (root,) and reshard is True else reshard,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=options.dtype, cast_forward_inputs=False),
-        offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        offload_policy=offload_policy(mesh.device_type, offload=options.offload),
         ignored_params=full,
     )
+
+
+def offload_policy(device_type: str, *, offload: bool) -> OffloadPolicy:
+    """That of torch; on a CPU the shards are where they are to be."""
+    return CPUOffloadPolicy() if offload and device_type != "cpu" else OffloadPolicy()
 
 
 def without_views(output: Any) -> Any:

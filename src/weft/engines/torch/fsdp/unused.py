@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.engines.torch.fsdp.gather_dtype import zeros_for
+
 __all__ = ["Unused", "watch_reductions"]
 
 
@@ -47,7 +49,9 @@ class Unused:
             if hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad:
                 kept, new = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
                 (self._missing if kept is None and new is None else self._used).add(parameter._param_fqn)
-                if fills and kept is None and new is None:
+                if kept is None and new is None and parameter.param_dtype is not None:
+                    zeros_for(parameter)
+                elif fills and kept is None and new is None:
                     parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
     def forget(

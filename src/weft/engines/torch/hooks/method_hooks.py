@@ -38,11 +38,13 @@ def attach(
     removable: Removable,
     *,
     before: Callable[[nn.Module, Any, Any], Any] | None = None,
-    after: Callable[[nn.Module, Any, Any], Any] | None = None,
+    after: Callable[..., Any] | None = None,
     around: Callable[[Callable[..., Any], Any, Any], Any] | None = None,
     methods: Sequence[str] = (),
     first: bool = False,
+    after_first: bool = False,
     always: bool = False,
+    after_kwargs: bool = False,
 ) -> None:
     """Call functions around the calls of a module; all of them are inert in a copy or a pickle of it.
 
@@ -54,12 +56,15 @@ def attach(
         around: Called in place of a method, (call, args, kwargs); returns what the method is to return.
         methods: Names of methods.
         first: Call `before` before all hooks that are there.
+        after_first: Call `after` before all hooks that are there.
         always: Call `after` with None when forward has raised.
+        after_kwargs: Call `after` with (module, args, kwargs, output).
     """
     if before is not None:
         removable.add(module.register_forward_pre_hook(_Hook(before), prepend=first, with_kwargs=True).remove)
     if after is not None:
-        removable.add(module.register_forward_hook(_Hook(after), always_call=always).remove)
+        options = {"prepend": after_first, "always_call": always, "with_kwargs": after_kwargs}
+        removable.add(module.register_forward_hook(_Hook(after), **options).remove)
     for name in methods:
         assert around is not None
         earlier = module.__dict__.get(name)

@@ -49,14 +49,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(what: str, optimizer: torch.optim.Optimizer, problem: str) -> None:
     """Raise `ValueError` if the update of an element may depend on others."""
     if not is_elementwise(optimizer):
         raise value_error(
-            f"fuse_step: {type(optimizer).__name__} cannot step on a flat buffer",
+            f"{what}: {type(optimizer).__name__} {problem}",
             found=type(optimizer).__name__,
             expected="one of " + ", ".join(kind.__name__ for kind in _ELEMENTWISE),
-            fix="leave weft.fuse_step out",
+            fix=f"leave weft.{what} out",
         )
 
 

@@ -3,14 +3,10 @@
 Adafactor keeps statistics of rows and columns, Muon multiplies matrices: an update of an element
 depends on others. Here each parameter and its gradient are made whole on every rank, one after the
 other, stepped as in one process, and cut again. State of the parameter's shape is kept in shards.
-
-An optimizer may keep numbers in its groups and move them in each `step`; they are put back before
-each parameter, and after the optimizer's own step, which finds no gradients, so that they move once.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, cast
 
 import torch
@@ -19,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.engines.options import StepMeshes
-from weft.engines.torch.optim.closures import check_no_closure
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.optim.state_layout import state_layout
+from weft.engines.torch.optim.swapped_step import Groups, SwappedStep
 from weft.engines.torch.optim.zero1_step import PartitionedStep
 from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
@@ -32,7 +28,7 @@ _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 _FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kernels for plain tensors only
 
 
-class WholeStep:
+class WholeStep(SwappedStep):
     """The hooks on one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes) -> None:
@@ -45,16 +41,7 @@ class WholeStep:
         """
         self._others = others
         self._mesh = mesh
-        self._optimizer = weakref.ref(optimizer)
-        self._step = _plain_step(optimizer)
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._moved: list[dict[str, Any]] = []
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-            optimizer.register_load_state_dict_post_hook(self._cut_state),
-        ]
-        self._cut_state(optimizer)
+        super().__init__(optimizer)
 
     def undo(self) -> None:
         """Take the hooks off. State of plain parameters is made whole: one all-gather per tensor."""
@@ -66,35 +53,16 @@ class WholeStep:
                 if isinstance(value, DTensor) and (not isinstance(parameter, DTensor) or parameter in self._others):
                     state[key] = like(value, parameter)
 
-    def _cut_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only this rank's part of state that is there already."""
         for parameter, state in optimizer.state.items():
             state.update({key: self._cut(value, parameter) for key, value in state.items()})
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check_no_closure("step on whole parameters", (*args[1:], *kwargs.values()))
-        groups = [entry["params"] for entry in optimizer.param_groups]
-        options = [{key: value for key, value in e.items() if key != "params"} for e in optimizer.param_groups]
-        self._moved = []
-        try:
-            for place, parameters in enumerate(groups):
-                for parameter in parameters:
-                    if parameter.grad is None:
-                        continue
-                    for entry, before in zip(optimizer.param_groups, options, strict=True):
-                        entry.update(before)
-                        entry["params"] = []
-                    self._step_one(optimizer, place, parameter)
-                    self._moved = [{k: v for k, v in e.items() if k != "params"} for e in optimizer.param_groups]
-        finally:
-            for entry, parameters, before in zip(optimizer.param_groups, groups, options, strict=True):
-                entry.update(before)
-                entry["params"] = parameters
-        for parameters in groups:  # the optimizer's own step, which comes now, finds nothing to do
+    def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
+        for place, parameters in enumerate(groups):
             for parameter in parameters:
                 if parameter.grad is not None:
-                    self._gradients.append((parameter, parameter.grad))
-                    parameter.grad = None
+                    self._step_one(optimizer, place, parameter)
 
     def _step_one(self, optimizer: torch.optim.Optimizer, place: int, parameter: torch.Tensor) -> None:
         whole = nn.Parameter(_whole(parameter.detach()))
@@ -102,9 +70,8 @@ class WholeStep:
         state = optimizer.state.pop(parameter, None)
         if state is not None:
             optimizer.state[whole] = {key: _whole(value) for key, value in state.items()}
-        optimizer.param_groups[place]["params"] = [whole]
         try:
-            self._step(optimizer)
+            self._step_on(optimizer, [[whole] if at == place else [] for at in range(len(optimizer.param_groups))])
         finally:
             state = optimizer.state.pop(whole, {})
             optimizer.state[parameter] = {key: self._cut(value, parameter) for key, value in state.items()}
@@ -120,14 +87,6 @@ class WholeStep:
         layout = state_layout(parameter, rows, cut)
         return like(value, parameter) if layout is None else layout.dtensor(layout.part(value))
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients.clear()
-        if self._moved:
-            for entry, moved in zip(optimizer.param_groups, self._moved, strict=True):
-                entry.update(moved)
-
 
 def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer is known not to step on DTensors, or to come to other numbers on them.
@@ -140,7 +99,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
         OrderError: `gather_step` is missing.
     """
     hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
-    if any(isinstance(one, (WholeStep, PartitionedStep)) for one in hooks):
+    if any(isinstance(one, (SwappedStep, PartitionedStep)) for one in hooks):
         return
     kind = type(optimizer).__name__
     if isinstance(optimizer, _LOOK_AT_WHOLE):
@@ -166,11 +125,3 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
 
 def _whole(value: Any) -> Any:
     return full_tensor(value) if isinstance(value, DTensor) else value
-
-
-def _plain_step(optimizer: torch.optim.Optimizer) -> Any:
-    """The class's own `step`, without the hooks torch puts around it."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step

@@ -109,7 +109,7 @@ def numbers_tokens(module: nn.Module) -> dict[str, nn.Module]:
                 f"context_parallel: {type(part).__name__} numbers the places of a sequence itself",
                 found=f"{listed(signs)} in {name or 'the module itself'}, and forward({', '.join(takes(part))})",
                 expected="a forward that takes positions: each rank holds other places than the first ones",
-                fix="def forward(self, x, position_ids): ...  # weft.split_sequence gives them",
+                fix="def forward(self, x, position_ids): ...  # weft.data.split_sequence gives them",
             )
     return found
 

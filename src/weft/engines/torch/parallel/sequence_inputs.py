@@ -1,7 +1,7 @@
 """What a model is called with, where each rank holds a part of a sequence: checked before anything is computed.
 
-Inputs have to be parts that `weft.split_sequence` has cut in the same way, and a model that numbers tokens has to be
-given their positions. A loss that is computed inside of the model has to know what is left of its labels.
+Inputs have to be parts that `weft.data.split_sequence` has cut in the same way, and a model that numbers tokens has to
+be given their positions. A loss that is computed inside of the model has to know what is left of its labels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from weft.tensors.sequence_order import SequencePart, part_of, places
 __all__ = ["SplitInputs"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_FIX = "model(**weft.split_sequence(batch, ctx)), or weft.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)"
+_FIX = (
+    "model(**weft.data.split_sequence(batch, ctx)), "
+    "or weft.data.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)"
+)
 
 
 class SplitInputs:
@@ -54,7 +57,7 @@ class SplitInputs:
                 f"context_parallel: {type(module).__name__} got parts of sequences that were cut in another way",
                 found=f"order {wrong[0].order!r}, part {wrong[0].rank} of {wrong[0].ranks}",
                 expected=f"order {wanted.order!r}, part {wanted.rank} of {wanted.ranks}, as context_parallel was told",
-                fix=f'weft.split_sequence(batch, ctx, order="{wanted.order}")',
+                fix=f'weft.data.split_sequence(batch, ctx, order="{wanted.order}")',
             )
         if not found and not self._has_places(args, kwargs):
             raise ContractError(
@@ -152,7 +155,7 @@ class SplitInputs:
                 found=f"labels, without {' and '.join(missing)}" if missing else listed(wrong),
                 expected="labels shifted before they were split, and their number in the whole batch; or a loss "
                 "outside of the model",
-                fix="model(**weft.split_sequence(batch, ctx)).loss"
+                fix="model(**weft.data.split_sequence(batch, ctx)).loss"
                 if missing
                 else "model(input_ids=..., position_ids=...).logits, and a sum over labels by window.denominator",
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checks import import_extra
-from weft.cli.config_megatron import from_megatron
+from weft.cli.foreign.megatron import from_megatron
 from weft.errors import ContextError
 
 __all__ = ["from_accelerate", "yaml_of"]

@@ -121,7 +121,7 @@ def _model(given: _Arguments, sizes: Mapping[str, int]) -> Iterator[str]:
     kind = given.take("cp_comm_type")
     if sizes["context"] > 1:
         method = "heads" if kind in ("a2a", ["a2a"]) else "gather"
-        yield f"weft.context_parallel(model, ctx, method={method!r})  # batches: weft.split_sequence(batch, ctx)"
+        yield f"weft.context_parallel(model, ctx, method={method!r})  # batches: weft.data.split_sequence(batch, ctx)"
     if sizes["expert"] > 1:
         yield "weft.expert_parallel(model, ctx)"
     virtual = given.take("num_layers_per_virtual_pipeline_stage") or given.take("virtual_pipeline_model_parallel_size")

@@ -1,0 +1,68 @@
+"""Weights larger than the memory: part of the trained model stays on the disk and is streamed.
+
+Differs from base_loop.py in the lines marked `new`.
+
+    weft launch -n 2 examples/place.py
+"""
+
+import tempfile  # new
+from pathlib import Path  # new
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft  # new
+
+
+def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
+    """Points [count, 2] on the arms of a spiral, and their arm [count]."""
+    arm = torch.arange(count) % arms
+    radius = torch.linspace(0.05, 1.0, count)
+    angle = 4.0 * radius + 2 * torch.pi / arms * arm
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+
+
+def evaluate(weights: Path, ctx: weft.DistContext) -> float:  # new
+    """The share of points whose arm is found, with the weights within 17.5 KB; the model has 18.2 KB."""  # new
+    with weft.weights.on_meta():  # new
+        model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))  # new
+    plan = weft.weights.plan_placement(model, {"cpu": "17.5KB", "disk": None})  # new
+    ctx.print(plan)  # new
+    model, ctx = weft.place(model, ctx, plan, weights=weights)  # new
+    points, arms = spirals().tensors  # new
+    with torch.no_grad():  # new
+        return float((model(points).argmax(dim=1) == arms).float().mean())  # new
+
+
+def main(ctx: weft.DistContext) -> None:  # new
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
+    loader, trained = weft.shard_data(loader, ctx, mode="split")  # new
+    model, trained = weft.replicate(model, trained)  # new
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    for epoch in range(8):
+        total = 0.0
+        for x, y in loader:
+            loss = cross_entropy(model(x), y)
+            (loss * loader.share).backward()  # new
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item() * len(y)
+        mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}")  # new
+
+    state, trained = weft.checkpointable({"model": model}, trained)  # new
+    folder = weft.broadcast(tempfile.mkdtemp() if ctx.is_main else "", ctx)  # new
+    accuracy = evaluate(weft.save(state, folder, 1, trained), ctx)  # new
+    ctx.print(f"accuracy {accuracy:.3f}")  # new
+
+
+if __name__ == "__main__":
+    with weft.start() as ctx:  # new
+        main(ctx)  # new

@@ -1,0 +1,51 @@
+"""Replicas that may die: the others make the step again, a new one takes over their state, and the result is the same.
+
+Differs from base_loop.py in the lines marked `new`. Kill a process while it runs:
+
+    weft launch -n 3 --min-replicas 1 --max-restarts 10 examples/resilient.py
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft  # new
+
+
+def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
+    """Points [count, 2] on the arms of a spiral, and their arm [count]."""
+    arm = torch.arange(count) % arms
+    radius = torch.linspace(0.05, 1.0, count)
+    angle = 4.0 * radius + 2 * torch.pi / arms * arm
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+
+
+def main(ctx: weft.DistContext) -> None:  # new
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
+    loader, ctx = weft.shard_data(loader, ctx, mode="split")  # new
+    model, ctx = weft.replicate(model, ctx)  # new
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    objects = {"model": model, "optimizer": optimizer, "loader": loader}  # new
+    state, ctx = weft.checkpointable(objects, ctx)  # new
+    batches = weft.resilient(loader, ctx, state=state)  # new
+
+    for epoch in range(batches.epoch, 8):  # new
+        total = 0.0
+        for x, y in batches:  # new
+            loss = cross_entropy(model(x), y)
+            (loss * loader.share).backward()  # new
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item() * len(y) * ctx.num_replicas  # new
+        if batches.leads:  # new
+            print(f"epoch {epoch}  loss {total / 1500:.4f}")  # new
+
+
+if __name__ == "__main__":
+    with weft.start(elastic="replica") as ctx:  # new
+        main(ctx)  # new

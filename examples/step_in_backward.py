@@ -1,0 +1,48 @@
+"""Large models: the optimizer steps inside of backward, and each gradient is freed at once.
+
+Differs from base_loop.py in the lines marked `new`.
+
+    weft launch -n 2 examples/step_in_backward.py
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft  # new
+
+
+def spirals(count: int = 1500, arms: int = 3) -> TensorDataset:
+    """Points [count, 2] on the arms of a spiral, and their arm [count]."""
+    arm = torch.arange(count) % arms
+    radius = torch.linspace(0.05, 1.0, count)
+    angle = 4.0 * radius + 2 * torch.pi / arms * arm
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points + 0.03 * torch.randn(count, 2, generator=torch.Generator().manual_seed(0)), arm)
+
+
+def main(ctx: weft.DistContext) -> None:  # new
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(spirals(), batch_size=60, shuffle=True)
+    loader, ctx = weft.shard_data(loader, ctx, mode="split")  # new
+    model, ctx = weft.fully_shard(model, ctx, units=nn.Linear)  # new
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer, ctx = weft.step_in_backward(optimizer, ctx)  # new
+
+    for epoch in range(8):
+        total = 0.0
+        for x, y in loader:
+            loss = cross_entropy(model(x), y)
+            (loss * loader.share).backward()  # new
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item() * len(y)
+        mean = weft.reduce(torch.tensor(total, device=ctx.device), ctx) / 1500  # new
+        ctx.print(f"epoch {epoch}  loss {mean:.4f}")  # new
+
+
+if __name__ == "__main__":
+    with weft.start() as ctx:  # new
+        main(ctx)  # new

@@ -1,0 +1,72 @@
+"""`weft migrate`: a script of Accelerate as one of weft."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ContextError
+from weft.interop.accelerate_script import Translation, translate
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand."""
+    sub = commands.add_parser(
+        "migrate",
+        help="rewrite a script of Accelerate",
+        allow_abbrev=False,
+        description="Print a script that uses Accelerate as a diff to one that uses weft, and list what was not "
+        "translated, with the line and a hint. Calls that are not known stay as they are. Nothing is changed without "
+        "--write, and nothing is run.",
+    )
+    sub.add_argument("script", help="a Python file that uses Accelerate")
+    sub.add_argument("--write", action="store_true", help="change the file")
+    sub.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the diff to the output and the list to the error output.
+
+    Returns:
+        0; 1 if something was left.
+
+    Raises:
+        ContextError: The script cannot be read or parsed, or does not use Accelerate.
+    """
+    path = Path(options.script)
+    try:
+        source = path.read_bytes().decode("utf-8")
+        found = translate(source)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _refused(path, f"{type(error).__name__}: {error}") from error
+    if not found.uses:
+        raise _refused(path, "no use of Accelerate")
+    lines = source.splitlines(keepends=True), found.text.splitlines(keepends=True)
+    sys.stdout.writelines(difflib.unified_diff(*lines, f"a/{path.name}", f"b/{path.name}"))
+    print(_report(found), file=sys.stderr)  # noqa: T201
+    if options.write:
+        path.write_bytes(found.text.encode("utf-8"))
+    return 1 if found.left else 0
+
+
+def _report(found: Translation) -> str:
+    lines = [f"{found.uses - found.left} of {found.uses} uses of Accelerate translated"]
+    for title, left in (("Not translated:", True), ("Look at:", False)):
+        chosen = [each for each in found.findings if each.left == left]
+        lines += [title] if chosen else []
+        lines += [f"  line {each.line}: {each.what}\n      {each.hint}" for each in chosen]
+    return "\n".join(lines)
+
+
+def _refused(path: Path, why: str) -> ContextError:
+    return ContextError(
+        f"migrate: {path} cannot be translated",
+        found=why,
+        expected="a Python script that uses Accelerate",
+        fix="weft migrate train.py",
+    )

@@ -1,0 +1,237 @@
+"""`resilient`: the loop over steps that are made again, by those alive, if a replica was lost in them.
+
+[Note: commit] A step counts on a replica that has averaged its gradients: they are those of all. If a replica is lost
+in the exchange, some may have averaged and others not. Those who have not undo what the step has changed
+(step_mark.py); when the replicas meet, they take over the state of those who have, or, if nobody has, make the step
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from weft.checkpoint.state.collect import Checkpoint
+from weft.checks import check_count
+from weft.context import DistContext
+from weft.data.split.sharded_loader import ShardedLoader
+from weft.data.windows import Window
+from weft.elastic.join import give, put_in_place, take
+from weft.elastic.requirements import check_program, facts_of_program
+from weft.elastic.step_mark import StepMark
+from weft.errors import ContractError
+from weft.peers.replica_groups import ReplicaGroup
+
+__all__ = ["Resilient", "resilient"]
+
+B = TypeVar("B")
+
+
+def resilient(loader: DataLoader[B], ctx: DistContext, *, state: Checkpoint, step: int = 0) -> Resilient[B]:
+    """Yield the batches or windows of a loader; a step in which a replica dies is made again by the others.
+
+    For jobs started by `weft launch --min-replicas`, with a context of `weft.start(elastic=...)`. The samples of a step
+    are those of the uninterrupted run, whoever lives: when a replica dies or joins, they are divided anew. So the
+    parameters in the end are those of a run without faults, and each sample is used once per epoch.
+
+        state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer, "loader": loader}, ctx)
+        batches = weft.resilient(loader, ctx, state=state)
+        for epoch in range(batches.epoch, 10):
+            for x, y in batches:
+                loss = cross_entropy(model(x), y) * loader.share
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    One yield is one step, with one `optimizer.step()` in it. A step that failed ends like any other: its gradients are
+    zero, its `optimizer.step()` does nothing, and what else it has changed (buffers, random states, learning rate,
+    every object of `state`) is put back before the same samples are yielded again. A replica that is started anew
+    takes over model, optimizer, position, random states and step from a living one here, and continues with the others
+    after their next step.
+
+    Changes: the objects of `state`, if another replica has made more steps. A hook on the optimizer.
+    Collectives: here, a meeting of all replicas, and the state sent to new ones. In each backward pass an all-reduce of
+    1x the gradient bytes over the replicas, through the memory of the CPU.
+
+    Args:
+        loader: Of `shard_data` over a map-style dataset, or the windows of `accumulate_grads` over one.
+        ctx: Where we run, after all transforms.
+        state: All that a new replica needs: modules that are replicated or sharded, their one optimizer, `loader`
+            itself, and whatever else the loop changes.
+        step: Steps that were made before, as `restore` says; the replica with the most has the state of all.
+
+    Returns:
+        An iterable over one epoch at a time, with `epoch`, `step` and `leads`.
+
+    Raises:
+        ContextError: It is no elastic job; or this replica is refused: it is another program than the others, or a
+            second process of one replica.
+        ContractError: A step could not be made again.
+        CheckpointError: The state of the others does not fit the objects here.
+        PeerError: The launcher is gone.
+        TypeError: The loader or the state is something else.
+        ValueError: The state is not complete.
+
+    Example:
+        >>> import weft
+        >>> model = torch.nn.Linear(1, 1)
+        >>> with weft.start(elastic="replica", device="cpu") as ctx:
+        ...     loader, ctx = weft.shard_data(DataLoader(torch.ones(4, 1), batch_size=2), ctx)
+        ...     model, ctx = weft.replicate(model, ctx)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     objects = {"model": model, "optimizer": optimizer, "loader": loader}
+        ...     state, ctx = weft.checkpointable(objects, ctx)
+        ...     batches = weft.resilient(loader, ctx, state=state)
+        ...     for x in batches:
+        ...         (model(x).mean() * loader.share).backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> batches.step, batches.epoch
+        (2, 1)
+    """
+    check_count("resilient", "step", step, least=0, fix="weft.resilient(loader, ctx, state=state, step=0)")
+    replicas, optimizer = check_program(loader, ctx, state)
+    return Resilient(loader, ctx, state, step, replicas, optimizer)
+
+
+class Resilient(Generic[B]):
+    """The steps of an elastic job.
+
+    Attributes:
+        step: Steps that were made.
+        again: Steps that this replica had to make again.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        ctx: DistContext,
+        state: Checkpoint,
+        step: int,
+        replicas: ReplicaGroup,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.step, self.again = step, 0
+        self._loader: ShardedLoader[B] = loader
+        self._ctx, self._state, self._replicas = ctx, state, replicas
+        self._facts = facts_of_program(state)
+        self._mark = StepMark(state, loader, ctx)
+        self._is_fresh = True
+        self._steps = 0  # of the optimizer, in this step of the job
+        self._exchanges = 0
+        optimizer.register_step_pre_hook(self._before_step)
+        self._meet(loader.state_dict())
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, or of the next one."""
+        return self._loader.epoch
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is a rank of the first of the replicas that live: the one to log and to save."""
+        return self._replicas.index == 0
+
+    def __iter__(self) -> Iterator[B]:
+        epoch = self._loader.epoch
+        while self._loader.epoch == epoch:
+            batches: Any = iter(self._loader)
+            self._begin_step()
+            for batch in batches:
+                yield batch
+                if not self._settle(batch):
+                    break
+                self._begin_step()
+            else:
+                return
+            position = self._mark.position if self._replicas.broken else self._loader.state_dict()
+            batches.close()
+            self._meet(position)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._mark.take()
+        self._steps, self._exchanges = 0, self._replicas.exchanges
+        self._loader.weft_cursor.weighed = False
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps += 1
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):  # the first is the optimizer
+            raise _wrong_loop("optimizer.step(closure)", "a step without a closure")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._replicas.exchanges == self._exchanges and any(p.grad is not None for p in parameters):
+            raise _wrong_loop("gradients that came past the forward of the model", "a backward pass through it")
+        if self._replicas.broken:
+            for parameter in parameters:
+                parameter.grad = None  # so the step changes nothing
+
+    def _settle(self, batch: B) -> bool:
+        """Whether the loop continues with the next batch; otherwise the replicas meet first."""
+        replicas = self._replicas
+        if replicas.exchanges == self._exchanges:  # no backward pass: nothing else tells the replicas apart
+            replicas.add_up([])
+        elif self._steps != 1:
+            raise _wrong_loop(f"{self._steps} optimizer steps after a backward pass", "one step for each yield")
+        if replicas.broken:
+            self._mark.put_back()
+            self.again += 1
+            return False
+        self._check_weighed(batch)
+        self.step += 1
+        return not replicas.called
+
+    def _check_weighed(self, batch: B) -> None:
+        """Raise if means over batches of different sizes were averaged."""
+        weighed = batch.weighed if isinstance(batch, Window) else self._loader.weft_cursor.weighed
+        plan = self._loader.weft_reading.plan
+        if not weighed and plan.per_step % plan.size:
+            raise _wrong_loop(
+                f"a step of {plan.per_step} samples on {plan.size} replicas, whose losses had no `share`",
+                "loss = cross_entropy(model(x), y) * loader.share  # or window.share",
+            )
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    def _meet(self, position: dict[str, Any]) -> None:
+        """Meet the other replicas, take over the state of those that have made more steps, and divide the samples."""
+        begin = time.monotonic()
+        self._loader.load_state_dict(position)
+        while not self._try_to_meet():
+            pass
+        self._loader.weft_divide(self._replicas.index, self._replicas.size)
+        if self.leads and self._replicas.number > 1:
+            logging.getLogger("weft").info(
+                "step %d: %d of %d replicas continue, after %.2f s",
+                self.step, self._replicas.size, self._replicas.most, time.monotonic() - begin,
+            )  # fmt: skip
+
+    def _try_to_meet(self) -> bool:
+        replicas = self._replicas
+        answer = replicas.meet(self.step, fresh=self._is_fresh, facts=self._facts)
+        received = None
+        if not replicas.broken and replicas.index in answer.receivers:
+            received = take(answer.source, replicas)
+        elif not replicas.broken and replicas.index == answer.source and answer.receivers:
+            give(self._state, self.step, answer.receivers, replicas, self._ctx)
+        if not replicas.vote():
+            return False
+        if received is not None:
+            self.step = put_in_place(received, self._state, self._ctx)
+        self._is_fresh = False
+        return True
+
+
+def _wrong_loop(found: str, expected: str) -> ContractError:
+    return ContractError(
+        "resilient: this step could not be made again by other replicas",
+        found=found,
+        expected=expected,
+        fix="for x, y in batches:\n    (loss(model(x), y) * loader.share).backward()\n    optimizer.step()\n"
+        "    optimizer.zero_grad()",
+    )

@@ -1,0 +1,145 @@
+"""Which replicas make the next steps together: decided by the launcher, from what replicas ask and which of them live.
+
+Pure: no store, no process, no clock. `launching/replicas.py` has these; `replica_groups.py` is the side of a replica.
+
+[Note: quorum] A *quorum* is a set of replicas that make steps together; each one has a number. A replica that has
+lost another one in a step asks for the next quorum, and so does a new one. The next quorum begins when all that live of
+the present one have asked: nobody is in the middle of a step then. A new replica lets the launcher call the present
+ones together, which come when their step is done. Those that have made the most steps hold the truth: a step that
+one of them has finished had the gradients of all. The others take over its state, or have the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Answer", "Ask", "Quorums"]
+
+_START_S = 30.0  # after so long the first quorum begins without those that have not come
+_FACT = "start the same program with the same model on every replica"
+
+
+class Ask(NamedTuple):
+    """What a replica brings when it asks for a quorum.
+
+    Attributes:
+        step: Steps that it has made.
+        fresh: It was in no quorum yet, or has not received a state since.
+        facts: What has to be alike in all: a text by name.
+        patience_s: How long it lets others take to finish their step.
+    """
+
+    step: int
+    fresh: bool
+    facts: dict[str, str]
+    patience_s: float
+
+
+class Answer(NamedTuple):
+    """The quorum that a replica is in.
+
+    Attributes:
+        number: From 1 on.
+        members: Names, in order.
+        source: Index of the member that has the state.
+        receivers: Indices of those that take it over.
+        step: Steps that were made.
+        refused: Why this replica is in none; "" if it is in one.
+    """
+
+    number: int = 0
+    members: tuple[str, ...] = ()
+    source: int = 0
+    receivers: tuple[int, ...] = ()
+    step: int = 0
+    refused: str = ""
+
+
+@dataclass
+class Quorums:
+    """What the launcher knows of the replicas of a job.
+
+    Attributes:
+        least: Replicas without which no step is made.
+        number: Of the present quorum; 0 before the first.
+        living: Names of the replicas that were started and have not ended.
+        inside: Those of the present quorum that live.
+        asking: What those bring that wait for the next one.
+        facts: What all have in common; of those that came first.
+        is_done: A replica has ended in good order: nobody begins from nothing any more.
+    """
+
+    least: int = 1
+    number: int = 0
+    living: set[str] = field(default_factory=set)
+    inside: set[str] = field(default_factory=set)
+    asking: dict[str, Ask] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+    is_done: bool = False
+    _since: float | None = None  # when the first of those that wait now has asked
+
+    def started(self, name: str) -> None:
+        """A replica was started."""
+        self.living.add(name)
+
+    def ended(self, name: str) -> None:
+        """The process of a replica is gone."""
+        self.living.discard(name)
+        self.inside.discard(name)
+        self.asking.pop(name, None)
+
+    def ask(self, name: str, ask: Ask, now: float) -> str:
+        """A replica asks for a quorum; returns why it is refused, or ""."""
+        if name not in self.living:
+            return f"{name} is no replica that this launcher has started and that has not been replaced"
+        self.facts = self.facts or ask.facts
+        differing = [key for key in {**self.facts, **ask.facts} if self.facts.get(key) != ask.facts.get(key)]
+        if differing:
+            said = [f"{key}: {ask.facts.get(key)}, where the others have {self.facts.get(key)}" for key in differing]
+            return f"{name} is another program: {'; '.join(said)}; {_FACT}"
+        self.asking[name] = ask
+        self._since = now if self._since is None else self._since
+        return ""
+
+    @property
+    def waiting_for(self) -> set[str]:
+        """Members of the present quorum that live and have not asked for the next one."""
+        return self.inside - set(self.asking)
+
+    @property
+    def calls(self) -> bool:
+        """Whether the members of the present quorum are to come together after their step: somebody is new."""
+        return bool(set(self.asking) - self.inside) and bool(self.inside)
+
+    def overdue(self, now: float) -> set[str]:
+        """Members that have not come although one of them has long waited: they hang."""
+        asked = [self.asking[name].patience_s for name in self.inside if name in self.asking]
+        if not asked or self._since is None or now - self._since <= max(asked):
+            return set()
+        return self.waiting_for
+
+    def next(self, now: float) -> Answer | None:
+        """The next quorum, if it can begin."""
+        if not self.asking or len(self.asking) < self.least or self.waiting_for:
+            return None
+        if self.is_done and all(ask.fresh for ask in self.asking.values()):
+            return None
+        late = self.living - set(self.asking) if not self.number else set()
+        if late and self._since is not None and now - self._since < _START_S:
+            return None
+        members = tuple(sorted(self.asking, key=_order))
+        asks = [self.asking[name] for name in members]
+        old = [index for index, ask in enumerate(asks) if not ask.fresh] or list(range(len(members)))
+        step = max(asks[index].step for index in old)
+        source = next(index for index in old if asks[index].step == step)
+        receivers = tuple(i for i, ask in enumerate(asks) if i != source and (ask.fresh or ask.step < step))
+        self.number += 1
+        self.inside, self.asking, self._since = set(members), {}, None
+        return Answer(self.number, members, source, receivers, step)
+
+
+def _order(name: str) -> tuple[int, str]:
+    """By the number of the replica."""
+    head = name.partition(".")[0]
+    return (int(head) if head.isdecimal() else -1, name)

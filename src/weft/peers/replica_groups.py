@@ -1,0 +1,217 @@
+"""One replica of an elastic job: how it meets the others, adds up with them, and loses them without losing itself.
+
+Each quorum ([Note: quorum] in quorum.py) has a process group of its own, made through the launcher's store and no part
+of torch's default group. When a replica dies the operations of the others fail; then they let the group go, which wakes
+up those that still wait, and ask for the next quorum.
+
+A replica may have several ranks. Each of them is connected to the rank of the same number in the other replicas: a
+*lane*. What fails on one lane has failed on all ranks of the replica: they vote about it after each exchange.
+
+[Note: replica keys] Below `STORE`, in the store of the launcher:
+    launched          this launcher decides about quorums
+    here/<name>/<r>   how many processes took themselves for this rank
+    asks              how many questions were put
+    ask/<k>           question k: who asks, and what he brings
+    answer/<k>        the quorum, or why it is refused
+    passed/<name>/<m> the same, for the other ranks of the replica, at their meeting m
+    called/<number>   the members of this quorum are to come together after their step
+    group/<number>/   where the members of a quorum connect
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import ContextError
+from weft.peers.board import Board
+from weft.peers.quorum import Answer, Ask
+from weft.peers.world import World, arrives
+
+__all__ = ["LAUNCHED", "STORE", "ReplicaGroup", "has_replicas"]
+
+STORE = "weft/replicas"  # prefix of all keys
+LAUNCHED = "launched"  # key: this launcher decides about quorums
+_CONNECT_S = 5.0  # a member may have died since the quorum was decided
+_LOOK_S = 0.05  # how often it is looked whether somebody new waits
+_PIECE = 2**24  # bytes of a message
+
+
+def has_replicas(store: dist.Store) -> int:
+    """How many ranks each replica has, if this is the store of a launcher that decides about quorums; else 0."""
+    found = dist.PrefixStore(STORE, store)
+    return int(found.get(LAUNCHED)) if found.check([LAUNCHED]) else 0
+
+
+class ReplicaGroup:
+    """The replicas that make steps together, as a rank of one of them sees them.
+
+    Attributes:
+        name: Of this replica, and of no other.
+        index: Of this replica in the quorum.
+        size: Replicas in the quorum.
+        most: Replicas of the job when all live.
+        number: Of the quorum; 0 before the first.
+        broken: A step has failed since the last quorum.
+        called: Somebody new waits: all meet after this step.
+        exchanges: How often all have added up something since the last quorum.
+        inside: The ranks of this replica.
+    """
+
+    def __init__(
+        self, board: Board | None, store: dist.Store | None, name: str, most: int, inside: World, device: torch.device
+    ) -> None:
+        """Remember where the replicas meet.
+
+        Args:
+            board: Where the launcher listens; None for a replica that is alone for good.
+            store: The same, for process groups.
+            name: Of this replica.
+            most: Replicas of the job.
+            inside: The ranks of this replica; its `timeout_s` is how long another replica may take for a step.
+            device: On which they can send each other something.
+        """
+        self.name = name
+        self.index, self.size, self.most, self.number = 0, 1, most, 0
+        self.broken = self.called = False
+        self.exchanges = 0
+        self.inside = inside
+        self._board, self._store, self._device = board, store, device
+        self._group: dist.ProcessGroup | None = None
+        self._looked_s = 0.0
+        self._meetings = 0
+
+    # -- quorums ---------------------------------------------------------------------------------
+
+    def meet(self, step: int, *, fresh: bool, facts: dict[str, str]) -> Answer:
+        """Ask for a quorum, wait for it, and connect to its members; others take part when their step is done.
+
+        Raises:
+            ContextError: This replica is refused; the text says why.
+            PeerError: The launcher is gone, or does not answer.
+        """
+        self.release()
+        answer = Answer(self.number + 1, (self.name,), step=step)
+        if self._board is not None:
+            answer = self._asked(self._board, Ask(step, fresh, facts, self.inside.timeout_s))
+        if answer.refused:
+            raise ContextError(
+                "resilient: this replica was refused",
+                found=answer.refused,
+                expected="one process per rank, started by `weft launch`, with the program of the others",
+                fix="weft launch -n 3 --min-replicas 1 train.py",
+            )
+        self.number, self.size = answer.number, len(answer.members)
+        self.index = answer.members.index(self.name)
+        self.called, self.exchanges = False, 0
+        self.broken = self.size > 1 and not self._connect()
+        self.vote()
+        return answer
+
+    def _asked(self, board: Board, ask: Ask) -> Answer:
+        """What the launcher answers to the first rank of this replica."""
+        self._meetings += 1
+        if self._meetings == 1 and board.add(f"here/{self.name}/{self.inside.rank}", 1) > 1:
+            return Answer(refused=f"two processes take themselves for rank {self.inside.rank} of replica {self.name}")
+        key = f"passed/{self.name}/{self._meetings}"
+        if self.inside.rank == 0:
+            number = board.add("asks", 1)
+            board.write(f"ask/{number}", {"name": self.name, **ask._asdict()})
+            found = _awaited(board, f"answer/{number}")
+            board.delete(f"answer/{number}")
+            if self.inside.size > 1:
+                board.write(key, found)
+                board.delete(f"passed/{self.name}/{self._meetings - 1}")  # all have read it, and asked again
+        else:
+            found = _awaited(board, key)
+        return Answer(**{**found, "members": tuple(found["members"]), "receivers": tuple(found["receivers"])})
+
+    def _connect(self) -> bool:
+        assert self._store is not None
+        limit = timedelta(seconds=_CONNECT_S)
+        try:
+            store = dist.PrefixStore(f"group/{self.number}/{self.inside.rank}", self._store)
+            group: Any = dist.ProcessGroupGloo(store, self.index, self.size, limit)
+            group._set_default_timeout(timedelta(seconds=self.inside.timeout_s))
+        except RuntimeError:
+            return False
+        self._group = group
+        return True
+
+    def release(self) -> None:
+        """Let the group go; the others' operations fail."""
+        self._group = None
+
+    # -- in a step -------------------------------------------------------------------------------
+
+    def add_up(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Add tensors up over the quorum, in place; False, and no later one succeeds, if a replica was lost.
+
+        Then the values of the tensors mean nothing. One after the other: what fails leaves nothing in flight. All
+        ranks of a replica come here equally often.
+        """
+        signal = torch.tensor([float(self._somebody_waits())])
+        for tensor in (signal, *tensors):
+            if self._group is not None and not self.broken:
+                try:
+                    self._group.allreduce([tensor]).wait()
+                except RuntimeError:
+                    self._lose()
+        self.called |= bool(signal) and not self.broken
+        self.exchanges += 1
+        self.vote()
+        return not self.broken
+
+    def vote(self) -> bool:
+        """Whether no rank of this replica has lost another one; they come here together."""
+        if self.inside.group is not None:
+            votes = torch.tensor([self.broken, self.called], dtype=torch.uint8, device=self._device)
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.inside.group)
+            broken, self.called = map(bool, votes.tolist())
+            if broken:
+                self._lose()
+        return not self.broken
+
+    def _somebody_waits(self) -> bool:
+        """Whether the launcher calls all together; said by one rank, which the others hear of in the sum."""
+        now = time.monotonic()
+        if self._board is None or self.index or self.inside.rank or now - self._looked_s < _LOOK_S:
+            return False
+        self._looked_s = now
+        return self._board.has(f"called/{self.number}")
+
+    def _lose(self) -> None:
+        self.broken = True
+        self.release()
+
+    # -- from one to another -----------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, to: int) -> bool:
+        """Send the bytes of a contiguous tensor on the CPU to a member, in pieces; False if a replica was lost."""
+        return self._move(tensor, lambda group, piece: group.send([piece], to, 0))
+
+    def receive(self, tensor: torch.Tensor, source: int) -> bool:
+        """Fill a contiguous tensor on the CPU with what a member sends; False if a replica was lost."""
+        return self._move(tensor, lambda group, piece: group.recv([piece], source, 0))
+
+    def _move(self, tensor: torch.Tensor, move: Callable[[dist.ProcessGroup, torch.Tensor], dist.Work]) -> bool:
+        for piece in tensor.reshape(-1).view(torch.uint8).split(_PIECE):
+            if self._group is None:
+                return False
+            try:
+                move(self._group, piece).wait()
+            except RuntimeError:
+                self._lose()
+        return not self.broken
+
+
+def _awaited(board: Board, key: str) -> Any:
+    """Wait for a value: as long as the others live they come, and the launcher ends those that hang."""
+    while not arrives(board, key, 60.0):
+        pass
+    return board.read(key, *Answer._fields)

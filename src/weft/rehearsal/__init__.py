@@ -1,0 +1,16 @@
+"""A program's own code on one rank of many, in one process, without memory, network or devices.
+
+rehearse.py  `rehearse`: run a program, and say what it holds and sends
+script.py    the same for a script as it is
+changes.py   what would make it smaller, rehearsed
+simulation/  what it runs in: pretended ranks, tensors without memory, and what sees them
+messages.py  what ranks send each other, and a model of the time it takes
+result.py    `Rehearsal`: memory by kind, messages by axis, as a value that prints
+table.py     how it prints
+estimate.py  memory from the shapes of parameters alone
+"""
+
+from weft.rehearsal.messages import Links, Message, sent_bytes
+from weft.rehearsal.result import Difference, Holder, Memory, Moment, Rehearsal
+
+__all__ = ["Difference", "Holder", "Links", "Memory", "Message", "Moment", "Rehearsal", "sent_bytes"]

@@ -1,0 +1,198 @@
+"""`rehearse`: run a program as one rank of many would, in this process and without memory."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _device
+
+from weft.context import DistContext, adopt
+from weft.context.settings import mesh_axes
+from weft.errors import value_error
+from weft.rehearsal.messages import Links
+from weft.rehearsal.result import Rehearsal
+from weft.rehearsal.simulation.lines import line_in
+from weft.rehearsal.simulation.observe import Observed, observing
+from weft.rehearsal.simulation.shortcuts import shortcuts
+from weft.rehearsal.simulation.tensors import Simulation, without_memory
+from weft.rehearsal.simulation.world import pretended_world
+
+__all__ = ["Program", "observe_steps", "rehearse", "simulated"]
+
+Program = Callable[[DistContext], Callable[[], object]]
+
+
+def rehearse(
+    program: Program,
+    ranks: int,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    rank: int = 0,
+    steps: int = 2,
+    links: Links = Links(),  # noqa: B008  (frozen)
+    assume: Mapping[str, float] | None = None,
+) -> Rehearsal:
+    """Run a program as one rank of a job would, and return what that rank holds and sends.
+
+    The program is yours, with the transforms of weft. It runs in this process, on tensors that have shapes and no
+    memory, among ranks that are only pretended: a model of any size on any number of ranks. What fails there, such as
+    heads that the ranks cannot divide, raises here, as it would there. Bytes at rest and messages are those of a real
+    run; time is a model, see `Links`. The other ranks bring what this one brings.
+
+    Operators are those of a CPU. Small tensors of integers have values (indices, tokens, sizes), no others. A number
+    that your program reads of another one, by `.item()` or an `if`, has to be given by `assume`; where weft reads one,
+    gradients are finite. Build everything inside of `program`: what lies outside of it has values and memory, and
+    would be changed by the transforms.
+
+    Changes: nothing that lasts. Meanwhile the default process group is a pretended one, also inside of a job that has
+    another. Collectives: none.
+
+    Args:
+        program: Takes a context, builds model, optimizer and so on, and returns a function that makes one step.
+        ranks: How many the job has.
+        mesh: As for `weft.start`.
+        rank: Which one to be. Ranks differ where shards are uneven and between stages of a pipeline.
+        steps: How many steps to make; what is reported is the last one. Optimizers make their state in the first.
+        links: Of the cluster, for the model of time, and how many ranks a node has.
+        assume: What the program reads on the host: by line, `{"train.py:41": 0.5}`, or `{"values": 0.5}` for all lines.
+
+    Returns:
+        A value that prints as a table, compares, and becomes JSON.
+
+    Raises:
+        ValueError: There is no such rank, or no step.
+        ContextError: The mesh does not fit; or the program reads a number that is not known, at the line in the text.
+        BaseException: Whatever the program raises; a note has the line and the rank.
+
+    Example:
+        >>> import weft
+        >>> def program(ctx):
+        ...     model = torch.nn.Linear(1024, 1024)
+        ...     model, ctx = weft.fully_shard(model, ctx)
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...
+        ...     def step():
+        ...         model(torch.ones(4, 1024)).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...
+        ...     return step
+        >>> found = weft.rehearse(program, ranks=64)
+        >>> found.at_rest.parameters == (1024 + 16) * 1024 * 4 // 64
+        False
+    """
+
+    def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
+        with adopt() as ctx:
+            ctx.mesh  # noqa: B018  (made here: it is no part of the program)
+            with memory as simulation:
+                observe_steps(program, ctx, steps, found, simulation)
+        return simulation
+
+    name = getattr(program, "__qualname__", type(program).__name__)
+    return simulated(name, run, ranks, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
+
+
+def simulated(
+    name: str,
+    run: Callable[[Observed, contextlib.AbstractContextManager[Simulation]], Simulation],
+    ranks: int,
+    *,
+    mesh: Mapping[str, int] | None,
+    rank: int,
+    steps: int,
+    links: Links,
+    assume: Mapping[str, float] | None,
+) -> Rehearsal:
+    """Call `run` as one rank of a pretended job; it enters what it is given, in which tensors have no memory."""
+    axes = _checked(ranks, mesh, rank, steps)
+    found = Observed()
+    with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, found.traffic.note) as group, shortcuts():
+        group.axes = None if mesh is None else axes
+        with _located(rank, ranks):
+            simulation = run(found, without_memory(assume or {}))
+        axes = group.axes or axes
+    moments = found.allocations.moments()
+    return Rehearsal(
+        program=name,
+        rank=rank,
+        world_size=ranks,
+        mesh=tuple(axes.items()),
+        device="cpu",
+        steps=steps,
+        at_rest=moments[-1].at_rest,
+        peak=max((each.peak for each in moments), key=lambda memory: memory.total),
+        timeline=moments,
+        setup=found.traffic.setup(axes, links.per_node),
+        messages=found.traffic.of_step(axes, links.per_node),
+        assumed=tuple(simulation.assumed),
+        links=links,
+        same_as=(rank,),
+    )
+
+
+def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observed, *call: Any) -> None:
+    """Run a program step by step, simulated or real, and note what it does."""
+    with observing(found, *call):
+        found.begin("build")
+        step = program(ctx)
+        if not callable(step):
+            raise value_error(
+                "rehearse: the program returns no step",
+                found=f"{type(step).__name__}",
+                expected="a function without arguments that makes one step",
+                fix="def program(ctx): ...; return step",
+            )
+        for number in range(1, steps + 1):
+            found.begin(f"step {number}")
+            step()
+        found.end()
+
+
+def _checked(ranks: int, mesh: Mapping[str, int] | None, rank: int, steps: int) -> dict[str, int]:
+    if ranks < 1 or not 0 <= rank < ranks or steps < 1:
+        raise value_error(
+            f"rehearse: rank {rank} of {ranks} cannot make {steps} steps",
+            found=f"ranks={ranks}, rank={rank}, steps={steps}",
+            expected="0 <= rank < ranks, and at least one step",
+            fix="weft.rehearse(program, 1024, rank=0, steps=2)",
+        )
+    return dict(mesh_axes(mesh, None, ranks)[0])
+
+
+@contextlib.contextmanager
+def _located(rank: int, ranks: int) -> Iterator[None]:
+    """Let errors of the program name the rank, and the line of the program."""
+    try:
+        yield
+    except Exception as error:
+        line = line_in(error)
+        error.add_note(f"weft: in the rehearsal of rank {rank} of {ranks}" + (f", at {line}" if line else ""))
+        raise
+
+
+@contextlib.contextmanager
+def _left_as_it_was() -> Iterator[None]:
+    """Put back what a program draws and sets."""
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy else None
+    python, cpu, dtype = random.getstate(), torch.get_rng_state(), torch.get_default_dtype()
+    device, threads = _device.CURRENT_DEVICE, torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        if device != _device.CURRENT_DEVICE:
+            torch.set_default_device(device)
+        if numpy:
+            numpy.random.set_state(drawn)

@@ -1,0 +1,228 @@
+"""What a rehearsal found: frozen values that print, compare, and become JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import value_error
+from weft.rehearsal import table
+from weft.rehearsal.messages import Links, Message
+
+__all__ = ["KINDS", "Difference", "Holder", "Memory", "Moment", "Rehearsal"]
+
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other")
+_FORMAT = "weft rehearsal 1"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Live bytes of one kind that one line of the program made.
+
+    Attributes:
+        kind: One of the kinds of `Memory`.
+        bytes: Their sum.
+        where: The line of the user's program, "train.py:41"; None if it is not known.
+    """
+
+    kind: str
+    bytes: int
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes of tensors on one rank, by kind. Not the process: no code, no allocator, no workspaces of kernels.
+
+    Attributes:
+        parameters: This rank's parts of the parameters.
+        gradients: Of its parts.
+        optimizer: State of optimizers.
+        gathered: Whole parameters, gradients and buckets that a strategy holds for a while.
+        activations: What the forward keeps for the backward, and what is computed in between.
+        buffers: Of modules.
+        other: Everything else, such as batches.
+        where: The line of the user's program that was running, "train.py:41".
+        holders: Which lines made the most of it, largest first.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    activations: int = 0
+    buffers: int = 0
+    other: int = 0
+    where: str | None = None
+    holders: tuple[Holder, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds.
+
+        Example:
+            >>> Memory(parameters=400, gradients=400, optimizer=800).total
+            1600
+        """
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A part of the program.
+
+    Attributes:
+        label: "build", "step 1", ...
+        at_rest: What is live at its end.
+        peak: The highest within it.
+    """
+
+    label: str
+    at_rest: Memory
+    peak: Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What one rank of a job holds and sends. `print` shows it as a table.
+
+    Attributes:
+        program: What was rehearsed: a function's name, or a script and its arguments.
+        rank: Which rank this is.
+        world_size: Of how many.
+        mesh: Axes and their sizes, outermost first.
+        device: The pretended one.
+        steps: How many steps ran; the optimizer's state exists from the first on.
+        at_rest: Between two steps.
+        peak: The highest, build of the model included.
+        timeline: The build, then each step.
+        setup: Messages before the last step.
+        messages: Messages of the last step.
+        assumed: What the rehearsal could not know, and took for granted.
+        errors: What would fail, with the line of the user's program.
+        links: What the time model was computed with.
+        same_as: Ranks that were found, or are known, to hold and send the same, this one included.
+    """
+
+    program: str
+    rank: int
+    world_size: int
+    mesh: tuple[tuple[str, int], ...]
+    device: str
+    steps: int
+    at_rest: Memory
+    peak: Memory
+    timeline: tuple[Moment, ...] = ()
+    setup: tuple[Message, ...] = ()
+    messages: tuple[Message, ...] = ()
+    assumed: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    links: Links = Links()  # noqa: RUF009  (frozen)
+    same_as: tuple[int, ...] = ()
+
+    @property
+    def step_peak(self) -> Memory:
+        """The highest in a step; if there were none, the highest."""
+        steps = [moment.peak for moment in self.timeline if moment.label.startswith("step")]
+        return max(steps, key=lambda memory: memory.total, default=self.peak)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the rank sends in the last step."""
+        return sum(message.sent for message in self.messages)
+
+    @property
+    def communication_s(self) -> float:
+        """The modelled time of the last step's messages; see [Note: the time is a model]."""
+        return sum(self.links.seconds(message) for message in self.messages)
+
+    def compare(self, other: Rehearsal) -> Difference:
+        """What differs in the other one, as a value that prints.
+
+        Example:
+            >>> facts = dict(program="train.py", rank=0, world_size=2, mesh=(("data", 2),), device="cpu", steps=2)
+            >>> one = Rehearsal(**facts, at_rest=Memory(parameters=2048), peak=Memory(parameters=2048))
+            >>> print(one.compare(dataclasses.replace(one, at_rest=Memory(parameters=1024))))
+                                  before  after  change
+            at rest, parameters    2 KiB  1 KiB    -50%
+            at rest, total         2 KiB  1 KiB    -50%
+        """
+        return Difference(self, other)
+
+    def to_json(self) -> str:
+        """As text that `from_json` and `weft report` read."""
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Rehearsal:
+        """The value that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
+            raise value_error(
+                "Rehearsal.from_json: this is not a rehearsal",
+                found=text[:60],
+                expected=f'JSON with "format": "{_FORMAT}"',
+                fix="weft rehearse --ranks 8 --json rehearsal.json train.py",
+            )
+        built: dict[str, Any] = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
+        return cls(
+            **{
+                **values,
+                **built,
+                "mesh": tuple((name, size) for name, size in values["mesh"]),
+                "at_rest": _memory(values["at_rest"]),
+                "peak": _memory(values["peak"]),
+                "timeline": tuple(
+                    Moment(each["label"], _memory(each["at_rest"]), _memory(each["peak"]))
+                    for each in values["timeline"]
+                ),
+                "setup": tuple(Message(**each) for each in values["setup"]),
+                "messages": tuple(Message(**each) for each in values["messages"]),
+                "links": Links(
+                    tuple(values["links"]["intra"]), tuple(values["links"]["inter"]), values["links"]["per_node"]
+                ),
+            }
+        )
+
+    def __str__(self) -> str:
+        return table.rehearsal(self)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two rehearsals side by side. `print` shows what differs."""
+
+    before: Rehearsal
+    after: Rehearsal
+
+    @property
+    def rows(self) -> tuple[tuple[str, int, int], ...]:
+        """What differs: a name, bytes (or a count) before, and after."""
+        before, after = self._numbers(self.before), self._numbers(self.after)
+        names = dict.fromkeys([*before, *after])
+        every = ((name, before.get(name, 0), after.get(name, 0)) for name in names)
+        return tuple(row for row in every if row[1] != row[2])
+
+    @staticmethod
+    def _numbers(rehearsal: Rehearsal) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for label, memory in (("at rest", rehearsal.at_rest), ("peak", rehearsal.peak)):
+            found |= {f"{label}, {kind}": int(getattr(memory, kind)) for kind in (*KINDS, "total")}
+        for message in rehearsal.messages:
+            name = f"{message.kind} along {message.axis}"
+            found[f"{name}, messages"] = found.get(f"{name}, messages", 0) + message.count
+            found[f"{name}, sent"] = found.get(f"{name}, sent", 0) + message.sent
+        return {**found, "sent in a step": rehearsal.sent}
+
+    def __str__(self) -> str:
+        return table.difference(self.rows)
+
+
+def _memory(values: dict[str, Any]) -> Memory:
+    return Memory(**{**values, "holders": tuple(Holder(**each) for each in values["holders"])})

@@ -1,0 +1,128 @@
+"""A script, unmodified, as one rank of many would run it: until it has made some steps."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from weft.errors import ContextError
+from weft.rehearsal.messages import Links
+from weft.rehearsal.rehearse import simulated
+from weft.rehearsal.result import Rehearsal
+from weft.rehearsal.simulation.observe import Observed, observing
+from weft.rehearsal.simulation.tensors import Simulation
+
+__all__ = ["rehearse_script"]
+
+
+class _Enough(BaseException):
+    """The script has made its steps."""
+
+
+def rehearse_script(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int,
+    mesh: Mapping[str, int] | None = None,
+    rank: int = 0,
+    steps: int = 2,
+    links: Links = Links(),  # noqa: B008  (frozen)
+    assume: Mapping[str, float] | None = None,
+) -> Rehearsal:
+    """As `weft.rehearse`, for a script as it is; `weft.start()` in it returns the pretended context.
+
+    A step begins with the first call of a module, with gradients, after the optimizer has stepped; of several
+    optimizers, the one that stepped first counts. When `steps` of them are done, the script is left.
+
+    Changes: what the script changes, such as files that it writes. Collectives: none.
+
+    Args:
+        script: Its path.
+        arguments: Of its command line.
+        ranks: As for `weft.rehearse`, as the following.
+        mesh: Of the context, if the script names none.
+        rank: Which one to be.
+        steps: How many.
+        links: Of the cluster.
+        assume: What the script reads on the host.
+
+    Raises:
+        ContextError: The script makes no step; or as `weft.rehearse`.
+        BaseException: What the script raises.
+    """
+
+    def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
+        with memory as simulation, observing(found, simulation), _as_main(Path(script), arguments):
+            found.begin("build")
+            with _until(steps, found) as count:
+                try:
+                    runpy.run_path(str(script), run_name="__main__")
+                except SystemExit as end:
+                    if end.code not in (None, 0):
+                        raise
+                if not count():
+                    raise ContextError(
+                        f"rehearse: {script} makes no step",
+                        found="no optimizer that steps",
+                        expected="a script that trains",
+                        fix=f"python {script}  # does it train?",
+                    )
+                found.end()
+        return simulation
+
+    name = " ".join([str(script), *arguments])
+    return simulated(name, run, ranks, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
+
+
+@contextlib.contextmanager
+def _until(steps: int, found: Observed) -> Iterator[Any]:
+    """Tell steps apart, and leave the body after so many; yields a function that returns how many there were."""
+    leader: weakref.ref[torch.optim.Optimizer] | None = None
+    done, waiting = 0, True
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal leader, done, waiting
+        leader = leader or weakref.ref(optimizer)
+        if leader() is optimizer:
+            done, waiting = done + 1, True
+
+    def called(*_: Any) -> None:
+        nonlocal waiting
+        if not waiting or not torch.is_grad_enabled():
+            return
+        waiting = False
+        if done == steps:
+            found.end()
+            raise _Enough
+        found.begin(f"step {done + 1}")
+
+    handles = [register_optimizer_step_post_hook(stepped), register_module_forward_pre_hook(called)]
+    try:
+        with contextlib.suppress(_Enough):
+            yield lambda: done
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """As `python script arguments` has it; what it prints goes to stderr."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.argv, sys.path[:] = argv, path

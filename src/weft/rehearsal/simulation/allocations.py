@@ -1,0 +1,188 @@
+"""Live bytes of tensors: what is allocated and freed, by kind and line.
+
+[Note: events] Only storages count, once each, from the operation that makes them until they are freed. What they are
+is known later: a storage that holds a gradient at a step was one from the start. So events are written down, and run
+through again when all is known.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.rehearsal.result import Holder, Memory, Moment
+from weft.rehearsal.simulation.lines import place
+
+__all__ = ["Allocations", "plain_parts"]
+
+_HOLDERS = 8
+_ORDER = ("other", "activations", "gathered", "buffers", "gradients", "optimizer", "parameters")  # later ones win
+
+
+class _Event(NamedTuple):
+    number: int  # of a storage
+    bytes: int  # from now on
+    line: str  # that runs
+
+
+class Allocations:
+    """Every storage that was seen, see [Note: events]."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # of living storages, by address
+        self._watched: dict[int, weakref.ref[Any]] = {}  # likewise, by number
+        self._kinds: list[str] = []  # by number, as the following
+        self._lines: list[str] = []
+        self._sizes: list[int] = []
+        self._gathered: set[int] = set()
+        self._events: list[_Event] = []
+        self._parts: list[tuple[str, int]] = []  # of the program: a label, and the first event
+        self._end = 0
+        self._computes = False
+
+    # -- what happens --------------------------------------------------------------------------------------
+
+    def begin(self, label: str) -> None:
+        """The next part of the program; in a step, what is not known to be something else is an activation."""
+        gc.collect()  # what only a cycle keeps is freed at some time, which is not the program's
+        self._parts.append((label, len(self._events)))
+        self._computes = label.startswith("step")
+
+    def end(self) -> None:
+        """The program is over; what happens from now on does not count."""
+        gc.collect()
+        self._end = len(self._events)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """A tensor was made, or returned once more."""
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._numbers:
+            self._resize(self._numbers[key], size)
+            return
+        number = self._numbers[key] = len(self._kinds)
+        self._watched[number] = weakref.ref(storage, lambda _: self._free(key, number))
+        line, caller = place()
+        kind = "activations" if self._computes else "other"
+        self._kinds.append({"strategy": "gathered", "optimizer": "other"}.get(caller, kind))
+        self._lines.append(line)
+        self._sizes.append(size)
+        self._events.append(_Event(number, size, line))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage may have another size now."""
+        if storage._cdata in self._numbers:
+            self._resize(self._numbers[storage._cdata], storage.nbytes())
+
+    def _resize(self, number: int, size: int) -> None:
+        if self._sizes[number] != size:
+            self._sizes[number] = size
+            self._events.append(_Event(number, size, place().line))
+
+    def _free(self, key: int, number: int) -> None:
+        if self._numbers.get(key) == number:
+            del self._numbers[key]
+        del self._watched[number]
+        self._events.append(_Event(number, 0, ""))
+
+    # -- what it is ----------------------------------------------------------------------------------------
+
+    def look_at_modules(self) -> None:
+        """Find out which storages hold parameters, their gradients and buffers of living modules."""
+        for module in (each for each in gc.get_objects() if issubclass(type(each), nn.Module)):
+            members = module.__dict__
+            for p in (each for each in members.get("_parameters", {}).values() if each is not None):
+                # What a strategy has gathered is a parameter of the module, too, while it is.
+                self._name("parameters", p, but_for="gathered" if type(p) in _PLAIN else None)
+                self._name("gradients", p.grad)
+            for buffer in members.get("_buffers", {}).values():
+                self._name("buffers", buffer)
+
+    def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find out which storages an optimizer steps on and keeps."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self._name("parameters", p)
+                self._name("gradients", p.grad)
+                for value in optimizer.state.get(p, {}).values():
+                    self._name("optimizer", value)
+
+    def _name(self, kind: str, tensor: Any, *, but_for: str | None = None) -> None:
+        for part in plain_parts(tensor) if isinstance(tensor, torch.Tensor) else ():
+            number = self._numbers.get(part.untyped_storage()._cdata)
+            if number is None or self._kinds[number] == but_for:
+                continue
+            if _ORDER.index(kind) > _ORDER.index(self._kinds[number]):
+                self._kinds[number] = kind
+
+    # -- what was found ------------------------------------------------------------------------------------
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Each part of the program: what is live at its end, and at its peak."""
+        ends = [first for _, first in self._parts[1:]] + [self._end]
+        starts = [first for _, first in self._parts]
+        peaks, live = [], _Live()
+        for start, end in zip(starts, ends, strict=True):
+            at, most = start, live.total
+            for index in range(start, end):
+                live.apply(self._events[index])
+                if live.total > most:
+                    at, most = index + 1, live.total
+            peaks.append(at)
+        wanted = sorted({*peaks, *ends})
+        memories, live, done = {}, _Live(), 0
+        for end in wanted:
+            for event in self._events[done:end]:
+                live.apply(event)
+            done = end
+            memories[end] = self._memory(live, self._events[end - 1].line if end else "")
+        return tuple(
+            Moment(label, memories[end], memories[peak])
+            for (label, _), end, peak in zip(self._parts, ends, peaks, strict=True)
+        )
+
+    def _memory(self, live: _Live, line: str) -> Memory:
+        kinds: Counter[str] = Counter()
+        holders: Counter[tuple[str, str]] = Counter()
+        for number, size in live.sizes.items():
+            kinds[self._kinds[number]] += size
+            holders[self._kinds[number], self._lines[number]] += size
+        largest = tuple(Holder(kind, size, at or None) for (kind, at), size in holders.most_common(_HOLDERS))
+        return Memory(**kinds, where=line or None, holders=largest)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+class _Live:
+    """The storages that live at some time."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.total = 0
+
+    def apply(self, event: _Event) -> None:
+        self.total += event.bytes - self.sizes.pop(event.number, 0)
+        if event.bytes:
+            self.sizes[event.number] = event.bytes
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor of another class, such as a DTensor, is made of; else itself."""
+    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    wrapper: Any = tensor
+    names: Iterable[str] = wrapper.__tensor_flatten__()[0]
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):
+            yield from plain_parts(part)

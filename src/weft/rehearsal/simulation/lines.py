@@ -1,0 +1,78 @@
+"""The line of the user's program that is running."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Place", "line_in", "place"]
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_WEFT = str(Path(__file__).parents[2]) + "/"
+_OWN = str(Path(__file__).parents[1]) + "/"
+_STDLIB = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
+_STRATEGIES = ("/distributed/fsdp/", "/distributed/_composable/", "/engines/torch/ddp/", "/engines/torch/fsdp/")
+
+
+class Place(NamedTuple):
+    """Where a program is.
+
+    Attributes:
+        line: The innermost one outside of torch and weft, "train.py:41"; empty if there is none.
+        caller: Whose code that line called: "user", "torch", "weft", "strategy" or "optimizer".
+    """
+
+    line: str
+    caller: str
+
+
+def place() -> Place:
+    """Where the program is now."""
+    frame: FrameType | None = sys._getframe(1)
+    caller, is_open = "", True
+    while frame is not None:
+        owner = _owner(frame.f_code.co_filename)
+        if owner == "user":
+            return Place(_line(frame.f_code.co_filename, frame.f_lineno), caller or "user")
+        if owner == "call":
+            is_open = False  # what strategies do is done in hooks: this is a module that computes
+        elif is_open and owner in ("strategy", "optimizer"):
+            caller, is_open = owner, False
+        caller = caller or ("" if owner == "python" else "torch" if owner == "call" else owner)
+        frame = frame.f_back
+    return Place("", caller)
+
+
+def line_in(error: BaseException) -> str | None:
+    """The innermost line outside of torch and weft that an error went through."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if _owner(each.filename) == "user"]
+    return _line(frames[-1].filename, frames[-1].lineno or 0) if frames else None
+
+
+@functools.cache
+def _owner(file: str) -> str:
+    if file.startswith((_OWN, "<")) or (file.startswith(_STDLIB) and "-packages/" not in file):
+        return "python"
+    if not file.startswith((_TORCH, _WEFT)):
+        return "user"
+    if file.endswith("/torch/nn/modules/module.py"):
+        return "call"
+    if any(part in file for part in _STRATEGIES):
+        return "strategy"
+    if file.startswith(_TORCH):
+        return "optimizer" if file.startswith(f"{_TORCH}optim/") else "torch"
+    return "weft"
+
+
+@functools.cache
+def _line(file: str, number: int) -> str:
+    path = Path(file)
+    inside = path.is_relative_to(Path.cwd())
+    return f"{path.relative_to(Path.cwd()) if inside else path.name}:{number}"

@@ -1,0 +1,145 @@
+"""Collectives by kind and axis, of real groups and of pretended ones."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from weft.peers.pretended import PretendedGroup
+from weft.rehearsal.messages import Message, sent_bytes
+
+_c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+
+__all__ = ["Traffic"]
+
+# Operations of torch that are messages: what they are, and which argument is what all ranks have together.
+_REAL = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "barrier": ("barrier", 0),
+}
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+_SPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+class Traffic:
+    """Messages in order: kind, ranks, bytes of the whole."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, tuple[int, ...], int]] = []
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._last_step = 0
+
+    def begin(self) -> None:
+        """From here on a step."""
+        self._last_step = len(self._found)
+
+    def note(self, kind: str, group: Any, size: int) -> None:
+        """One message."""
+        ranks = group.ranks if isinstance(group, PretendedGroup) else self._ranks_of(group)
+        if len(ranks) > 1:
+            self._found.append((kind, ranks, size))
+
+    def _ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        name = str(group.group_name)
+        if name not in self._ranks:
+            self._ranks[name] = tuple(dist.get_process_group_ranks(group))
+        return self._ranks[name]
+
+    def see(self, func: Any, args: Sequence[Any]) -> None:
+        """An operation that may be a message. Pretended groups note theirs, but for those that never reach them."""
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d":
+            kind, place = _REAL.get(name, ("", 0))
+            groups = [each for each in args if isinstance(each, torch._C.ScriptObject)]
+            for each in groups if kind else ():
+                with contextlib.suppress(RuntimeError, ValueError):  # an operation that is reduced by, not a group
+                    self.note(kind, dist.ProcessGroup.unbox(each), _bytes(args[place]))
+                    break
+        elif func.namespace in _SPACES and name in _FUNCTIONAL:
+            group = next(each for each in reversed(args) if isinstance(each, str))
+            whole = _bytes(args[0])
+            resolved = _c10d._resolve_process_group(group)
+            if _FUNCTIONAL[name] == "all_gather":
+                whole *= resolved.size()
+            self.note(_FUNCTIONAL[name], resolved, whole)
+
+    def setup(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
+        """Those before the last step."""
+        return _summed(self._found[: self._last_step], axes, per_node)
+
+    def of_step(self, axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
+        """Those of the last step."""
+        return _summed(self._found[self._last_step :], axes, per_node)
+
+
+def _summed(found: list[tuple[str, tuple[int, ...], int]], axes: dict[str, int], per_node: int) -> tuple[Message, ...]:
+    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for kind, ranks, size in found:
+        counts[kind, ranks] += 1
+        sizes[kind, ranks] += size
+    return tuple(
+        Message(
+            kind=kind,
+            axis=_axis(ranks, axes),
+            ranks=len(ranks),
+            count=count,
+            bytes=sizes[kind, ranks],
+            sent=sent_bytes(kind, sizes[kind, ranks], len(ranks)),
+            nodes=len({rank // per_node for rank in ranks}),
+        )
+        for (kind, ranks), count in counts.items()
+    )
+
+
+def _axis(ranks: tuple[int, ...], axes: dict[str, int]) -> str:
+    """The axes along which ranks differ; "some" if they are no line of the mesh."""
+    wide = [name for name, size in axes.items() if size > 1]
+    moving: list[str] = []
+    stride = 1
+    for name in reversed(wide):
+        if len({rank // stride % axes[name] for rank in ranks}) > 1:
+            moving.insert(0, name)
+        stride *= axes[name]
+    if math.prod(axes[name] for name in moving) != len(ranks):
+        return "some"
+    return "all" if len(moving) == len(wide) > 1 else "+".join(moving)
+
+
+def _bytes(value: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,113 @@
+"""See every operation of a program: what it allocates and sends. In simulations, and in real runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from weft.rehearsal.simulation.allocations import Allocations
+from weft.rehearsal.simulation.messages import Traffic
+
+__all__ = ["Observed", "Observer", "observing"]
+
+Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+_MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+class Observed:
+    """What is known of a program.
+
+    Attributes:
+        allocations: Its memory.
+        traffic: Its messages.
+    """
+
+    def __init__(self) -> None:
+        self.allocations = Allocations()
+        self.traffic = Traffic()
+
+    def begin(self, label: str) -> None:
+        """The next part of the program: "build", "step 1", ..."""
+        self.allocations.look_at_modules()
+        self.allocations.begin(label)
+        self.traffic.begin()
+
+    def end(self) -> None:
+        """The program is over."""
+        self.allocations.look_at_modules()
+        self.allocations.end()
+
+
+class Observer(TorchDispatchMode):
+    """Passes every operation to `call`, and notes what comes of it."""
+
+    def __init__(self, found: Observed, call: Call) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+        self._call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # its parts come by themselves
+        if func.namespace in _MESSAGES:
+            self._found.traffic.see(func, args)
+        out = self._call(func, args, kwargs or {})
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._found.allocations.see(leaf)
+        return out
+
+
+@contextlib.contextmanager
+def _shapes_unseen() -> Iterator[None]:
+    """Let DTensor find out the shapes of results, of tensors in whole, without anybody looking."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: PLC0415  (half a second)
+
+    propagator: Any = ShardingPropagator
+    before = propagator._propagate_tensor_meta_non_cached
+
+    def propagate(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return before(self, schema)
+
+    propagator._propagate_tensor_meta_non_cached = propagate
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = before
+
+
+@contextlib.contextmanager
+def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*args, **kwargs)) -> Iterator[None]:
+    """Note what the program does that runs inside."""
+
+    def look(optimizer: Any, *_: Any) -> None:
+        found.allocations.look_at_optimizer(optimizer)
+
+    handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
+    storage: Any = torch.UntypedStorage
+    resize, was_own = storage.resize_, "resize_" in vars(storage)
+
+    def resize_(self: Any, size: int) -> Any:
+        result = resize(self, size)
+        found.allocations.resized(self)
+        return result
+
+    storage.resize_ = resize_
+    try:
+        with _shapes_unseen(), Observer(found, call):
+            yield
+    finally:
+        if was_own:
+            storage.resize_ = resize
+        else:
+            del storage.resize_
+        for handle in handles:
+            handle.remove()

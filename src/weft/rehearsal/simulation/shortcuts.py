@@ -1,0 +1,43 @@
+"""What torch does once per rank, and a simulation need not: thousands of views of which it uses two."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["shortcuts"]
+
+
+class _Chunks:
+    """What `torch.chunk` returns, filled up with tensors without elements; each is made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        length = self._tensor.size(self._dim)
+        width = -(-length // self._count)
+        start = index * width
+        if start >= length:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(width, length - start))
+
+    def __len__(self) -> int:
+        return self._count
+
+
+@contextlib.contextmanager
+def shortcuts() -> Iterator[None]:
+    """Let FSDP2 make the chunks that it uses, and no others."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: PLC0415  (half a second)
+
+    module: Any = _fsdp_param
+    before = module._chunk_with_empty
+    module._chunk_with_empty = lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim)
+    try:
+        yield
+    finally:
+        module._chunk_with_empty = before

@@ -1,0 +1,208 @@
+"""Which tensors of a simulation have values, and what is read of those that have none.
+
+[Note: values] Tensors that are made without others (`torch.empty`, `randn`, the weights of layers) have shapes and no
+memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens. What is computed from values
+alone has values, everything else has none. Reading a number of a tensor without values is an error with the line of the
+program, unless `assume` answers it. Where weft itself reads one, all is finite and in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from weft.errors import ContextError
+from weft.rehearsal.simulation.lines import place
+
+__all__ = ["Simulation", "without_memory"]
+
+_MOST = 2**22  # elements of a tensor that has values
+_SIZED = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "randint",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "empty_strided",
+)
+_COUNTED = ("randperm", "arange")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+class Simulation:
+    """Computes shapes, and values where there are any; see [Note: values].
+
+    Attributes:
+        assumed: What was taken for granted.
+    """
+
+    def __init__(self, fake: FakeTensorMode, assume: Mapping[str, float]) -> None:
+        self.assumed: dict[str, None] = {}
+        self._fake = fake
+        self._assume = assume
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do one operation."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(isinstance(each, FakeTensor) for each in tensors) and self._has_values(func, args, kwargs, tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return self._read(tensors[0])
+            raise _no_values(f"the values of {_described(tensors[0])} are needed by {func}") from None
+        except DynamicOutputShapeException:
+            problem = f"the size of what {func} returns depends on the values of {_described(tensors[0])}"
+            raise _no_values(problem) from None
+
+    def _has_values(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
+    ) -> bool:
+        name = func._schema.name.partition("::")[2]
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        if device is not None and torch.device(device).type == "meta":
+            return True
+        if tensors and any(each.device.type == "meta" for each in tensors):
+            return device is None  # without one, meta stays meta
+        if name in _COUNTED:
+            numbers = [each for each in args if isinstance(each, (int, float))]
+            dtype = dtype or (torch.int64 if all(isinstance(each, int) for each in numbers) else torch.float32)
+            return dtype in _INTEGERS and max(map(abs, numbers), default=0) <= _MOST
+        if name in _SIZED:
+            if dtype is None:
+                default = torch.int64 if name == "randint" else torch.get_default_dtype()
+                dtype = tensors[0].dtype if tensors else default
+            shape = next((each for each in args if isinstance(each, (list, tuple))), ())
+            return dtype in _INTEGERS and math.prod(shape) <= _MOST
+        if not tensors:
+            return False
+        return math.prod(map(max, *_padded(tensors))) <= _MOST if len(tensors) > 1 else True
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        """A number that the program wants to know."""
+        line, caller = place()
+        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        if caller == "weft" or not line:
+            self.assumed["what weft reads is in order: gradients are finite, logged numbers are 0"] = None
+            return kind(0)
+        for key in (line, "values"):
+            if key in self._assume:
+                self.assumed[f"{line}: a number that is read is {self._assume[key]}"] = None
+                return kind(self._assume[key])
+        raise _no_values(f"{line} reads a number of {_described(tensor)}", line)
+
+
+class _Reads(TorchFunctionMode):
+    """Functions that read memory, past all operations."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
+            leaves, spec = tree_flatten(args[0])
+            if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+                known = [_like(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+                shaped = torch.tensor(tree_unflatten(known, spec), *args[1:], **(kwargs or {}))
+                return self._fake.from_tensor(shaped)
+        if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
+            raise _no_values(f"the values of {_described(args[0])} are needed by numpy")
+        return func(*args, **(kwargs or {}))
+
+
+def _like(tensor: torch.Tensor) -> float | int | bool:
+    """Some number of its kind."""
+    return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
+
+
+def _padded(tensors: list[torch.Tensor]) -> Iterator[tuple[int, ...]]:
+    """Shapes of one length."""
+    dims = max(each.dim() for each in tensors)
+    return ((1,) * (dims - each.dim()) + tuple(each.shape) or (1,) for each in tensors)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"a tensor {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _no_values(problem: str, line: str = "") -> ContextError:
+    line = line or place().line
+    answer = f'weft.rehearse(..., assume={{"{line or "values"}": 1.0}}), or --assume {line or "values"}=1.0'
+    return ContextError(
+        "rehearse: tensors have shapes and no values, and the program reads one",
+        found=problem + (f", at {line}" if line and line not in problem else ""),
+        expected="a step that is the same whatever the values are",
+        fix=answer,
+    )
+
+
+@contextlib.contextmanager
+def without_memory(assume: Mapping[str, float]) -> Iterator[Simulation]:
+    """Let tensors have no memory inside."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    simulation = Simulation(fake, assume)
+    memo: weakref.WeakKeyDictionary[nn.Parameter, nn.Parameter] = weakref.WeakKeyDictionary()
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        """Parameters never have values: strategies replace their memory."""
+        if parameter is None or type(parameter) is not nn.Parameter or parameter.device.type == "meta":
+            return None
+        if parameter not in memo:
+            found: Any = fake.from_tensor(parameter)
+            memo[parameter] = found
+        return memo[parameter]
+
+    fake_class: Any = FakeTensor
+    fake_class.data_ptr, fake_class.__deepcopy__ = _address, _copied
+    mode: Any = FakeTensorMode
+    cache, mode.cache = mode.cache, {}
+    handle = register_module_parameter_registration_hook(register)
+    try:
+        with fake, _Reads(fake):
+            yield simulation
+    finally:
+        handle.remove()
+        del fake_class.data_ptr, fake_class.__deepcopy__
+        mode.cache = cache
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """What `data_ptr` is good for: to see whether two tensors lie at the same place."""
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())
+
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """As `copy.deepcopy` does for tensors without an address: it would copy the memory of others."""
+    if id(tensor) not in memo:
+        new = tensor.detach().clone()
+        made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        made.requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf and tensor.grad is not None:
+            made.grad = copy.deepcopy(tensor.grad, memo)
+        memo[id(tensor)] = made
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied

@@ -1,0 +1,126 @@
+"""Steps on whole parameters by owners: which block of each parameter every rank holds, told without a collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from weft.collectives import broadcast
+from weft.context import DistContext
+from weft.contract import StepsApart, offered
+from weft.contract.layout import axes_of_dims
+from weft.engines.results import Undoable
+from weft.engines.torch.optim.flat_step import is_elementwise
+from weft.engines.torch.stepping.owners import Block
+from weft.errors import ContractError, OrderError, value_error
+from weft.tensors.dtensor import is_sharded, local
+from weft.tensors.elsewhere import is_elsewhere
+
+__all__ = ["blocks_of", "check_owners", "step_by_owners"]
+
+
+def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if parameters of an optimizer cannot have owners, or need none.
+
+    Raises:
+        ValueError: It steps on single elements.
+        OrderError: Ranks step apart, or have parameters that others have not.
+        ContractError: It changes parameters outside of `step`.
+    """
+    kind = type(optimizer).__name__
+    parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+    if is_elementwise(optimizer):
+        raise value_error(
+            f"{what}: by='owner' has no effect on {kind}, which steps on shards as they are",
+            found=f"{kind}, whose update of an element depends on that element alone",
+            expected="by='owner' with optimizers of whole tensors, such as Muon, Shampoo, SOAP, Adafactor",
+            fix=f'leave by="owner" out of the call of {what}',
+        )
+    if offered(optimizer, StepsApart) or any(is_elsewhere(p) for p in parameters):
+        raise OrderError(
+            f"{what}: parameters cannot have one owner each",
+            found="local_steps, with which ranks hold parameters of their own"
+            if offered(optimizer, StepsApart)
+            else "parameters that only some ranks have, as with pipeline and divided lists of experts",
+            expected="ranks that hold the same parameters, whole or cut",
+            fix=f'leave by="owner" out of the call of {what}',
+        )
+    if callable(getattr(optimizer, "eval", None)):
+        raise ContractError(
+            f"{what}: {kind} changes parameters outside of step, by its state, which only owners would have",
+            found="an optimizer with eval(), as those of schedulefree",
+            expected="one that changes parameters in step() alone",
+            fix=f'leave by="owner" out of the call of {what}',
+        )
+
+
+def step_by_owners(optimizer: torch.optim.Optimizer, ctx: DistContext) -> Undoable:
+    """Let it step on whole parameters, each on its owner; see `check_owners`."""
+    parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
+    world = ctx.require_collective("gather_step")
+    assert world.group is not None
+
+    def share(value: Any, rank: int) -> Any:
+        return broadcast(value, ctx, source=rank)
+
+    return ctx.engine.owner_step(optimizer, world.group, blocks_of(parameters, ctx), share)
+
+
+def blocks_of(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tuple[Block, ...]]:
+    """The block of each parameter on each rank of a context.
+
+    Raises:
+        ContractError: A parameter is cut over ranks that are no axis of `ctx`, or not in chunks.
+    """
+    known: dict[Any, tuple[Block, ...]] = {}
+    found = []
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        placed: Any = parameter
+        key: Any = (shape, placed.device_mesh, tuple(placed.placements)) if is_sharded(parameter) else shape
+        if key not in known:
+            known[key] = _of_all(placed, ctx) if is_sharded(parameter) else (_block(shape),) * ctx.world_size
+        mine, held = known[key][ctx.rank].shape, local(parameter).shape
+        if mine != tuple(held) and (held.numel() or math.prod(mine)):
+            raise ContractError(
+                f"a parameter of shape {shape} is not cut in chunks",
+                found=f"{tuple(held)} on rank {ctx.rank}, by {placed.placements}",
+                expected=f"{mine}, as FSDP2 and torch.chunk cut",
+                fix="model, ctx = weft.fully_shard(model, ctx)",
+            )
+        found.append(known[key])
+    return found
+
+
+def _of_all(parameter: Any, ctx: DistContext) -> tuple[Block, ...]:
+    mesh, dims = parameter.device_mesh, axes_of_dims(parameter.device_mesh, ctx)
+    found = []
+    for rank in range(ctx.world_size):
+        at = ctx.coordinates_of(rank)
+        place = []
+        for axes in dims:
+            index = 0
+            for axis in axes:
+                index = index * ctx.axis_size(axis) + at[axis]
+            place.append(index)
+        found.append(_block(tuple(parameter.shape), tuple(mesh.shape), place, parameter.placements))
+    return tuple(found)
+
+
+def _block(
+    shape: tuple[int, ...], sizes: Sequence[int] = (), place: Sequence[int] = (), placements: Sequence[Any] = ()
+) -> Block:
+    """The block at one place of a mesh."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    # What FSDP2 has cut is a part of what the other axes had left, though it comes first.
+    for dim in sorted(range(len(placements)), key=lambda one: type(placements[one]).__name__ == "_StridedShard"):
+        if not placements[dim].is_replicate():
+            cut = placements[dim].dim
+            per_rank = -(-lengths[cut] // sizes[dim])
+            start = min(place[dim] * per_rank, lengths[cut])
+            offsets[cut] += start
+            lengths[cut] = min(per_rank, lengths[cut] - start)
+    return Block(tuple(offsets), tuple(lengths))

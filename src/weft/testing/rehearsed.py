@@ -1,0 +1,93 @@
+"""`assert_rehearsed`: does a rehearsal say what a real run then does?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weft.context import DistContext
+from weft.rehearsal.messages import Message
+from weft.rehearsal.rehearse import observe_steps, rehearse
+from weft.rehearsal.result import Memory, Moment, Rehearsal
+from weft.rehearsal.simulation.observe import Observed
+from weft.testing.ranks import run_ranks
+
+__all__ = ["assert_rehearsed"]
+
+_Facts = tuple[tuple[Moment, ...], tuple[Message, ...]]
+
+
+def assert_rehearsed(
+    program: Callable[..., Callable[[], object]],
+    ranks: int,
+    *args: Any,
+    mesh: Mapping[str, int] | None = None,
+    steps: int = 3,
+    assume: Mapping[str, float] | None = None,
+    peak: float = 0.05,
+    timeout_s: float = 120.0,
+) -> Rehearsal:
+    """Rehearse a program, run it on real ranks, and compare.
+
+    On every rank, bytes at rest by kind and the messages of a step along each axis, their number and bytes, are equal;
+    peaks differ by `peak` at most, in one of the last two steps: what is still on its way is held by chance.
+
+    Changes: starts processes. Collectives: those of the program.
+
+    Args:
+        program: As for `weft.rehearse`; called with `args` after the context.
+        ranks: How many.
+        args: For `program`.
+        mesh: As for `weft.start`.
+        steps: How many.
+        assume: As for `weft.rehearse`.
+        peak: The largest relative difference of peaks.
+        timeout_s: Of the real run.
+
+    Returns:
+        The rehearsal of rank 0.
+
+    Raises:
+        AssertionError: The rehearsal was wrong; the text has both values.
+        RanksFailed: The program raised.
+
+    Example:
+        >>> def program(ctx):
+        ...     model, ctx = weft.replicate(torch.nn.Linear(2, 2), ctx)
+        ...     return lambda: model(torch.ones(1, 2)).sum().backward()
+        >>> import torch, weft
+        >>> assert_rehearsed(program, 2).messages[0].kind
+        'all_reduce'
+    """
+    real = run_ranks(_run, ranks, program, args, steps, mesh=mesh, timeout_s=timeout_s)
+    found = [
+        rehearse(lambda ctx: program(ctx, *args), ranks, mesh=mesh, rank=rank, steps=steps, assume=assume)
+        for rank in range(ranks)
+    ]
+    for rank, (one, (moments, messages)) in enumerate(zip(found, real, strict=True)):
+        where = f"rank {rank} of {ranks}"
+        assert _kinds(one.at_rest) == _kinds(moments[-1].at_rest), (
+            f"{where}, bytes at rest: rehearsed {_kinds(one.at_rest)}, real {_kinds(moments[-1].at_rest)}"
+        )
+        assert _counts(one.messages) == _counts(messages), (
+            f"{where}, messages: rehearsed {_counts(one.messages)}, real {_counts(messages)}"
+        )
+        steps_of = zip(one.timeline[1:], moments[1:], strict=True)
+        peaks = [(rehearsed.peak.total, real.peak.total) for rehearsed, real in steps_of]
+        assert any(abs(now - then) <= peak * then for now, then in peaks[-2:]), f"{where}, (rehearsed, real): {peaks}"
+    return found[0]
+
+
+def _run(ctx: DistContext, program: Callable[..., Any], args: tuple[Any, ...], steps: int) -> _Facts:
+    found = Observed()
+    ctx.mesh  # noqa: B018  (made here, as in a rehearsal)
+    observe_steps(lambda ctx: program(ctx, *args), ctx, steps, found)
+    return found.allocations.moments(), found.traffic.of_step(dict(ctx.axes), ctx.local_world_size)
+
+
+def _kinds(memory: Memory) -> dict[str, int]:
+    return {name: value for name, value in vars(memory).items() if isinstance(value, int) and value}
+
+
+def _counts(messages: tuple[Message, ...]) -> dict[tuple[str, str], tuple[int, int]]:
+    return {(each.kind, each.axis): (each.count, each.bytes) for each in messages}

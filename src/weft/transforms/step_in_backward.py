@@ -1,0 +1,107 @@
+"""`step_in_backward`: the optimizer's step inside of backward, gradient by gradient."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from weft.checks import check_optimizer, check_torch
+from weft.context import DistContext
+from weft.contract import GradSync, applied_to, offered, transform
+from weft.engines.torch.optim.flat_step import check_elementwise
+from weft.errors import OrderError
+from weft.precision import PrecisionOffer
+from weft.tensors.dtensor import resting_parameters
+
+__all__ = ["step_in_backward"]
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+@transform(excludes={"skip_nonfinite", "fuse_step", "gather_step", "zero_partition", "local_steps"}, collective=True)
+def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
+    """Step on each parameter inside of backward, as soon as its gradient is reduced, and free the gradient.
+
+    The memory of all gradients is that of the largest unit. For `fully_shard`, where units are reduced one after
+    the other while backward runs, and for one rank. The loop stays as it is: `optimizer.step()` ends the step,
+    and steps on what FSDP2 does not shard (single numbers, ignored parts). Steps are those of the plain loop.
+    What needs all gradients at once is refused: accumulation over micro-batches, clipping by the norm of all,
+    skipping steps, loss scales. `torch.nn.utils.clip_grad_norm_` finds no gradients either, and does nothing: use
+    `weft.clip_grads`, which says so.
+
+    Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO), ACL 2024;
+    `torch.distributed.optim._apply_optimizer_in_backward`.
+
+    Changes: hooks on the parameters and on `optimizer`; after backward, their gradients are None.
+    Collectives: here, a meeting through the store. None in backward or step.
+
+    Args:
+        optimizer: One that updates each element by itself: SGD, Adam, AdamW, RMSprop and the like.
+        ctx: Where we run, after `fully_shard`.
+
+    Returns:
+        `optimizer` itself, and `ctx` with this transform in `applied`.
+
+    Raises:
+        AlreadyApplied: It was applied before.
+        ContextError: Several ranks, and torch is older than 2.13.
+        OrderError: No gradients of its parameters are reduced unit by unit (`replicate`, `zero_partition`,
+            `unused="zero"`), or with `accumulate_grads`, `skip_nonfinite`, a loss scale; later,
+            `clip_grads` and `accumulate_grads` raise it.
+        ValueError: An optimizer that looks at whole tensors (Adafactor, LBFGS, Muon), or a subclass.
+        ContractError: In backward: a second gradient of one parameter before `optimizer.step()`.
+        TypeError: Not an optimizer.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer, ctx = weft.step_in_backward(torch.optim.AdamW(model.parameters()), weft.local())
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> model.weight.grad is None
+        True
+    """
+    check_optimizer("step_in_backward", optimizer)
+    if ctx.world_size > 1:
+        check_torch("step_in_backward", "2.13", "its FSDP2 calls the hook of a gradient more than once")
+    check_elementwise("step_in_backward", optimizer, "cannot step on one shard after the other")
+    parameters = _reduced_in_backward(optimizer, ctx)
+    ctx.agree("step_in_backward")
+    return optimizer, ctx.offering(ctx.engine.backward_step(optimizer, parameters))
+
+
+def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> list[torch.Tensor]:
+    """The parameters whose gradients arrive reduced, once per step; raises where there are none."""
+    own = {id(p): p for entry in optimizer.param_groups for p in entry["params"]}
+    found: list[torch.Tensor] = []
+    alive = {id(one): one for record in ctx.applied for ref in record.refs if (one := ref()) is not None}
+    for module in alive.values():
+        if not isinstance(module, nn.Module) or own.keys().isdisjoint(map(id, resting_parameters(module))):
+            continue
+        if any(record.name == "accumulate_grads" for record in applied_to(module)):
+            _refuse("accumulate_grads, which keeps gradients over micro-batches", "accumulate_grads")
+        if any(offer.precision.scaling is not None for offer in offered(module, PrecisionOffer)):
+            _refuse("a loss scale, by which gradients are divided when backward has ended", "the policy of fp16")
+        for sync in offered(module, GradSync):
+            found += [p for p in ctx.engine.reduced_in_backward(sync) if id(p) in own]
+    alone = ctx.world_size == 1 and ctx.replicas is None  # else replicas average when backward has ended
+    if not alone and (not found or ctx.replicas is not None):
+        raise OrderError(
+            "step_in_backward: gradients are not reduced unit by unit while backward runs",
+            found=f"{len(own)} parameters, with replicate, zero_partition or unused='zero', in an elastic job, or "
+            "before a strategy",
+            expected="fully_shard, then the optimizer, then step_in_backward",
+            fix="model, ctx = weft.fully_shard(model, ctx); optimizer = torch.optim.AdamW(model.parameters())",
+        )
+    return list(own.values()) if alone else found
+
+
+def _refuse(found: str, other: str) -> None:
+    raise OrderError(
+        "step_in_backward: needs gradients that are complete as soon as they are there",
+        found=found,
+        expected=f"either step_in_backward or {other}",
+        fix=f"leave step_in_backward or {other} out",
+    )

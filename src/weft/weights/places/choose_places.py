@@ -1,0 +1,225 @@
+"""Which unit goes where: first as it fits, else with room for those that are streamed.
+
+[Note: what is streamed] Streaming takes room on the first device: a slot for the largest unit that is streamed.
+So the choice is tried for every size of slot: what is larger has to stay, and of the rest as much stays as fits.
+Of units of one size those that stay lie evenly among those that are streamed, which are read while the former compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from weft.weights.places.place_units import PlaceUnit
+
+__all__ = ["Choice", "choose_places", "fast_places"]
+
+STAGING = 2**22  # bytes of the CPU, at most, through which what lies on a disk comes to an accelerator
+Places: TypeAlias = dict[int, str]
+Fill: TypeAlias = Callable[[Sequence[PlaceUnit], Sequence[int], int], set[int]]
+
+
+class Choice(NamedTuple):
+    """Where each unit lies, and the room that streaming takes at some places."""
+
+    places: Places
+    room: dict[str, int]
+
+
+def fast_places(budgets: Mapping[str, int]) -> list[str]:
+    """Where units compute: accelerators, or the CPU if there are none."""
+    return [place for place in budgets if place not in ("cpu", "disk")] or [next(iter(budgets))]
+
+
+def choose_places(units: Sequence[PlaceUnit], budgets: Mapping[str, int], balance: str) -> Choice | None:
+    """Choose a place for each unit; None if there is no room.
+
+    Args:
+        units: Of `place_units`: the first one lies on the first device.
+        budgets: Bytes by place, fast ones first.
+        balance: "sequential", "even" or "low_0": how what fits is spread over the accelerators.
+    """
+    fast = {place: budgets[place] for place in fast_places(budgets)}
+    every = set(range(len(units)))
+    whole = _balanced(units, fast, balance) or _packed(units, every, fast, in_order=False)
+    if whole is not None:
+        return Choice(whole, {})
+    slow = {place: size for place, size in budgets.items() if place not in fast}
+    found = [one for one in _streaming(units, fast, slow) if one is not None]
+    if not found:
+        return None
+    most = _streamed_in_order(units, fast)
+    counts = [sum(place in slow for place in one.places.values()) for one in found]
+    best = min(
+        (
+            (sum(units[i].parameters for i, place in one.places.items() if place in slow), count, index)
+            for index, (one, count) in enumerate(zip(found, counts, strict=True))
+            if count <= max(most, min(counts))
+        )
+    )
+    return found[best[2]]
+
+
+# -- everything fits ---------------------------------------------------------------------------------
+
+
+def _packed(units: Sequence[PlaceUnit], chosen: set[int], left: Mapping[str, int], *, in_order: bool) -> Places | None:
+    """Fill places one after the other; in order, none is returned to."""
+    left, order, places = dict(left), list(left), Places()
+    for index in sorted(chosen):
+        size = units[index].size
+        fits = [place for place in (order[:1] if index == 0 else order) if left[place] >= size]
+        if not fits:
+            return None
+        places[index] = fits[0]
+        left[fits[0]] -= size
+        if in_order and index > 0:
+            order = order[order.index(fits[0]) :]
+    return places
+
+
+def _balanced(units: Sequence[PlaceUnit], fast: dict[str, int], balance: str) -> Places | None:
+    every = set(range(len(units)))
+    caps = fast
+    if balance == "low_0" and len(fast) > 1:
+        first = next(iter(fast))
+        caps = fast | {first: min(fast[first], _least(units, [first], fast))}
+    if balance != "sequential":
+        rest = [place for place in fast if balance == "even" or place != next(iter(fast))] or list(fast)
+        least = _least(units, rest, caps)
+        caps = caps | {place: min(caps[place], least) for place in rest}
+    return _packed(units, every, caps, in_order=True)
+
+
+def _least(units: Sequence[PlaceUnit], places: Sequence[str], caps: dict[str, int]) -> int:
+    """The smallest limit for some places with which everything still fits."""
+    low, high = 0, sum(unit.size for unit in units)
+    every = set(range(len(units)))
+    while low < high:
+        middle = (low + high) // 2
+        tried = caps | {place: min(caps[place], middle) for place in places}
+        if _packed(units, every, tried, in_order=True) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+# -- some are streamed -------------------------------------------------------------------------------
+
+
+def _streaming(units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mapping[str, int]) -> Iterator[Choice | None]:
+    """A choice for each size of the slot and each order in which units are given what is left."""
+    for room in sorted({unit.slot for unit in units if not unit.fixed}):
+        for fill in (_largest_first, _smallest_first, _in_order):
+            yield _with_room(units, fast, slow, room, fill)
+
+
+def _with_room(
+    units: Sequence[PlaceUnit], fast: Mapping[str, int], slow: Mapping[str, int], room: int, fill: Fill
+) -> Choice | None:
+    first = next(iter(fast))
+    must = {i for i, unit in enumerate(units) if unit.fixed or unit.slot > room}
+    free = [i for i in range(len(units)) if i not in must]
+    space = (
+        sum(fast.values()) - room - sum(unit.parameters * (i in must) + unit.buffers for i, unit in enumerate(units))
+    )
+    if space < 0:
+        return None
+    stay = must | fill(units, free, space)
+    while True:
+        streamed = [i for i in free if i not in stay]
+        left = dict(fast) | {first: fast[first] - room - sum(units[i].buffers for i in streamed)}
+        places = _packed(units, stay, left, in_order=True)
+        if places is not None:
+            break
+        places = _as_fits(units, stay, must, left)
+        if places is None:
+            return None
+        if places.keys() == stay:
+            break
+        stay = set(places)
+    lies = _on_slow(units, streamed, slow, staged=first != "cpu")
+    if lies is None:
+        return None
+    more = sum(sorted((units[i].slot for i in streamed), reverse=True)[:2])
+    used = sum(units[i].size for i, place in places.items() if place == first)
+    return Choice(places | lies.places, {first: min(more, room + left[first] - used)} | lies.room)
+
+
+def _as_fits(units: Sequence[PlaceUnit], stay: set[int], must: set[int], left: Mapping[str, int]) -> Places | None:
+    """Place the largest units first; leave out what fits nowhere, unless it must."""
+    left, places = dict(left), Places()
+    for i in sorted(stay, key=lambda i: (i > 0, i not in must, -units[i].size, i)):
+        place = next((place for place in (list(left)[:1] if i == 0 else left) if left[place] >= units[i].size), None)
+        if place is not None:
+            places[i] = place
+            left[place] -= units[i].size
+        elif i in must:
+            return None
+    return places
+
+
+def _largest_first(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> set[int]:
+    return _by_size(units, free, space, sorted({units[i].parameters for i in free}, reverse=True))
+
+
+def _smallest_first(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> set[int]:
+    return _by_size(units, free, space, sorted({units[i].parameters for i in free}))
+
+
+def _by_size(units: Sequence[PlaceUnit], free: Sequence[int], space: int, sizes: Sequence[int]) -> set[int]:
+    """As many units as fit, size by size; of one size, spread over the module."""
+    stay: set[int] = set()
+    for size in sizes:
+        alike = [i for i in free if units[i].parameters == size]
+        count = min(len(alike), space // size) if size else len(alike)
+        stay |= {i for at, i in enumerate(alike) if (at + 1) * count // len(alike) > at * count // len(alike)}
+        space -= count * size
+    return stay
+
+
+def _in_order(units: Sequence[PlaceUnit], free: Sequence[int], space: int) -> set[int]:
+    stay: set[int] = set()
+    for i in free:
+        if units[i].parameters <= space:
+            stay.add(i)
+            space -= units[i].parameters
+    return stay
+
+
+def _on_slow(
+    units: Sequence[PlaceUnit], streamed: Sequence[int], slow: Mapping[str, int], *, staged: bool
+) -> Choice | None:
+    """Fill the slow places in their order; memory of the CPU also passes on what comes from a disk."""
+    left, places = dict(slow), Places()
+    for i in streamed:
+        place = next((place for place in left if left[place] >= units[i].parameters), None)
+        if place is None:
+            return None
+        places[i] = place
+        left[place] -= units[i].parameters
+    largest = max((units[i].slot for i, place in places.items() if place == "disk"), default=0)
+    if not (staged and largest and "cpu" in slow):
+        return Choice(places, {})
+    staging = min(largest, STAGING, slow["cpu"] // 4)
+    while left["cpu"] < staging:
+        back = max(i for i, place in places.items() if place == "cpu")
+        places[back] = "disk"
+        left["cpu"], left["disk"] = left["cpu"] + units[back].parameters, left["disk"] - units[back].parameters
+    return Choice(places, {"cpu": staging}) if left["disk"] >= 0 else None
+
+
+def _streamed_in_order(units: Sequence[PlaceUnit], fast: Mapping[str, int]) -> int:
+    """How many units are streamed if places are filled in order until one does not fit, beside the largest to come."""
+    place, used, sizes = 0, 0, list(fast.values())
+    for i, unit in enumerate(units):
+        while place < len(sizes):
+            to_come = max((one.slot for one in units[i + 1 :]), default=0) if place == 0 else 0
+            if used + unit.size + to_come <= sizes[place]:
+                used += unit.size
+                break
+            place, used = place + 1, 0
+        if place == len(sizes):
+            return len(units) - i
+    return 0

@@ -1,0 +1,47 @@
+"""`module_sizes`: the bytes of a module and of each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from weft.checks import check_module, check_not_lazy
+
+__all__ = ["bytes_of", "module_sizes"]
+
+
+def module_sizes(module: nn.Module) -> dict[str, int]:
+    """Count the bytes of parameters and buffers of a module and of each part.
+
+    What has several names, as tied weights have, counts once in each part that holds it. Tensors on meta count as if
+    they had values; buffers count whether they are saved or not.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        module: On any device, or on meta.
+
+    Returns:
+        Bytes by the name of the part, in the order of `named_modules()`; "" is the whole.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: A parameter has no shape yet.
+
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(1000, 500), nn.BatchNorm1d(500))
+        >>> module_sizes(model)
+        {'': 2010008, '0': 2002000, '1': 8008}
+    """
+    check_module("module_sizes", module, fix="weft.weights.module_sizes(model)")
+    check_not_lazy("module_sizes", module)
+    return {name: bytes_of((*part.parameters(), *part.buffers())) for name, part in module.named_modules()}
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors, each counted once."""
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())

@@ -1,0 +1,141 @@
+"""Which parts of a module lie in one place, and which of them may be streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft.contract.select_modules import Selection, select, select_apart
+from weft.engines.torch.streaming.slots import slot_bytes
+from weft.sharding.units import blocks_of
+from weft.weights.places.module_sizes import bytes_of
+
+__all__ = ["PlaceUnit", "place_units"]
+
+
+class PlaceUnit(NamedTuple):
+    """Parts that lie in one place: one part, or several that share parameters.
+
+    Attributes:
+        names: Of the parts, without what lies in other units; "" is the module itself.
+        parameters: Bytes, tied ones once.
+        buffers: Bytes; they stay where the unit computes.
+        slot: Bytes that the largest of the parts takes while it is streamed.
+        fixed: It is never streamed.
+    """
+
+    names: tuple[str, ...]
+    parameters: int
+    buffers: int
+    slot: int
+    fixed: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes where it lies whole."""
+        return self.parameters + self.buffers
+
+
+def place_units(what: str, module: nn.Module, chosen: Selection | None, keep: Selection) -> list[PlaceUnit]:
+    """The units of a module in the order of `named_modules()`; first, under "", all that lies in no other.
+
+    Args:
+        what: Name of the function, for errors.
+        module: On any device.
+        chosen: Parts that are not split; None: the classes that a model of transformers names, or repeated blocks.
+        keep: Parts that are not streamed.
+
+    Raises:
+        ValueError: A choice chooses nothing, parts within each other, or what is never called.
+        TypeError: Something given chooses no parts.
+    """
+    blocks = _own_blocks(module) if chosen is None else list(select_apart(what, module, chosen).values())
+    parts = dict(_parts(module, {id(part) for part in blocks}))
+    kept = select(what, module, keep).values() if _is_given(keep) else ()
+    stays = {id(part) for outer in kept for part in outer.modules()}
+    held = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
+    rest = list(_own_tensors(module, parts.values()))
+    alone = [t for t in rest if id(t) not in held]
+    parameters = bytes_of(t for t in alone if isinstance(t, nn.Parameter))
+    units = [PlaceUnit(("",), parameters, bytes_of(alone) - parameters, 0, fixed=True)]
+    outside = {id(t) for t in rest}
+    for names in _tied(parts):
+        together = [parts[name] for name in names]
+        own = [p for part in together for p in part.parameters()]
+        fixed = any(id(p) in outside for p in own)  # the module itself reads it
+        fixed = fixed or any(id(part) in stays for one in together for part in one.modules())
+        buffers = bytes_of(b for part in together for b in part.buffers())
+        slot = max(sum(slot_bytes(p.nbytes) for p in part.parameters()) for part in together)
+        units.append(PlaceUnit(names, bytes_of(own), buffers, slot, fixed))
+    return units
+
+
+def _is_given(keep: Any) -> bool:
+    return not (isinstance(keep, Iterable) and not isinstance(keep, (str, nn.Module)) and not list(keep))
+
+
+def _own_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks that a model of transformers does not want to be split, or those that are repeated."""
+    named = {
+        name
+        for part in module.modules()
+        for name in (getattr(part, "_no_split_modules", None) or ())
+        if isinstance(name, str)
+    }
+    blocks: list[nn.Module] = []
+
+    def visit(part: nn.Module) -> None:
+        for child in part.children():
+            if type(child).__name__ in named:
+                blocks.append(child)
+            else:
+                visit(child)
+
+    visit(module)
+    read = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}  # never called
+    return blocks or [part for part in blocks_of(module) if id(part) not in read]
+
+
+def _parts(module: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """What can lie apart: chosen parts, and beside them the outermost parts that are called and hold parameters."""
+    names = {id(part): name for name, part in module.named_modules()}
+    seen: set[int] = set()
+
+    def visit(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for child in part.children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            is_list = isinstance(child, nn.Sequential) or type(child).forward is nn.Module.forward
+            if id(child) not in chosen and (is_list or any(id(one) in chosen for one in child.modules())):
+                yield from visit(child)
+            elif any(True for _ in child.parameters()):
+                yield names[id(child)], child
+
+    return visit(module)
+
+
+def _own_tensors(module: nn.Module, parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers that lie in none of the parts, or in one and outside as well."""
+    inside = {id(one) for part in parts for one in part.modules()}
+    for part in module.modules():
+        if id(part) not in inside:
+            yield from (t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None)
+
+
+def _tied(parts: dict[str, nn.Module]) -> list[tuple[str, ...]]:
+    """The names of parts, those that share a parameter together."""
+    groups: list[dict[str, set[int]]] = []
+    for name, part in parts.items():
+        own = {id(p) for p in part.parameters()}
+        shared = [group for group in groups if any(own & other for other in group.values())]
+        joined = {one: ids for group in shared for one, ids in group.items()} | {name: own}
+        if shared:
+            groups[groups.index(shared[0])] = joined
+            groups = [group for group in groups if not any(group is other for other in shared)]
+        else:
+            groups.append(joined)
+    return [tuple(group) for group in groups]

@@ -1,0 +1,9 @@
+"""Weights in 8 or 4 bits.
+
+quantize.py   `quantized`
+libraries.py  the libraries that quantize a layer
+"""
+
+from weft.weights.quantization.quantize import quantized
+
+__all__ = ["quantized"]

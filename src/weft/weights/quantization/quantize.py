@@ -1,0 +1,247 @@
+"""`quantized`: linear layers with weights of 8 or 4 bits, made while the weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from weft.checkpoint.format.tensor_blocks import whole
+from weft.checkpoint.format.transfer import Transfer, transfer
+from weft.checks import check_module
+from weft.collectives.on_all_ranks import on_all
+from weft.context import Applied, DistContext
+from weft.contract.select_modules import fits_pattern
+from weft.errors import OrderError, listed, value_error
+from weft.tensors.quantized import quantized_parts
+from weft.weights.assign import Placement, renamed
+from weft.weights.quantization.libraries import Quantizer, quantizer
+from weft.weights.sources import Source, floating_dtype, from_path
+from weft.weights.stored_names import as_named_now
+
+__all__ = ["quantized"]
+
+M = TypeVar("M", bound=nn.Module)
+Scheme = Literal["nf4", "fp4", "int8", "float8"]
+
+
+def quantized(
+    module: M,
+    ctx: DistContext,
+    scheme: Scheme,
+    *,
+    weights: str | Path | None = None,
+    skip: Sequence[str] | None = None,
+    engine: Literal["bitsandbytes", "torchao"] | None = None,
+    dtype: torch.dtype | str | None = None,
+    double: bool = False,
+) -> tuple[M, DistContext]:
+    """Store the weights of linear layers in 8 or 4 bits; for inference, and for training adapters.
+
+    Each layer is read, quantized and put away before the next one is read, so that a module on meta is never whole in
+    full precision. The numbers are those of the library: bitsandbytes for "nf4", "fp4" (Dettmers et al., "QLoRA", 2023)
+    and, as an option, "int8" (LLM.int8()); torchao for "int8" and "float8" weights. quantized weights are frozen.
+
+    Call it before adapters are put in and before all strategies. 4-bit weights go through every strategy and into
+    checkpoints; 8-bit ones are refused where a library keeps them in a form that cannot be cut or sent.
+
+    Changes: the module, in place: its linear layers are replaced; on an error it is as it was. Collectives: those of
+    `load_weights` for what is not quantized, with `weights`; each rank reads all that is quantized.
+
+    Args:
+        module: With values, or on meta with `weights`.
+        ctx: Where we run.
+        scheme: "nf4" or "fp4": 4 bits, in blocks of 64. "int8" or "float8": 8 bits, a scale for each row.
+        weights: A `.safetensors` file, an index, a folder or a checkpoint, as for `load_weights`.
+        skip: Layers that stay as they are: names, of which any part may match ("lm_head"), or patterns
+            ("layers.*.mlp.**"). Default: the layer that gives the outputs, if the model names it
+            (`get_output_embeddings`).
+        engine: The library. Default: bitsandbytes for 4 bits, torchao for 8.
+        dtype: In which layers compute, and in which what is not quantized is loaded. Default: that of the module.
+        double: With 4 bits, quantize the scales too (0.4 bits less per weight).
+
+    Returns:
+        The module and the next context.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: The scheme or an option cannot be used here, no layer is left, or a module on meta has no `weights`.
+        OrderError: The module is under a strategy, or quantized already.
+        MissingExtra: The library is not installed.
+        CheckpointError: The files do not fit the module.
+        OSError: A file cannot be read.
+        ContextError: The ranks bring different modules, files or options.
+        PeerError: Another rank failed.
+
+    Example:
+        >>> import weft
+        >>> weft.quantized(nn.Linear(2, 2), weft.local(), "int3")
+        Traceback (most recent call last):
+            ...
+        ValueError: quantized: scheme = 'int3' is unknown
+          found:    'int3'
+          expected: 'nf4', 'fp4', 'int8' or 'float8'
+          fix:      quantized(..., scheme='nf4')
+    """
+    check_module("quantized", module, fix='weft.quantized(model, ctx, "nf4")')
+    compute = floating_dtype("quantized", dtype)
+    how = on_all("quantized", ctx, lambda: quantizer(scheme, engine, double=double))
+    layers = on_all("quantized", ctx, lambda: _chosen(module, ctx, scheme, skip, weights))
+    ctx.agree(
+        "quantized",
+        {"scheme": scheme, "engine": how.engine, "layers": list(layers), "dtype": str(dtype), "double": double},
+    )
+    if weights is None:
+        on_all("quantized", ctx, lambda: _swap(module, layers, None, how, compute, ctx))
+    else:
+        _load(module, layers, Path(weights), how, compute, ctx)
+    for name in how.flags:
+        setattr(module, name, True)  # PEFT asks for them, and chooses its kind of layer by them
+    record = Applied(
+        name="quantized",
+        options=(("scheme", scheme), ("engine", how.engine), ("layers", str(len(layers)))),
+        targets=(type(module).__name__,),
+    )
+    return module, replace(ctx, applied=(*ctx.applied, record))
+
+
+def _chosen(
+    module: nn.Module, ctx: DistContext, scheme: str, skip: Sequence[str] | None, weights: object
+) -> dict[str, nn.Linear]:
+    """The layers to be quantized, by name."""
+    if ctx.records(module):
+        raise OrderError(
+            f"quantized: {type(module).__name__} is under {listed(record.name for record in ctx.records(module))}",
+            found="parameters that are sent, cut or watched already",
+            expected="quantized, adapters, then the strategy",
+            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}"), before the transforms',
+        )
+    if quantized_parts(module):
+        raise OrderError(
+            f"quantized: {type(module).__name__} is quantized already",
+            found=listed(quantized_parts(module)),
+            expected="weights of full precision",
+            fix="skip=, with the names of these layers, or one call for all",
+        )
+    if weights is None and any(p.is_meta for p in module.parameters()):
+        raise value_error(
+            f"quantized: {type(module).__name__} is on meta",
+            found="parameters without values",
+            expected="weights to read",
+            fix=f'weft.quantized(model, ctx, "{scheme}", weights="model.safetensors")',
+        )
+    ask = getattr(module, "get_output_embeddings", None)
+    outputs = ask() if skip is None and callable(ask) else None
+    linear = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    idle = [pattern for pattern in skip or () if not any(_fits(name, pattern) for name, _ in module.named_modules())]
+    chosen = {
+        name: part
+        for name, part in linear.items()
+        if part is not outputs and not any(_fits(name, pattern) for pattern in skip or ())
+    }
+    if not chosen or idle:
+        raise value_error(
+            f"quantized: skip = {skip!r:.80} names nothing" if idle else "quantized: no layer is left",
+            found=listed(idle) if idle else f"{len(linear)} linear layers: {listed(linear) or 'none'}",
+            expected="names of layers, or patterns" if idle else "torch.nn.Linear layers that are not skipped",
+            fix='skip=("lm_head",)',
+        )
+    shared = [name for name, part in chosen.items() if _is_shared(part, module)]
+    if shared:
+        raise value_error(
+            "quantized: weights that other parts use too cannot be quantized for one of them",
+            found=listed(shared),
+            expected="layers with weights of their own",
+            fix=f"skip={tuple(shared)!r}",
+        )
+    return chosen
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return pattern in name.split(".") or fits_pattern(name, pattern)
+
+
+def _is_shared(layer: nn.Linear, module: nn.Module) -> bool:
+    users = [part for part in module.modules() for p in part._parameters.values() if p is layer.weight]
+    return len(users) > 1
+
+
+def _load(
+    module: nn.Module,
+    layers: dict[str, nn.Linear],
+    path: Path,
+    how: Quantizer,
+    compute: torch.dtype | None,
+    ctx: DistContext,
+) -> None:
+    """Read, quantize and put in place, layer by layer; then what is left."""
+
+    def settle() -> tuple[Source, Placement]:
+        source = as_named_now(from_path("quantized", path, "model"), module)
+        return source, Placement(module, source, ctx, elsewhere={}, strict=True, dtype=compute)
+
+    source, fitting = on_all("quantized", ctx, settle)
+    ctx.agree("quantized", fitting.facts())
+
+    def rest() -> Placement:
+        names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
+        own = {name for name in names if name.rpartition(".")[0] not in layers}
+        named = as_named_now(from_path("quantized", path, "model"), module)
+        left = renamed(named, lambda name: name if name in own else None)
+        return Placement(module, left, ctx, elsewhere={}, strict=True, dtype=compute, within=own)
+
+    try:
+        on_all("quantized", ctx, lambda: _swap(module, layers, source, how, compute, ctx))
+        placement = on_all("quantized", ctx, rest)
+        try:
+            on_all("quantized", ctx, placement.read)
+        except BaseException:
+            placement.undo()
+            raise
+    except BaseException:
+        for name, layer in layers.items():
+            module.set_submodule(name, layer)
+        raise
+    placement.put()
+
+
+@torch.no_grad()
+def _swap(
+    module: nn.Module,
+    layers: dict[str, nn.Linear],
+    source: Source | None,
+    how: Quantizer,
+    compute: torch.dtype | None,
+    ctx: DistContext,
+) -> None:
+    if source is not None:
+        used = [stored for name, stored in source.tensors.items() if name.rpartition(".")[0] in layers]
+        source.verify(used, number=ctx.rank, of=ctx.world_size)
+    for name in list(layers):
+        layer = layers[name] if source is not None else layers.pop(name)  # one that has values is let go here
+        dtype = compute or layer.weight.dtype
+        if source is None:
+            weight, bias = layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype)
+        else:
+            weight = _read(source, f"{name}.weight", dtype)
+            bias = None if layer.bias is None else _read(source, f"{name}.bias", dtype)
+        made = how.quantize(weight, bias, dtype, ctx.device)
+        made.train(layer.training)
+        for parameter in made.parameters():
+            parameter.requires_grad = False
+        if made.bias is not None:
+            made.bias.requires_grad_(layer.bias.requires_grad)
+        module.set_submodule(name, made)
+    if source is not None:
+        source.files.close()
+
+
+def _read(source: Source, name: str, dtype: torch.dtype) -> torch.Tensor:
+    stored = source.tensors[name]
+    out = torch.empty(stored.entry.shape, dtype=dtype)
+    transfer(source.files, [Transfer(stored, whole(stored.entry.shape), out)], num_threads=1)
+    return out

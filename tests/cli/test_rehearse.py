@@ -1,0 +1,107 @@
+"""`weft rehearse` of a script as it is."""
+
+import json
+
+import pytest
+
+from weft.cli import main
+
+SCRIPT = """
+import sys
+import torch
+import weft
+from torch import nn
+
+with weft.start(device="cpu") as ctx:
+    torch.manual_seed(0)
+    width, heads = int(sys.argv[1]), ctx.world_size if "divide" in sys.argv else 1
+    if width % heads:
+        raise ValueError(f"{width} cannot be divided by {heads}")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)))
+    data = torch.utils.data.TensorDataset(torch.zeros(4096, dtype=torch.int64))
+    loader, ctx = weft.shard_data(torch.utils.data.DataLoader(data, 16, shuffle=True), ctx)
+    model, ctx = weft.fully_shard(model, ctx, units=[nn.Sequential])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for (number,) in loader:
+        loss = (model(torch.ones(len(number), 64, width)) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if "read" in sys.argv:
+            print("loss", loss.item())
+print("never")
+"""  # noqa: E501
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_script_is_rehearsed_as_it_is(script, tmp_path, capsys):
+    out = tmp_path / "rehearsal.json"
+    command = [
+        "rehearse",
+        "--ranks",
+        "64",
+        "--mesh",
+        "replica=8,shard=8",
+        "--limit",
+        "1GiB",
+        "--json",
+        str(out),
+        script,
+        "32",
+    ]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "rank 0 of 64 (replica=8, shard=8), cpu, 2 steps" in text
+    assert "never" not in text
+    found = json.loads(out.read_text())
+    assert [moment["label"] for moment in found["timeline"]] == ["build", "step 1", "step 2"]
+    weights = 4 * (8 * 32 * 32 + 5 * 32) * 4
+    assert found["at_rest"]["parameters"] == weights // 8
+    assert found["at_rest"]["gradients"] == 0
+
+
+@pytest.mark.slow
+def test_more_than_the_limit_names_the_smallest_change_that_fits(script, capsys):
+    command = ["rehearse", "--ranks", "64", "--mesh", "replica=8,shard=8", "--limit"]
+    assert main([*command, "4MB", script, "32"]) == 1
+    text = capsys.readouterr().out
+    assert "over the limit: a step needs" in text
+    assert "rehearsed: weft.recompute(model, ctx, blocks=...) before the strategy" in text
+    assert main(["rehearse", "--ranks", "64", "--limit", "1KB", script, "32"]) == 1
+    assert "no change that was rehearsed fits" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_error_of_so_many_ranks_is_that_of_a_real_run(script, capsys):
+    assert main(["rehearse", "--ranks", "16", script, "40", "divide"]) == 2
+    assert (
+        "ValueError: 40 cannot be divided by 16; weft: in the rehearsal of rank 0 of 16, at" in capsys.readouterr().err
+    )
+    assert main(["rehearse", "--ranks", "8", script, "40", "divide"]) == 0
+
+
+@pytest.mark.slow
+def test_a_number_that_the_script_reads_is_assumed(script, capsys):
+    assert main(["rehearse", "--ranks", "2", script, "32", "read"]) == 2
+    line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "loss.item" in text)
+    assert f"--assume train.py:{line}=1.0" in capsys.readouterr().err
+    assert main(["rehearse", "--ranks", "2", "--assume", f"train.py:{line}=2", script, "32", "read"]) == 0
+    assert f"train.py:{line}: a number that is read is 2.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", ["80 apples", "GB"])
+def test_a_limit_that_is_no_size_is_refused(script, capsys, limit):
+    assert main(["rehearse", "--ranks", "2", "--limit", limit, script, "32"]) == 2
+    assert "is no size" in capsys.readouterr().err
+
+
+def test_a_script_without_a_step_is_refused(tmp_path, capsys):
+    (tmp_path / "empty.py").write_text("import weft\n")
+    assert main(["rehearse", "--ranks", "2", str(tmp_path / "empty.py")]) == 2
+    assert "makes no step" in capsys.readouterr().err

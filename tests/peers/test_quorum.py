@@ -1,0 +1,79 @@
+"""Which replicas make steps together: decided without processes, stores or clocks."""
+
+from weft.peers.quorum import Ask, Quorums
+
+FACTS = {"objects": "abc"}
+
+
+def _ask(step=0, *, fresh=False, facts=FACTS):
+    return Ask(step, fresh, facts, 20.0)
+
+
+def _three(least=1):
+    quorums = Quorums(least=least)
+    for name in ("0.0", "1.0", "2.0"):
+        quorums.started(name)
+        assert quorums.ask(name, _ask(fresh=True), 0.0) == ""
+    return quorums, quorums.next(0.0)
+
+
+def test_the_first_quorum_waits_for_all_and_the_first_gives_its_state():
+    quorums = Quorums(least=2)
+    for name in ("10.0", "2.0", "3.0"):
+        quorums.started(name)
+    quorums.ask("10.0", _ask(fresh=True), 0.0)
+    assert quorums.next(40.0) is None, "fewer than the least"
+    quorums.ask("2.0", _ask(fresh=True), 1.0)
+    assert quorums.next(29.0) is None and not quorums.calls
+    answer = quorums.next(31.0)
+    assert answer.members == ("2.0", "10.0") and answer.source == 0 and answer.receivers == (1,)
+
+
+def test_those_who_have_made_more_steps_have_the_state():
+    quorums, _ = _three()
+    quorums.ended("1.0")
+    quorums.ask("0.0", _ask(5), 1.0)
+    assert quorums.next(1.0) is None and quorums.waiting_for == {"2.0"}
+    quorums.ask("2.0", _ask(6), 1.1)
+    answer = quorums.next(1.1)
+    assert (answer.number, answer.members, answer.source, answer.receivers, answer.step) == (
+        2, ("0.0", "2.0"), 1, (0,), 6,
+    )  # fmt: skip
+
+
+def test_a_new_one_calls_the_others_together_and_takes_their_state_whatever_it_has():
+    quorums, _ = _three()
+    quorums.ended("1.0")
+    quorums.started("1.1")
+    quorums.ask("1.1", _ask(99, fresh=True), 1.0)
+    assert quorums.calls and quorums.next(1.0) is None
+    for name in ("0.0", "2.0"):
+        quorums.ask(name, _ask(7), 1.0)
+    answer = quorums.next(1.0)
+    assert answer.members == ("0.0", "1.1", "2.0") and answer.receivers == (1,) and answer.step == 7
+    assert not quorums.calls
+
+
+def test_who_never_comes_is_overdue():
+    quorums, _ = _three()
+    quorums.ask("0.0", _ask(1), 5.0)
+    assert quorums.overdue(24.0) == set()
+    assert quorums.overdue(26.0) == {"1.0", "2.0"}
+
+
+def test_who_is_refused():
+    quorums, _ = _three()
+    assert "no replica that this launcher has started" in quorums.ask("7.0", _ask(), 1.0)
+    assert "objects: xyz, where the others have abc" in quorums.ask("1.0", _ask(facts={"objects": "xyz"}), 1.0)
+
+
+def test_nobody_begins_from_nothing_when_the_job_is_done():
+    quorums, _ = _three()
+    quorums.is_done = True
+    for name in ("0.0", "1.0"):
+        quorums.ended(name)
+    quorums.started("1.1")
+    quorums.ask("1.1", _ask(fresh=True), 1.0)
+    assert quorums.next(1.0) is None
+    quorums.ask("2.0", _ask(4), 2.0)
+    assert quorums.next(2.0).members == ("1.1", "2.0")

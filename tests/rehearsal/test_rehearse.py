@@ -1,0 +1,244 @@
+"""A program on one rank of many: what it holds and sends is what it holds and sends in a real run."""
+
+import os
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import weft
+from weft.errors import ContextError
+from weft.testing import assert_rehearsed, run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.mlp(x)
+
+
+class LM(nn.Module):
+    def __init__(self, width=32, depth=2, words=64):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(words, width), nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.embed(x)))
+
+
+MODELS = {
+    "bf16": lambda model, ctx: weft.with_precision(model, ctx, "bf16"),
+    "recompute": lambda model, ctx: weft.recompute(model, ctx, blocks=Block),
+    "replicate": weft.replicate,
+    "flat": lambda model, ctx: weft.replicate(model, ctx, flat=True),
+    "fully_shard": lambda model, ctx: weft.fully_shard(model, ctx, units=[Block]),
+}
+
+
+def program(ctx, *parts, length=16):
+    model = LM()
+    for part, apply in MODELS.items():
+        if part in parts:
+            model, ctx = apply(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for stage in (1, 2, 3):
+        if f"zero{stage}" in parts:
+            model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=stage)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(64 * length).view(64, -1) % 64), 2)
+    loader, ctx = weft.shard_data(loader, ctx)
+    if "accumulate" in parts:
+        model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
+    batches = iter(loader)
+
+    def step():
+        window = next(batches)
+        for (x,) in window if "accumulate" in parts else [window]:
+            share = window.share if "accumulate" in parts else 1
+            (cross_entropy(model(x).flatten(0, 1), x.flatten()) * share).backward()
+        if "clip" in parts:
+            weft.clip_grads(model, ctx, max_norm=1.0)
+        if "torch_clip" in parts:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# The threads of gloo hold a message a little longer than it travels: on a busy machine, a gathered block more.
+HELD = 0.25
+
+STRATEGIES = ["replicate", "flat", "fully_shard", "zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [pytest.param(("replicate", "clip"), marks=pytest.mark.slow), ("fully_shard", "bf16", "recompute")],
+    ids="-".join,
+)
+def test_bytes_and_messages_are_those_of_a_real_run(parts):
+    assert_rehearsed(program, 2, *parts, peak=HELD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [("torch_clip",), ("bf16", "recompute", "clip")], ids="-".join)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_as_in_a_real_run(strategy, parts):
+    assert_rehearsed(program, 4, strategy, *parts, peak=HELD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_windows_are_as_in_a_real_run(strategy):
+    assert_rehearsed(program, 2, strategy, "accumulate", "clip", peak=HELD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [("fully_shard", "clip"), ("fully_shard", "bf16", "recompute")], ids="-".join)
+def test_hybrid_sharding_is_as_in_a_real_run(parts):
+    found = assert_rehearsed(program, 4, *parts, mesh={"replica": 2, "shard": 2}, peak=HELD)
+    assert {message.axis for message in found.messages} >= {"replica", "shard"}
+
+
+def sharded(ctx):
+    model, ctx = weft.fully_shard(nn.Linear(1024, 1024, bias=False), ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(4, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_a_rank_of_1024_holds_what_the_closed_forms_say():
+    found = weft.rehearse(sharded, 1024)
+    one = 1024 * 4  # a row of 1,024 for each rank
+    assert (found.at_rest.parameters, found.at_rest.optimizer - 4, found.at_rest.gradients) == (one, 2 * one, 0)
+    assert {m.kind: (m.count, m.bytes) for m in found.messages} == {
+        "all_gather": (1, 1024 * one),
+        "reduce_scatter": (1, 1024 * one),
+    }
+    assert [moment.label for moment in found.timeline] == ["build", "step 1", "step 2"]
+    assert found.step_peak.where.startswith("tests/rehearsal/test_rehearse.py:")
+
+
+def test_messages_have_the_axes_of_the_mesh():
+    found = weft.rehearse(sharded, 64, mesh={"replica": 4, "shard": 16}, rank=63)
+    assert {(m.kind, m.axis, m.ranks, m.nodes) for m in found.messages} == {
+        ("all_gather", "shard", 16, 2),
+        ("reduce_scatter", "shard", 16, 2),
+        ("all_reduce", "replica", 4, 4),
+    }
+    assert found.mesh == (("replica", 4), ("shard", 16))
+
+
+def copies(ctx):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128), 2, enable_nested_tensor=False)
+    model, ctx = weft.fully_shard(model, ctx, units=[nn.TransformerEncoderLayer])
+    return model.parameters  # keeps it
+
+
+def test_copies_of_a_layer_have_memory_of_their_own():
+    at_rest = weft.rehearse(copies, 2).at_rest
+    weights = sum(p.numel() for p in nn.TransformerEncoderLayer(64, 4, 128).parameters())
+    assert at_rest.total == at_rest.parameters == 2 * weights * 4 // 2
+
+
+def process_state():
+    return (
+        dict(os.environ), random.getstate(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
+        dist.group.WORLD,
+        dist.is_initialized() and dist.get_world_size(), list(warnings.filters), dict(dist.Backend._plugins),
+        list(dist.Backend.backend_list), vars(torch.UntypedStorage).get("resize_"), torch.empty(1).device,
+        list(dist.distributed_c10d._world.pg_names.values()), torch.empty(1).untyped_storage().nbytes(),
+    )  # fmt: skip
+
+
+def fails(ctx):
+    random.random()
+    torch.randperm(8)
+    weft.fully_shard(nn.Linear(8, 8), ctx)
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("body", [sharded, fails])
+def test_the_process_is_as_before(body):
+    before = process_state()
+    if body is sharded:
+        weft.rehearse(body, 16, mesh={"replica": 2, "shard": 8})
+    else:
+        with pytest.raises(OSError, match="disk full") as caught:
+            weft.rehearse(body, 16)
+        assert "rank 0 of 16, at tests/rehearsal/test_rehearse.py:" in caught.value.__notes__[0]
+    assert process_state() == before
+
+
+def inside(ctx):
+    model, ctx = weft.replicate(nn.Linear(4, 4), ctx)
+    before = process_state()
+    found = weft.rehearse(sharded, 64)
+    assert process_state() == before
+    model(torch.ones(2, 4) * (ctx.rank + 1)).sum().backward()
+    gathered = weft.gather(model.weight.grad[None], ctx)
+    return found.at_rest.parameters, torch.equal(gathered[0], gathered[1]), float(weft.reduce(torch.ones(()), ctx))
+
+
+def test_it_runs_inside_of_a_job():
+    assert run_ranks(inside, 2) == [(1024 * 16 * 4, True, 2.0)] * 2
+
+
+def reads(ctx):
+    model = nn.Linear(4, 4)
+
+    def step():
+        loss = model(torch.ones(1, 4)).sum()
+        if loss.item() > 0.5:
+            loss.backward()
+
+    return step
+
+
+@pytest.mark.slow
+def test_a_number_that_is_read_has_to_be_assumed():
+    with pytest.raises(ContextError, match=r"(?s)test_rehearse\.py:\d+ reads a number.*fix: +weft\.rehearse.*assume="):
+        weft.rehearse(reads, 2)
+    assert weft.rehearse(reads, 2, assume={"values": 0.0}).at_rest.gradients == 0
+    found = weft.rehearse(reads, 2, assume={"values": 1.0})
+    assert found.at_rest.gradients == 80
+    assert "is 1.0" in found.assumed[0]
+
+
+def masked(ctx):
+    weight = nn.Linear(4, 4).weight
+    return lambda: weight[weight > 0].sum()
+
+
+def test_sizes_that_depend_on_values_are_refused():
+    with pytest.raises(ContextError, match=r"(?s)size of what aten.* depends on the values.*test_rehearse"):
+        weft.rehearse(masked, 2)
+
+
+@pytest.mark.parametrize("arguments", [{"ranks": 0}, {"ranks": 4, "rank": 4}, {"ranks": 4, "steps": 0}])
+def test_bad_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match=r"(?s)found:.*ranks=.*fix: +weft.rehearse"):
+        weft.rehearse(sharded, **arguments)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_as_in_a_real_run():
+    with pytest.raises(ContextError, match="16"):
+        weft.rehearse(sharded, 16, mesh={"data": 3, "shard": 5})
+    with pytest.raises(ValueError, match=r"(?s)returns no step.*fix:"):
+        weft.rehearse(lambda ctx: None, 2)

@@ -1,0 +1,65 @@
+"""Shards, gradients and the state of optimizers in the memory of the CPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import weft
+from weft.engines.torch.fsdp.units import offload_policy
+from weft.testing import largest_difference, run_ranks
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3)).double()
+
+
+def _x(step):
+    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def _steps(model, optimizer, ctx):
+    for step in range(4):
+        model(_x(step)[ctx.rank :: ctx.world_size]).square().mean().backward()
+        weft.clip_grads(model, ctx, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train(ctx, strategy):
+    model = _net()
+    if strategy == "fully_shard":
+        model, ctx = weft.fully_shard(model, ctx, units=nn.Linear, offload=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    if strategy != "fully_shard":
+        stage = int(strategy[-1])
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=stage, units=nn.Linear, offload="cpu")
+    _steps(model, optimizer, ctx)
+    held = [*model.parameters(), *(one["exp_avg"] for one in optimizer.state.values())]
+    places = {tensor.to_local().device.type for tensor in held}
+    with weft.full_params(model, ctx):
+        return places, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_offloaded_shards_are_trained_as_in_one_process(n):
+    plain = _net()
+    _steps(plain, torch.optim.AdamW(plain.parameters(), 1e-2), weft.local())
+    for strategy in ("fully_shard", "zero2", "zero3"):
+        for places, parameters in run_ranks(_train, n, strategy):
+            assert places == {"cpu"}
+            assert largest_difference(parameters, list(plain.parameters())) < 1e-12
+
+
+def test_on_an_accelerator_torch_keeps_the_shards_on_the_cpu():
+    assert isinstance(offload_policy("cuda", offload=True), CPUOffloadPolicy)
+    for device_type, offload in (("cuda", False), ("cpu", True)):
+        assert not isinstance(offload_policy(device_type, offload=offload), CPUOffloadPolicy)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, "cpu"), (2, "/somewhere"), (3, {"optimizer": "cpu"})])
+def test_what_torch_cannot_put_elsewhere_is_refused(stage, offload):
+    model = _net()
+    with pytest.raises(ValueError, match=f"cannot do this in stage {stage}"):
+        weft.zero_partition(model, torch.optim.SGD(model.parameters()), weft.local(), stage=stage, offload=offload)
