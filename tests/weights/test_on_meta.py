@@ -1,10 +1,12 @@
 """on_meta: parameters without memory, buffers with values, ties kept; then a strategy and load_weights."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import weft
 from weft.testing import run_ranks
@@ -76,6 +78,36 @@ def test_other_threads_build_as_ever():
         thread.start()
         thread.join()
     assert not built[0].weight.is_meta
+
+
+def _data_bytes():
+    """What `ulimit -d` limits, held or not."""
+    with Path("/proc/self/status").open() as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+def test_building_takes_no_memory_that_counts_under_a_limit():
+    with on_meta():
+        nn.Linear(8, 8)  # what torch imports for this counts once
+        before = _data_bytes()
+        model = nn.ModuleList(nn.Linear(2000, 1000) for _ in range(40))
+    assert _data_bytes() - before < 40_000_000 < sum(p.nbytes for p in model.parameters()) / 8
+
+
+def test_large_tensors_without_values_are_as_ever():
+    with on_meta():
+        for made in (torch.empty(600, 500), torch.empty((1 << 20,), dtype=torch.bool), torch.empty(size=[1 << 19])):
+            assert made.is_contiguous() and not made.is_meta and not made.requires_grad
+            made.fill_(1)
+        assert made.dtype == torch.get_default_dtype() and made.shape == (1 << 19,)
+        assert torch.empty(600, 500, requires_grad=True).requires_grad
+        assert torch.empty(1 << 20, device="meta").is_meta
+        with torch.device("meta"):
+            assert torch.empty(1 << 20).is_meta
+    with torch.device("meta"), on_meta():
+        assert torch.empty(1 << 20).is_meta
+    with FakeTensorMode(), on_meta():
+        assert nn.Linear(600, 500)(torch.ones(600)).shape == (500,) and type(torch.empty(1 << 20)) is FakeTensor
 
 
 def test_an_error_in_the_body_takes_the_hooks_off():

@@ -1,8 +1,14 @@
-"""`on_meta`: build a module without memory for its parameters."""
+"""`on_meta`: build a module without memory for its parameters.
+
+[Note: memory that is given back] A parameter has memory between its creation and the moment when its module gets it.
+Memory from `malloc` leaves a hole that the next parameter, aligned, does not fit into: 800 MB of parameters grew the
+data segment by 800 MB, which counts under `ulimit -d`. So large uninitialized tensors get pages of their own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,8 +20,11 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["on_meta"]
+
+_LARGE = 2**20  # bytes of a tensor that gets pages of its own
 
 
 @contextlib.contextmanager
@@ -65,7 +74,24 @@ def on_meta(*, buffers: bool = False) -> Iterator[None]:
         hooks.callback(register_module_parameter_registration_hook(moved).remove)
         if buffers:
             hooks.callback(register_module_buffer_registration_hook(moved).remove)
+        hooks.enter_context(_OwnPages())
         yield
+
+
+class _OwnPages(TorchFunctionMode):
+    """Large tensors of `torch.empty` on the CPU have pages of their own; see [Note: memory that is given back]."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        if func is not torch.empty or not kwargs.keys() <= {"size", "dtype", "device", "requires_grad"}:
+            return func(*args, **kwargs)
+        device = torch.get_default_device() if kwargs.get("device") is None else torch.device(kwargs["device"])
+        planned = func(*args, **(kwargs | {"device": "meta"}))
+        if type(planned) is not torch.Tensor or device.type != "cpu" or planned.nbytes < _LARGE:
+            return func(*args, **kwargs)  # also for fake tensors, which have no memory
+        values = torch.frombuffer(mmap.mmap(-1, planned.nbytes), dtype=planned.dtype).view(planned.shape)
+        return values.requires_grad_(planned.requires_grad)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
