@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.checkpoint.format.commit import folders
 from weft.checkpoint.format.manifest import check, read_manifest
 from weft.errors import CheckpointError, PeerError
@@ -115,7 +116,7 @@ def _saves_until_killed(ctx, folder, victims, delay):
         (folder / f"done-{ctx.rank}").write_text(str(step))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, *slow(2)])
 def test_kills_at_random_moments_of_a_save_lose_nothing(tmp_path, ranks):
     chance = random.Random(7)
     for trial in range(8):
@@ -409,7 +410,7 @@ def test_a_wrong_random_state_is_refused_and_nothing_is_changed(hostile, generat
     _refused(path, r"random states in the checkpoint cannot be used")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutated_manifests_raise_checkpoint_errors_only(hostile, data):
     path, good = hostile

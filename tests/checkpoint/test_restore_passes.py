@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.variants import slow_cases
 from weft.checkpoint.reader import Reader
 from weft.errors import CheckpointError
 from weft.testing import RanksFailed, run_ranks
@@ -65,7 +66,7 @@ def _restored(ctx, folder, steps):
     return _values(model, optimizer), nbytes, stays
 
 
-@pytest.mark.parametrize(("saved_by", "n"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("saved_by", "n"), [(2, 1), (2, 2), *slow_cases((1, 2), (2, 4))])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_files_are_checked_once_and_each_rank_reads_what_it_holds(tmp_path, saved_by, n, steps):
     expected = run_ranks(_saved, saved_by, tmp_path)[0]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.checkpoint.format.commit import folders
 from weft.checkpoint.save_async import _Saver
 from weft.checkpoint.staging import Staged, Staging
@@ -179,7 +180,7 @@ def _saves_both_ways(ctx, folder):
         assert [path.name for path in folders(folder / f"{strategy}{ctx.world_size}")] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *slow(1)])
 def test_every_strategy_writes_the_bytes_that_save_writes(tmp_path, ranks):
     run_ranks(_saves_both_ways, ranks, tmp_path)
 

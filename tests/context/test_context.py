@@ -328,7 +328,7 @@ def _pretend(monkeypatch, kind, count):
 )
 def test_device_of_a_rank(monkeypatch, kind, count, request_, local_rank, device):
     _pretend(monkeypatch, kind, count)
-    assert str(weft.context.TorchEngine().device(request_, local_rank, 1)) == device
+    assert str(weft.engines.TorchEngine().device(request_, local_rank, 1)) == device
 
 
 @pytest.mark.parametrize(
@@ -349,13 +349,13 @@ def test_start_makes_the_device_of_the_rank_the_current_one(monkeypatch, kind, d
 def test_impossible_device(monkeypatch, kind, request_, world, text):
     _pretend(monkeypatch, kind, 1)
     with pytest.raises(ContextError, match=f"(?s){text}.*fix:"):
-        weft.context.TorchEngine().device(request_, 0, world)
+        weft.engines.TorchEngine().device(request_, 0, world)
 
 
 # -- adopting ----------------------------------------------------------------------------------------
 
 
-class _WithoutBackend(weft.context.TorchEngine):
+class _WithoutBackend(weft.engines.TorchEngine):
     def backend(self, device):
         raise AssertionError("the groups of axes have the backend of the group")
 

@@ -115,7 +115,7 @@ def _trials(ctx, count, together):
         (2, True, 5),
         pytest.param(2, False, 4, marks=pytest.mark.slow),
         pytest.param(4, True, 3, marks=pytest.mark.slow),
-        (4, False, 2),
+        pytest.param(4, False, 2, marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_stop_after_the_same_step(n, together, count):

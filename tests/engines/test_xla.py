@@ -255,6 +255,7 @@ def test_without_torch_xla_the_line_to_type_is_told():
     assert "fix:      pip install 'weft[xla]'" in done.stdout and "not imported" in done.stdout
 
 
+@pytest.mark.slow
 def test_another_torch_is_refused_before_anything_is_imported(tmp_path):
     _metadata(tmp_path, "1.13.1")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -289,6 +290,7 @@ print(isinstance(engine, Spmd))
 """
 
 
+@pytest.mark.slow
 def test_a_tpu_of_torch_tpu_takes_the_engine_of_torch():
     """As far as that can be seen without a TPU: which device, which backend."""
     done = _run(["-c", TPU], limit_s=60)

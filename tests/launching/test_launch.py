@@ -94,6 +94,7 @@ if __name__ == "__main__":
 ARGUMENTS = ["--", "--lr=1", "-n", "5", "two words", "", "--", "--help", "-m", "ünï"]
 
 
+@pytest.mark.slow
 def test_a_script_sees_what_python_would_show_it(tmp_path):
     script = _write(tmp_path, "code/train.py", SEES)
     out = tmp_path / "out"
@@ -210,7 +211,12 @@ with weft.start(timeout_s=60) as ctx:
         pytest.param(
             "os", 9, r"^weft launch: rank 1 \(process \d+\) ended with exit code 9\n$", marks=pytest.mark.slow
         ),
-        ("module", 1, r'^Traceback[^\n]*\n  File "[^"]*ends.py", line 8.*bad\nweft launch: rank 1 failed\n$'),
+        pytest.param(
+            "module",
+            1,
+            r'^Traceback[^\n]*\n  File "[^"]*ends.py", line 8.*bad\nweft launch: rank 1 failed\n$',
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_exit_code_and_one_text_come_from_the_rank_that_failed_first(tmp_path, how, code, text):
@@ -384,6 +390,7 @@ if os.environ["RANK"] == "0" or sys.argv[1] == "all":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "who"),
     [

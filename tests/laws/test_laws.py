@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.variants import slow, slow_cases
 from weft.testing import laws
 
 from .table import (
@@ -22,7 +23,11 @@ from .table import (
     TENSOR,
 )
 
-ROWS = [*TABLE, *(pytest.param(row, marks=pytest.mark.deepspeed) for row in DEEPSPEED)]
+ROWS = [
+    *(row for row in TABLE if row is not COMPILED),
+    *slow(COMPILED),
+    *(pytest.param(row, marks=pytest.mark.deepspeed) for row in DEEPSPEED),
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -31,8 +36,21 @@ def test_law(law, row):
     law(row)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize("ranks", [1, 4])
+# On two ranks it is one of the laws.
+STRATEGIES = ("replicate", "fully_shard", "zero_partition[2]", "tensor_parallel", "expert_parallel", "shard_data")
+QUICK = [row for row in TABLE if row.name in STRATEGIES]
+assert len(QUICK) == len(STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("row", "ranks"),
+    [
+        *((row, 4) for row in QUICK),
+        *slow_cases(*((row, 4) for row in TABLE if row not in QUICK), *((row, 1) for row in TABLE)),
+        *(pytest.param(row, ranks, marks=pytest.mark.deepspeed) for row in DEEPSPEED for ranks in (1, 4)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_ranks_equal_reference(row, ranks):
     laws.ranks_equal_reference(row, ranks)
 

@@ -118,6 +118,7 @@ def test_a_mismatch_raises_on_all_ranks_with_debug(script):
         assert "value: [2] torch.float32' on rank 0 at" in output and re.search(r"train.py:\d+", output)
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_zero_and_in_good_order(script):
     codes, outputs = _end(_start(script, 2, "none"))
     assert codes == [0, 0], outputs
@@ -285,6 +286,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_two_contexts_side_by_side_leave_nothing_behind(tmp_path):
     path = tmp_path / "side_by_side.py"
     path.write_text(SIDE_BY_SIDE)

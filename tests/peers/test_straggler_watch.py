@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.context import World
 from weft.peers.agreement import agree, exchange
 from weft.peers.board import Board, StoreLost
@@ -29,7 +30,7 @@ def _train(ctx, steps, leave):
     return "done"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_a_rank_that_ends_while_others_wait_in_a_backward_pass(ranks):
     run_ranks(_train, ranks, 1, lambda *_: False)
     start = time.monotonic()

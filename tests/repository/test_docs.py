@@ -47,7 +47,12 @@ def _runs(page):
 # -- pages run ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _runs(page)], ids=lambda page: page.stem)
+# These start many processes or many pretended ranks.
+LONG = {"launching", "rehearsal"}
+RUNNING = [pytest.param(page, marks=[pytest.mark.slow] if page.stem in LONG else []) for page in PAGES if _runs(page)]
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     names = types.ModuleType("page").__dict__

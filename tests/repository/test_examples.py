@@ -22,29 +22,25 @@ BASE = EXAMPLES / "base_loop.py"
 SMALL = sorted(
     path for path in EXAMPLES.glob("*.py") if path.stem not in ("base_loop", "parallel_lm", "test_my_step", "train_lm")
 )
-SLOW = {
-    "clip_grads",
-    "compiled",
-    "context_parallel",
-    "expert_parallel",
-    "fully_shard",
-    "gather_step",
-    "hooked",
-    "recompute",
-    "step_in_backward",
-    "sync_batch_norm",
-    "pipeline",
-    "tensor_parallel",
-}  # a good part of the suite; `pytest -m slow` runs them
+QUICK = {
+    "accumulate_grads",
+    "checkpoint",
+    "local_steps",
+    "replicate",
+    "two_models",
+    "zero_partition",
+}  # the others take a good part of the suite; `pytest -m slow` runs them
 MESHES = {
     "context_parallel": {"context": -1},
     "expert_parallel": {"expert": -1},
     "pipeline": {"pipeline": -1},
     "tensor_parallel": {"tensor": -1},
 }  # of the others: one data axis
-MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [pytest.mark.slow] for name in SLOW}}
+MARKS = {"zero_offload": [pytest.mark.deepspeed], **{name: [] for name in QUICK}}
 RUNNABLE = [
-    pytest.param(path, marks=MARKS.get(path.stem, []), id=path.stem) for path in SMALL if path.stem != "resilient"
+    pytest.param(path, marks=MARKS.get(path.stem, [pytest.mark.slow]), id=path.stem)
+    for path in SMALL
+    if path.stem != "resilient"
 ]
 DERIVED = [path for path in SMALL if path.stem != "two_models"]
 

@@ -27,9 +27,12 @@ def _losses(ranks, mesh, **options):
     return first
 
 
+QUICK = {"tensor2-sequence", "pipeline2-shard2", "data2-expert2"}  # the other meshes: `pytest -m slow`
+
+
 def _case(ranks, experts=0, *, sequence=False, **mesh):
-    marks = [pytest.mark.slow] if ranks > 4 else []
     name = "-".join(f"{axis}{size}" for axis, size in mesh.items()) + ("-sequence" if sequence else "")
+    marks = [] if name in QUICK else [pytest.mark.slow]
     return pytest.param(ranks, mesh, {"experts": experts, "sequence": sequence}, marks=marks, id=name)
 
 

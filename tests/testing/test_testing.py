@@ -40,6 +40,7 @@ def test_the_same_processes_are_used_again():
     assert [r[5] for r in run_ranks(_where, 2)] == [r[5] for r in run_ranks(_where, 2)]
 
 
+@pytest.mark.slow
 def test_a_warm_call_costs_milliseconds():
     def used(ctx):
         weft.barrier(ctx)

@@ -14,9 +14,9 @@ from tests.transforms.test_windows_in_parts import (
     make_optimizer,
     net,
     prepare,
-    slow,
     values,
 )
+from tests.variants import slow
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 STRATEGIES = (*REPLICATED, *SHARDED)
@@ -74,7 +74,7 @@ def _backward_left_out(ctx, strategy, set_to_none):
 
 
 @pytest.mark.parametrize("set_to_none", [True, *slow(False)])
-@pytest.mark.parametrize("strategy", REPLICATED)
+@pytest.mark.parametrize("strategy", ["replicate", *slow(*REPLICATED[1:])])
 def test_a_step_of_a_rank_that_left_its_backward_pass_out_is_named(strategy, set_to_none):
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 0 waits in a collective"):
@@ -352,7 +352,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("when", [3, *slow(0, 30, 140)])
-@pytest.mark.parametrize("what", TEXTS)
+@pytest.mark.parametrize("what", ["lr", "dropout", *slow(*(one for one in TEXTS if one not in ("lr", "dropout")))])
 @pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
 def test_other_settings_on_one_rank_are_named(strategy, what, when):
     with pytest.raises(RanksFailed) as caught:
@@ -530,7 +530,7 @@ def _caught(ctx, strategy):
     return "nothing raised"
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "flat"])
+@pytest.mark.parametrize("strategy", ["replicate", *slow("flat")])
 def test_peers_of_a_rank_that_left_a_parameter_out_do_not_wait(strategy):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:

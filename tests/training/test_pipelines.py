@@ -323,7 +323,7 @@ def one_thread():
 
 
 @settings(
-    max_examples=int(_EXAMPLES or 50),
+    max_examples=int(_EXAMPLES or 25),
     derandomize=_EXAMPLES is None,
     database=None,
     deadline=None,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import weft
+from tests.variants import slow
 from weft.testing import fake, run_ranks
 
 STEPS = {"2": 2, "3": 3, "grows": lambda window: 1 + window % 4}
@@ -421,7 +422,7 @@ class Noisy(Dataset):
 
 
 @pytest.mark.parametrize("remainder", ["step", "carry"])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [2, *slow(1)])
 def test_training_in_windows_goes_on_bit_for_bit(tmp_path, n, remainder):
     whole = run_ranks(_train, n, tmp_path / "whole", 12, (), remainder)
     parts = [[] for _ in range(n)]

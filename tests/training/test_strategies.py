@@ -232,6 +232,7 @@ def test_a_hybrid_mesh_equals_one_process():
     check_on(4, cases, mesh={"replica": 2, "shard": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{"data": 2}, pytest.param({"replica": 2, "shard": 2}, marks=pytest.mark.slow)], ids=str
 )

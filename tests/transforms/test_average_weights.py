@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import weft
+from tests.variants import slow_cases
 from weft.testing import RanksFailed, largest_difference, laws, run_ranks
 
 HYBRID = {"replica": 2, "shard": 2}
@@ -58,6 +59,7 @@ def _values(module):
 # -- one process: the bits of AveragedModel ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     decay=st.sampled_from([0.0, 0.5, 0.9, 0.999, 1.0, 1]),
@@ -413,10 +415,10 @@ def _reference(n, decay):
     [
         ("plain", 1, None),
         ("plain", 2, None),
-        ("plain", 4, None),
+        *slow_cases(("plain", 4, None)),
         ("flat", 2, None),
         ("sharded", 2, None),
-        ("sharded", 4, None),
+        *slow_cases(("sharded", 4, None)),
         ("sharded", 4, HYBRID),
     ],
 )

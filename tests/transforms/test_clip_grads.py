@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
+from tests.variants import slow_cases
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 NORMS = [1.0, 2.0, 3.0, math.inf]
@@ -293,19 +294,19 @@ HYBRID = {"replica": 2, "shard": 2}
 WORLDS = [
     ("replicate", 1, None),
     ("replicate", 2, None),
-    ("replicate", 4, None),
     ("sharded", 2, None),
+    ("mixed", 2, None),
+    ("meshes", 4, HYBRID),
+    ("replicate", 4, None),
     ("sharded", 4, None),
     ("sharded", 4, HYBRID),
-    ("mixed", 2, None),
     ("mixed", 4, None),
     ("mixed", 4, HYBRID),
-    ("meshes", 4, HYBRID),
 ]
 IDS = [f"{how}-{n}{'-hybrid' if mesh else ''}" for how, n, mesh in WORLDS]
 
 
-@pytest.mark.parametrize(("how", "n", "mesh"), WORLDS, ids=IDS)
+@pytest.mark.parametrize(("how", "n", "mesh"), [*WORLDS[:5], *slow_cases(*WORLDS[5:])], ids=IDS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -549,13 +550,11 @@ def _bad(ctx, how, policy, where, bad, options):
     return bool(norm.isfinite()), kind, same
 
 
-BAD_WORLDS = [world for world in WORLDS if world[1] > 1]
+BAD_WORLDS = [*WORLDS[1:4], *slow_cases(*WORLDS[4:])]
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"max_value": 0.5, "norm_type": math.inf}], ids=str)
-@pytest.mark.parametrize(
-    ("how", "n", "mesh"), BAD_WORLDS, ids=[i for i, w in zip(IDS, WORLDS, strict=True) if w[1] > 1]
-)
+@pytest.mark.parametrize(("how", "n", "mesh"), BAD_WORLDS, ids=IDS[1:])
 def test_one_bad_rank_makes_all_take_the_same_branch(how, n, mesh, options):
     for policy, kind in (("skip", "none"), ("zero", "zero")):
         found = run_ranks(_bad, n, how, policy, n - 1, math.nan, options, mesh=mesh)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import weft
+from tests.variants import slow, slow_cases
 from weft.testing import largest_difference, run_ranks
 
 # The compiler looks at `grad` of its inputs, and hides the warning in a way that an error escapes.
@@ -115,7 +116,7 @@ def test_one_graph_and_the_numbers_of_eager(blocks, policy, chosen):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("policy", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("policy", [None, *slow("bf16", "fp16")])
 def test_a_compiled_backward_and_running_statistics(policy):
     options = {"norm": True, "chosen": {}, "policy": policy}
     expected = _train(*_pipeline(weft.local(), **options), policy, steps=3)
@@ -137,6 +138,7 @@ def _saved_bytes(model):
     return sum(size for pointer, size in held.items() if pointer not in owned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("synced", [True, False])
 def test_running_statistics_of_recomputed_blocks_move_once_on_the_plain_backend(whole, synced):
@@ -201,6 +203,7 @@ def test_a_repeated_block_is_compiled_once_per_class():
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_many_classes_do_not_use_up_the_compilers_memory():
     """With one code object for all, the ninth class would not be compiled any more."""
     classes = [
@@ -350,7 +353,9 @@ def _on_ranks(ctx, policy, chosen, strategy, compile_options):
 
 @pytest.mark.parametrize("blocks", [None, "blocks.*"], ids=["whole", "blocks"])
 @pytest.mark.parametrize(
-    ("policy", "strategy"), [(None, {}), (None, {"flat": True}), ("fp16", {"unused": "zero"}), ("bf16", {})], ids=str
+    ("policy", "strategy"),
+    [(None, {}), *slow_cases((None, {"flat": True}), ("fp16", {"unused": "zero"}), ("bf16", {}))],
+    ids=str,
 )
 def test_two_ranks_give_the_numbers_of_eager(policy, strategy, blocks):
     expected = run_ranks(_on_ranks, 2, policy, {}, strategy, {})

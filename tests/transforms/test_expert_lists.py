@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.variants import slow, slow_cases
 from weft.testing import run_ranks
 
 
@@ -104,7 +105,7 @@ def _check(found, expected):
 MESHES = [({"expert": 2}, 2), ({"data": 2, "expert": 2}, 4)]
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", "zero1"])
+@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", *slow("zero1")])
 @pytest.mark.parametrize(("mesh", "ranks"), MESHES)
 @pytest.mark.parametrize("skips", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(skips, mesh, ranks, strategy):
@@ -116,8 +117,10 @@ def test_training_is_that_of_one_process(skips, mesh, ranks, strategy):
     ("before", "after"),
     [
         ((None, 1, None), ("fully_shard", 4, {"data": 2, "expert": 2})),
-        (("replicate", 2, {"expert": 2}), (None, 1, None)),
-        (("fully_shard", 4, {"data": 2, "expert": 2}), ("zero1", 2, {"expert": 2})),
+        *slow_cases(
+            (("replicate", 2, {"expert": 2}), (None, 1, None)),
+            (("fully_shard", 4, {"data": 2, "expert": 2}), ("zero1", 2, {"expert": 2})),
+        ),
     ],
 )
 def test_a_checkpoint_is_resumed_on_another_mesh(before, after, tmp_path):
@@ -139,7 +142,7 @@ def _taken_back(ctx, skips, strategy):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", "zero1"])
+@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate", "zero1")])
 def test_undo_gives_every_rank_all_experts(strategy):
     (expected,) = run_ranks(_taken_back, 1, True, None)
     for parameters in run_ranks(_taken_back, 2, True, strategy, mesh={"expert": 2}):

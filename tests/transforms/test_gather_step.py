@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.testing import largest_difference, run_ranks
 
 
@@ -81,7 +82,7 @@ def _train_all(ctx):
     return {name: _train(ctx, name) for name in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, *slow(4)])
 def test_optimizers_of_whole_tensors_equal_one_process(n):
     for found in run_ranks(_train_all, n):
         for name, (parameters, count, is_cut) in found.items():

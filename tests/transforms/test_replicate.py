@@ -786,7 +786,7 @@ def _compiled(ctx, flat, policy):
     [
         pytest.param(False, None, marks=pytest.mark.slow),
         (True, None),
-        (False, "bf16"),
+        pytest.param(False, "bf16", marks=pytest.mark.slow),
         pytest.param(False, "fp16", marks=pytest.mark.slow),
     ],
 )

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import weft
+from tests.variants import slow_cases
 from weft.testing import fake, largest_difference, run_ranks
 
 README = Path(__file__).parents[2] / "README.md"
@@ -190,7 +191,10 @@ def _all_kinds(ctx, kinds, strategy, steps, remainder):
 
 @pytest.mark.parametrize(
     ("strategy", "steps", "remainder"),
-    [("replicate", 1, "step"), ("replicate", 2, "step"), ("replicate", 2, "carry"), ("replicate", 2, "drop")],
+    [
+        ("replicate", 2, "carry"),
+        *slow_cases(("replicate", 1, "step"), ("replicate", 2, "step"), ("replicate", 2, "drop")),
+    ],
 )
 def test_any_split_has_the_gradient_of_the_mean_over_all_samples(strategy, steps, remainder):
     for ranks in run_ranks(_all_kinds, 2, KINDS, strategy, steps, remainder):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from tests.variants import slow
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError
 from weft.testing import run_ranks
 
@@ -517,7 +518,7 @@ def together(ctx, sequence):
         return {name: whole(p) for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [True, *slow(False)])
 def test_with_precision_recompute_averages_and_compile(sequence):
     module, ctx = weft.with_precision(model(torch.float32), weft.local(), "bf16")
     module, ctx = weft.average_weights(module, ctx, decay=0.5)

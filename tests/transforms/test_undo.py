@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.testing import largest_difference, run_ranks
 
 
@@ -161,7 +162,7 @@ def _migrate(ctx, kind):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+@pytest.mark.parametrize("kind", ["adamw", *slow("adafactor")])
 def test_strategies_are_exchanged_in_the_middle_of_training(kind):
     expected = _migrate(None, kind)
     for n in (2, 4) if kind == "adamw" else (2,):

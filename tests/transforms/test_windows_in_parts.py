@@ -10,16 +10,12 @@ import torch
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 REPLICATED = ("replicate", "buckets", "flat", "unused", "zero1")
 SHARDED = ("zero2", "zero3", "fully_shard")
 STEPS = 3  # micro-batches per window
-
-
-def slow(*values):
-    """Variants of a case that is in the ordinary suite."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 class Net(nn.Module):
@@ -146,7 +142,7 @@ def test_four_ranks_of_which_each_skips_another_one(strategy):
         assert largest_difference(found, expected) < 1e-13
 
 
-@pytest.mark.parametrize("used", ONE.values(), ids=ONE)
+@pytest.mark.parametrize("used", [ONE["last"], *slow(ONE["middle"], ONE["everything"])], ids=ONE)
 @pytest.mark.parametrize("strategy", ["zero2", *slow("zero3", "fully_shard")])
 def test_sharded_units_that_one_rank_does_not_call_are_named(strategy, used):
     start = time.monotonic()
@@ -284,7 +280,7 @@ def _frozen_elsewhere(ctx, strategy, on_rank_0):
 
 
 @pytest.mark.parametrize("on_rank_0", [("blocks", "head"), ("blocks",)], ids=["nothing", "other ones"])
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", *slow("flat", "zero1", "zero2")])
+@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate", "flat", "zero1", "zero2")])
 def test_ranks_that_freeze_other_parameters_are_named(strategy, on_rank_0):
     began = time.monotonic()
     with pytest.raises(RanksFailed, match="trained parameters") as caught:

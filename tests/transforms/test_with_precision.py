@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from tests.variants import slow
 from weft import Precision
 from weft.precision import LossScaling
 from weft.testing import largest_difference, run_ranks
@@ -1418,7 +1419,7 @@ def test_windows_over_two_ranks_are_the_mean_of_fp32():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-true", FP16], ids=["fp32", "bf16", "bf16-true", "fp16"])
-@pytest.mark.parametrize("how", ["compile", "Module.compile", "part"])
+@pytest.mark.parametrize("how", ["compile", *slow("Module.compile", "part")])
 def test_compiled_modules_compute_in_the_same_precision(policy, how):
     torch._dynamo.reset()
     plain, (model, _) = _precise(policy)[0], _precise(policy, methods=("encode",))

@@ -150,6 +150,7 @@ def _train_variants(ctx):
     return {(name, stage): _train_variant(ctx, name, stage) for name in _variants() for stage in STAGES}
 
 
+@pytest.mark.slow
 def test_every_variant_of_an_optimizer_goes_on_as_in_one_process():
     for found in run_ranks(_train_variants, 2):
         for (name, stage), (parameters, lr) in found.items():

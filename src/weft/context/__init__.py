@@ -18,7 +18,6 @@ from weft.context.explain import explain
 from weft.context.guards import Restriction
 from weft.context.preemption import Preemption, on_preemption
 from weft.context.start import adopt, local, start
-from weft.engines import TorchEngine
 from weft.peers.world import World
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "DistContext",
     "Preemption",
     "Restriction",
-    "TorchEngine",
     "World",
     "adopt",
     "explain",

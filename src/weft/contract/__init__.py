@@ -11,7 +11,7 @@ objects and returns plain torch objects. `@transform` makes it keep the rules:
 5.  On all ranks: if one rank refuses, all raise (`collective=True`; see `DistContext.agree`).
 
 transform.py       the decorator, and `compose`
-protocols.py       what transforms offer each other: GradSync, ReducesIn, Stateful, Undoable, ...
+protocols.py       what transforms offer each other: GradSync, Placed with its Layout, Stateful, Undoable, ...
 layout.py          where each parameter lies: what cuts it, who owns it, what its gradient is summed over
 marks.py           what was applied to an object: the mark on it, and the record in the context
 module_checks.py   modules that a strategy cannot take
@@ -23,7 +23,7 @@ are small protocols: `accumulate_grads` asks for every `GradSync` on a module an
 who offered it. There is nothing to register.
 """
 
-from weft.contract.layout import Layout, gradient_axes, is_here, layouts, owners, part_axes
+from weft.contract.layout import gradient_axes, is_here, layouts, owners, part_axes
 from weft.contract.marks import applied_to, check_known, forget, offered
 from weft.contract.module_checks import (
     agree_on_parameters,
@@ -42,6 +42,7 @@ from weft.contract.protocols import (
     EndsBackward,
     GradSync,
     KeepsParameters,
+    Layout,
     OwnsState,
     Placed,
     ReducesIn,

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.context import DistContext
 from weft.contract.marks import offered
-from weft.contract.protocols import Placed, ReducesOver, StepsApart
+from weft.contract.protocols import Layout, Placed, ReducesOver, StepsApart
 from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
-__all__ = ["Layout", "apart_axes", "axes_of_dims", "gradient_axes", "is_here", "layouts", "owners", "part_axes"]
-
-
-class Layout(NamedTuple):
-    """Where a parameter lies. Along axes that are named nowhere here, every rank holds a copy.
-
-    Attributes:
-        cut: Axes whose ranks hold different parts of it.
-        owner: `(axis, coordinate)`, where only the ranks at this coordinate hold it; on the others it is on meta,
-            under its own name.
-        reduce_over: Axes over which its gradient is summed. It is then divided by `mean_over` of the strategy, which
-            is the same number for all parameters.
-    """
-
-    cut: tuple[str, ...] = ()
-    owner: tuple[tuple[str, int], ...] = ()
-    reduce_over: tuple[str, ...] = ()
+__all__ = ["apart_axes", "axes_of_dims", "gradient_axes", "is_here", "layouts", "owners", "part_axes"]
 
 
 def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:

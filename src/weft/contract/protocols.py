@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-
-if TYPE_CHECKING:
-    from weft.contract.layout import Layout
 
 __all__ = [
     "ComputesAlone",
     "EndsBackward",
     "GradSync",
     "KeepsParameters",
+    "Layout",
     "OwnsState",
     "Placed",
     "ReducesIn",
@@ -127,6 +125,22 @@ class OwnsState(Protocol):
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank keeps the state of a parameter."""
         ...
+
+
+class Layout(NamedTuple):
+    """Where a parameter lies. Along axes that are named nowhere here, every rank holds a copy.
+
+    Attributes:
+        cut: Axes whose ranks hold different parts of it.
+        owner: `(axis, coordinate)`, where only the ranks at this coordinate hold it; on the others it is on meta,
+            under its own name.
+        reduce_over: Axes over which its gradient is summed. It is then divided by `mean_over` of the strategy, which
+            is the same number for all parameters.
+    """
+
+    cut: tuple[str, ...] = ()
+    owner: tuple[tuple[str, int], ...] = ()
+    reduce_over: tuple[str, ...] = ()
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 split/              which rank reads which samples: the machinery of `shard_data`
 windows.py          groups of micro-batches, one for each optimizer step
 window_splitter.py  how a loader is split into them: the machinery of `accumulate_grads`
+window_sync.py      when its gradients are kept, and when they are reduced
 micro_batches.py    what a window reads from
 window_loader.py    a loader that yields them
 loader_copy.py      a loader with other settings

@@ -26,6 +26,7 @@ class MicroBatches(Generic[B]):
         first: Number of the first one in the pass.
         looked_at: How many were taken from the loader before the window was made.
         given: How many were handed out, or skipped.
+        running: Whether the loop over them is running.
     """
 
     source: Iterator[tuple[B, Size | None]]
@@ -34,9 +35,15 @@ class MicroBatches(Generic[B]):
     first: int = 0
     looked_at: int = 0
     given: int = 0
+    running: bool = False
     _ahead: list[B] = field(default_factory=list)
     _ahead_from: int = 0  # number of the one that was read ahead first
     _sizes: list[Size | None] = field(default_factory=list)  # of what was read
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the loop over all of them has ended."""
+        return self.given == self.length and not self.running
 
     @property
     def taken(self) -> int:

@@ -86,7 +86,7 @@ class _SeekableWindowLoader(_WindowLoader):
     def state_dict(self) -> dict[str, Any]:
         """The position between two windows, free of the number of ranks; in a window: where it begins."""
         splitter, loader = self.weft_splitter, _seekable(super())
-        window = splitter.current
+        window = splitter.sync.current
         if window is None or window.used_up:
             # What is carried over from a loader that cannot hold it back lies in memory, and is read again.
             return loader.weft_position(len(splitter.carried)) | {"windows": splitter.windows}
@@ -100,7 +100,7 @@ class _SeekableWindowLoader(_WindowLoader):
 
     def check_savable(self) -> None:
         """Raise in the middle of a window."""
-        window = self.weft_splitter.current
+        window = self.weft_splitter.sync.current
         if window is not None and not window.used_up and window.begun:
             raise unfinished(window)
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from weft.checks import check_count
-from weft.context import DistContext
-from weft.contract import GradSync
 from weft.data.loader_copy import Size
 from weft.data.micro_batches import MicroBatches, Planned, raise_untrue_length
+from weft.data.window_sync import WindowSync
 from weft.data.windows import Window
 from weft.errors import ContractError
 
@@ -27,31 +26,19 @@ class WindowSplitter(Generic[B]):
     """How a stream of micro-batches is split into windows, and how far that has come.
 
     Attributes:
-        steps: As given by the user; the same for the next four.
-        parts: Axes besides the data axes that `mean_over` counts: their ranks see parts of the same samples.
+        steps: As given by the user; the same for the next one.
+        sync: What the windows announce to the modules.
         windows: Number of windows so far, over all epochs and runs.
-        handed_out: The same, of this process.
-        current: The window that was handed out last, in the running or last pass.
-        is_open: Whether the modules are in the middle of it.
         carried: Micro-batches left over by the last epoch, with their sizes, for the first window of the next.
         began: `windows` and the number of carried micro-batches when the running epoch began.
-        warned: Whether the user was warned that `len(window)` is no normaliser for batches of different sizes.
     """
 
     steps: Steps
     remainder: Remainder
-    reduce: Literal["last", "every"]
-    syncs: list[GradSync]
-    mean_over: int
-    ctx: DistContext
-    parts: tuple[str, ...] = ()
+    sync: WindowSync
     windows: int = 0
-    handed_out: int = 0
-    current: Window[B] | None = None
-    is_open: bool = False
     carried: list[tuple[B, Size | None]] = field(default_factory=list)
     began: tuple[int, int] | None = None
-    warned: bool = False
 
     def size_of(self, window: int) -> int:
         """Micro-batches in a full window."""
@@ -76,7 +63,7 @@ class WindowSplitter(Generic[B]):
 
     def go_to(self, windows: int) -> None:
         """Let the next pass begin with this window, and with nothing carried over."""
-        self.windows, self.carried, self.current, self.began = windows, [], None, None
+        self.windows, self.carried, self.sync.current, self.began = windows, [], None, None
 
     def state_between_windows(self, batches: Callable[[], Any]) -> dict[str, Any]:
         """A state made of that of the loader, which knows nothing of windows.
@@ -84,8 +71,8 @@ class WindowSplitter(Generic[B]):
         Raises:
             ContractError: A window has begun, or micro-batches are carried over: they cannot be read again.
         """
-        if self.current is not None and not self.current.used_up:
-            raise unfinished(self.current)
+        if self.sync.current is not None and not self.sync.current.used_up:
+            raise unfinished(self.sync.current)
         if self.carried:
             raise ContractError(
                 "accumulate_grads: micro-batches that are carried over cannot be saved",
@@ -94,39 +81,6 @@ class WindowSplitter(Generic[B]):
                 fix="loader, ctx = weft.shard_data(loader, ctx)  # before accumulate_grads",
             )
         return {"loader": batches(), "windows": self.windows}
-
-    def begin_window(self, window: int) -> None:
-        """Announce to the modules that gradients are kept from now on."""
-        if window == self.handed_out:
-            self.is_open = True
-            for sync in self.syncs:
-                sync.begin_window()
-
-    def last_backward(self, window: int) -> None:
-        """Announce to the modules that the next backward pass is the window's last."""
-        if window == self.handed_out:
-            for sync in self.syncs:
-                sync.last_backward()
-
-    def end_window(self, window: int, *, left: bool = False) -> None:
-        """Announce to the modules that the window is over, unless they know, or a later window has taken over.
-
-        What a user keeps of an earlier window may be collected at any time, on one rank only.
-        """
-        if window == self.handed_out and self.is_open:
-            self.is_open = False
-            # Several modules are reduced in the order of their backward passes, which a rank that skipped them does not
-            # know; so all ranks have to have skipped the same ones. What averages over nobody is between ranks with the
-            # same batches, which skip them together.
-            averaging = [sync for sync in self.syncs if sync.mean_over > 1]
-            owing = [number for number, sync in enumerate(averaging) if getattr(sync, "owes", False)]
-            if len(averaging) > 1 and owing and not left:
-                self.ctx.agree(
-                    "accumulate_grads: modules without a backward pass in the last micro-batch", {"modules": owing}
-                )
-            # As in a backward pass: what adds up over ranks with the same batch follows the averages.
-            for sync in sorted(self.syncs, key=lambda sync: sync.mean_over == 1):
-                sync.end_window(left=left)
 
     def split(
         self, batches: Iterator[B], length: int | None, measure: Callable[[B], Size], planned: Planned = None
@@ -139,14 +93,15 @@ class WindowSplitter(Generic[B]):
             measure: The size of the batch that was read last.
             planned: The size of a batch by its number in this pass, if that is known for all ranks beforehand.
         """
-        carried, self.carried, self.current = self.carried, [], None
+        sync = self.sync
+        carried, self.carried, sync.current = self.carried, [], None
         self.began = began = (self.windows, len(carried))
         left = None if length is None else length + len(carried)
         if left is None or carried:
             planned = None
         sized = ((batch, None if planned is not None else measure(batch)) for batch in batches)
         source = itertools.chain(carried, sized)
-        windows, number, done = self.windows, self.handed_out, 0
+        windows, number, done = self.windows, sync.handed_out, 0
         try:
             while True:
                 size = self.size_of(windows)
@@ -159,13 +114,13 @@ class WindowSplitter(Generic[B]):
                 first, done = done, done + have
                 if have == size or (have and self.remainder == "step"):
                     self.windows = windows = windows + 1
-                    self.handed_out = number = self.handed_out + 1
+                    sync.handed_out = number = sync.handed_out + 1
                     looked_at = have if left is None else 0
                     micro_batches = MicroBatches(stream, have, planned, first=first, looked_at=looked_at)
-                    self.current = Window(micro_batches, self)
-                    yield self.current
+                    sync.current = micro_batches
+                    yield Window(micro_batches, sync)
                     micro_batches.skip()
-                    self.end_window(number, left=True)
+                    sync.end_window(number, left=True)
                 elif have:
                     rest: list[tuple[B, Size | None]] = list(itertools.islice(stream, have))
                     if len(rest) < have:
@@ -178,16 +133,16 @@ class WindowSplitter(Generic[B]):
             for _ in source:  # asked once more, the loader notices that its epoch is over
                 raise_untrue_length("more", "yielded batches after its last window")
         finally:
-            self.end_window(number, left=True)
+            sync.end_window(number, left=True)
             if self.began is began:
                 self.began = None
 
 
-def unfinished(window: Window[Any]) -> ContractError:
+def unfinished(window: MicroBatches[Any]) -> ContractError:
     """What a save in the middle of a window raises."""
     return ContractError(
         "accumulate_grads: a window in progress cannot be saved, for its gradients cannot",
-        found=f"{window.begun} of {len(window)} micro-batches were read, and the inner loop has not ended",
+        found=f"{window.begun} of {window.length} micro-batches were read, and the inner loop has not ended",
         expected="a save between two windows, after optimizer.step()",
         fix="leave `for batch in window` first; after a break: for _ in window: pass  # leaves the rest out",
     )

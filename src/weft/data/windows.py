@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from weft.data.micro_batches import MicroBatches
+from weft.data.window_sync import WindowSync
 from weft.errors import ContractError, listed, message
 from weft.metrics import Count, per_rank, samples_of_all, total_count
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import part_of
-
-if TYPE_CHECKING:
-    from weft.data.window_splitter import WindowSplitter
 
 __all__ = ["Window"]
 
@@ -46,16 +44,16 @@ class Window(Generic[B]):
     only (`reduce="last"`), or in each one.
     """
 
-    def __init__(self, batches: MicroBatches[B], splitter: WindowSplitter[B]) -> None:
+    def __init__(self, batches: MicroBatches[B], sync: WindowSync) -> None:
         self._batches = batches
-        self._splitter = splitter
-        self._number = splitter.handed_out
+        self._sync = sync
+        self._number = sync.handed_out
         self._samples: int | None = None  # of all micro-batches on all ranks, once it is known
-        self._running = self._iterated = self._counted = self._normalised = False
+        self._iterated = self._counted = self._normalised = False
 
     def __len__(self) -> int:
         """Number of micro-batches, also of a short last window."""
-        self._counted |= self._running or not self._iterated  # not by `list`, which asks in between
+        self._counted |= self._batches.running or not self._iterated  # not by `list`, which asks in between
         return self._batches.length
 
     if not TYPE_CHECKING:  # a window has no other attributes: for type checkers it should have none
@@ -90,42 +88,27 @@ class Window(Generic[B]):
         return self._micro_batches()
 
     def _micro_batches(self) -> Iterator[B]:
-        splitter, number, batches = self._splitter, self._number, self._batches
-        every = splitter.reduce == "every"
-        self._running = True
+        sync, number, batches = self._sync, self._number, self._batches
+        every = sync.reduce == "every"
+        self._batches.running = True
         try:
             while batches.given < batches.length:
                 batch = batches.next()
-                splitter.current = self
-                if every or batches.given == 1 or not splitter.is_open:
-                    splitter.begin_window(number)
+                sync.current = batches
+                if every or batches.given == 1 or not sync.is_open:
+                    sync.begin_window(number)
                 if every or batches.given == batches.length:
-                    splitter.last_backward(number)
+                    sync.last_backward(number)
                 yield batch
                 if every:
-                    splitter.end_window(number)
-            self._running = False
-            splitter.end_window(number)
-            if self._counted and not self._normalised and not splitter.warned:
+                    sync.end_window(number)
+            self._batches.running = False
+            sync.end_window(number)
+            if self._counted and not self._normalised and not sync.warned:
                 self._warn_unequal()
         finally:
-            self._running = False
-            splitter.end_window(number, left=True)  # does nothing after the one above
-
-    @property
-    def used_up(self) -> bool:
-        """Whether the inner loop over all micro-batches has ended."""
-        return self._batches.given == self._batches.length and not self._running
-
-    @property
-    def taken(self) -> int:
-        """Micro-batches that were taken from the loader so far."""
-        return self._batches.taken
-
-    @property
-    def begun(self) -> int:
-        """Micro-batches that were used, or read by `denominator` or `share`."""
-        return self._batches.begun
+            self._batches.running = False
+            sync.end_window(number, left=True)  # does nothing after the one above
 
     @property
     def weighed(self) -> bool:
@@ -155,7 +138,7 @@ class Window(Generic[B]):
             ContractError: No micro-batch is being processed.
             PeerError: A peer failed.
         """
-        if not self._running:
+        if not self._batches.running:
             raise ContractError(
                 "share: it is that of the micro-batch that is being processed",
                 found=f"{self._batches.given} of {self._batches.length} micro-batches given, no inner loop is running",
@@ -164,14 +147,14 @@ class Window(Generic[B]):
             )
         self._normalised = True
         if self._samples is None:
-            sizes, ctx = self._batches.sizes(), self._splitter.ctx
+            sizes, ctx = self._batches.sizes(), self._sync.ctx
             everyone = [total for _, total in sizes if total is not None]
             known = len(everyone) == len(sizes)
             self._samples = sum(everyone) if known else samples_of_all([own for own, _ in sizes], ctx)
         own, _ = self._batches.size(self._batches.given - 1)
         # The ranks along the axes of `parts` have the same samples, which count once.
-        ranks = self._splitter.mean_over / math.prod(map(self._splitter.ctx.axis_size, self._splitter.parts))
-        ranks *= self._splitter.ctx.num_replicas
+        ranks = self._sync.mean_over / math.prod(map(self._sync.ctx.axis_size, self._sync.parts))
+        ranks *= self._sync.ctx.num_replicas
         return own * ranks / self._samples if own else 0.0
 
     def denominator(self, count: Count | Callable[[B], Count]) -> float:
@@ -198,7 +181,7 @@ class Window(Generic[B]):
             PeerError: A peer failed.
         """
         self._normalised = True
-        parts = self._splitter.parts
+        parts = self._sync.parts
         if callable(count):
             batches = self._read_all()
             counts = [count(batch) for batch in batches]
@@ -207,7 +190,7 @@ class Window(Generic[B]):
         else:
             counts = [count]
         fix = "window.denominator(lambda batch: batch[1].numel())"
-        return per_rank(total_count(counts, self._splitter.ctx, parts=parts, fix=fix), self._splitter.mean_over)
+        return per_rank(total_count(counts, self._sync.ctx, parts=parts, fix=fix), self._sync.mean_over)
 
     def _read_all(self) -> list[B]:
         batches = self._batches
@@ -222,17 +205,17 @@ class Window(Generic[B]):
 
     def _warn_unequal(self) -> None:
         """Warn, once, if the micro-batches that were used up are not of one size on all ranks."""
-        sizes, ranks = self._batches.sizes(), self._splitter.ctx.data_size
+        sizes, ranks = self._batches.sizes(), self._sync.ctx.data_size
         own = [mine for mine, _ in sizes if mine is not None]
         equal = len(set(own)) == 1 and all(total in (None, own[0] * ranks) for _, total in sizes)
         if equal or len(own) < len(sizes):
             return
-        self._splitter.warned = True
+        self._sync.warned = True
         everyone = listed(total for _, total in sizes if total is not None)
         warnings.warn(
             message(
                 "accumulate_grads: mean losses divided by len(window) are not the mean over the samples of this window",
-                found=f"samples per micro-batch: {listed(own)} on rank {self._splitter.ctx.rank}"
+                found=f"samples per micro-batch: {listed(own)} on rank {self._sync.ctx.rank}"
                 + (f"; {everyone} on all ranks" if everyone else ""),
                 expected="a factor that counts samples, where batches differ in size",
                 fix="loss = cross_entropy(model(x), y) * window.share",

@@ -15,10 +15,12 @@ lie in this distribution: they are found by name alone, and use the same contrac
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.engines.protocol import Engine, Spmd
-from weft.engines.torch import TorchEngine
+
+if TYPE_CHECKING:
+    from weft.engines.torch.engine import TorchEngine
 
 __all__ = ["Engine", "Spmd", "TorchEngine", "engine_for", "guest"]
 
@@ -30,7 +32,15 @@ def guest(name: Literal["deepspeed", "xla"]) -> Any:
 
 def engine_for(device: str | None) -> Engine:
     """The engine for a device as the user names it."""
+    engine: Engine
     if device is None or device.partition(":")[0] != "xla":
-        return TorchEngine()
-    engine: Engine = guest("xla").XlaEngine()
+        engine = importlib.import_module("weft.engines.torch.engine").TorchEngine()
+    else:
+        engine = guest("xla").XlaEngine()
     return engine
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchEngine":  # imported with the first context, not with the package
+        return importlib.import_module("weft.engines.torch.engine").TorchEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

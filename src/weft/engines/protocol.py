@@ -14,32 +14,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.engines.options import (
-    CastOptions,
-    CompileOptions,
-    Compress,
-    PipelineOptions,
-    RecomputeOptions,
-    ReduceOptions,
-    ShardOptions,
-    StepMeshes,
-    StrategyOptions,
-    TensorOptions,
-)
-from weft.engines.peers import Peers, Replicas
-from weft.engines.results import Axes, Held, ReducedModule, TensorParallel, Undoable
-from weft.engines.torch.amp.autocast import PreciseModule
-from weft.engines.torch.amp.loss_scale import LossScale
-from weft.engines.torch.optim.ema import WeightAverages
-from weft.engines.torch.optim.grad_norm import Gradients
-from weft.engines.torch.optim.skip_step import SkippingStep
-from weft.precision import PowerSGD
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an engine is imported when it is chosen
+    from weft.engines.options import (
+        CastOptions,
+        CompileOptions,
+        Compress,
+        PipelineOptions,
+        RecomputeOptions,
+        ReduceOptions,
+        ShardOptions,
+        StepMeshes,
+        StrategyOptions,
+        TensorOptions,
+    )
+    from weft.engines.peers import Peers, Replicas
+    from weft.engines.results import Axes, Held, ReducedModule, TensorParallel, Undoable
+    from weft.engines.torch.amp.autocast import PreciseModule
+    from weft.engines.torch.amp.loss_scale import LossScale
+    from weft.engines.torch.optim.ema import WeightAverages
+    from weft.engines.torch.optim.grad_norm import Gradients
+    from weft.engines.torch.optim.skip_step import SkippingStep
     from weft.engines.torch.stepping.local_steps import LocalStepOptions
     from weft.engines.torch.stepping.owners import Block
     from weft.engines.torch.streaming.slots import Fill
     from weft.engines.torch.streaming.stream import StreamOptions
+    from weft.precision import PowerSGD
 
 __all__ = ["Engine", "Spmd"]
 

@@ -23,6 +23,7 @@ from weft.context import DistContext
 from weft.contract import GradSync, StepsApart, gradient_axes, offered, transform
 from weft.data.window_loader import Windows, known_length, windowed
 from weft.data.window_splitter import Remainder, Steps, WindowSplitter, check_steps
+from weft.data.window_sync import WindowSync
 from weft.data.windows import Window
 from weft.engines.torch.stepping.backward_step import check_has_gradients
 from weft.errors import type_error, value_error
@@ -145,7 +146,7 @@ def accumulate_grads(
         )
     axes = {axis for module in several for axis in gradient_axes(module, ctx)}
     parts = tuple(name for name, _ in ctx.axes if name in axes.difference(ctx.data_axes))
-    splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, reduce, syncs, means.pop(), ctx, parts)
+    splitter: WindowSplitter[Any] = WindowSplitter(steps, remainder, WindowSync(reduce, syncs, means.pop(), ctx, parts))
     windows = windowed(loader, splitter)
     ctx.agree("accumulate_grads", _facts(windows, splitter))
     return modules, windows, ctx
@@ -178,8 +179,8 @@ def _facts(windows: Any, splitter: WindowSplitter[Any]) -> dict[str, object]:
     facts: dict[str, object] = {
         "steps": f"schedule, at first {splitter.size_of(0)}" if callable(splitter.steps) else splitter.steps,
         "remainder": splitter.remainder,
-        "reduce": splitter.reduce,
+        "reduce": splitter.sync.reduce,
     }
-    if splitter.syncs:
+    if splitter.sync.syncs:
         facts["windows per epoch"] = known_length(windows)
     return facts

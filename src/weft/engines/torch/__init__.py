@@ -16,7 +16,3 @@ hooks/            seeing what a module and its gradients do
 device/           devices, and batches brought to them
 streaming/        parts whose parameters have memory only while they are called
 """
-
-from weft.engines.torch.engine import TorchEngine
-
-__all__ = ["TorchEngine"]

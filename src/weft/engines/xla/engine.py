@@ -24,7 +24,7 @@ from weft.engines.options import (
 from weft.engines.peers import Peers
 from weft.engines.protocol import Engine
 from weft.engines.results import Axes, Held, ReducedModule, Undoable
-from weft.engines.torch import TorchEngine
+from weft.engines.torch.engine import TorchEngine
 from weft.engines.torch.stepping.owners import Block
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
 from weft.engines.xla.layout import Laid, lay
