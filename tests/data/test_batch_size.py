@@ -80,7 +80,7 @@ def test_trials_begin_with_untouched_objects():
     assert optimizer.state_dict()["state"] == {} and torch.equal(state, torch.get_rng_state())
 
 
-class _WithDevice(weft.context.TorchEngine):
+class _WithDevice(weft.engines.TorchEngine):
     """An engine whose device has random numbers of its own."""
 
     def rng_state(self, device):

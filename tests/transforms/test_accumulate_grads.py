@@ -871,7 +871,7 @@ def test_nothing_global_changes_and_nothing_is_left():
         for x in window:
             model(x).sum().backward()
     assert _global_state() == before
-    first = next(iter(window.__class__(MicroBatches(iter([(1, None)]), 1), windows.weft_splitter)))
+    first = next(iter(window.__class__(MicroBatches(iter([(1, None)]), 1), windows.weft_splitter.sync)))
     assert first == 1
     refs = [weakref.ref(part) for part in (model, loader, windows, window, ctx, windows.weft_splitter)]
     del model, loader, windows, window, ctx, x
