@@ -247,14 +247,23 @@ def _classes():
                 yield pytest.param(file, node, id=f"{file}:{node.name}")
 
 
+def _bases(node):
+    """The classes of this package that a class extends, and those that they extend."""
+    names = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    for tree in TREES.values():
+        for found in tree.body:
+            if isinstance(found, ast.ClassDef) and found.name in names:
+                yield found
+                yield from _bases(found)
+
+
 @pytest.mark.parametrize(("file", "node"), list(_classes()))
 def test_the_attributes_that_a_class_documents_exist(file, node):
     text = (ast.get_docstring(node) or "").partition("Attributes:")[2]
     section = re.split(r"\n(?=\S)", text, maxsplit=1)[0]
     indent = min((len(line) - len(line.lstrip()) for line in section.splitlines() if line.strip()), default=0)
     documented = set(re.findall(rf"^ {{{indent}}}(\w+)(?: \([^)]*\))?:", section, re.MULTILINE))
-    names = {base.id for base in node.bases if isinstance(base, ast.Name)}
-    bases = [n for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef) and n.name in names]
+    bases = list(_bases(node))
     there = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
     for body in (node.body, *(base.body for base in bases)):
         there |= {n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}

@@ -1,7 +1,8 @@
 """`DistContext`: where a program runs and what was done so far, as one immutable value.
 
-This file holds the value, and `Applied`, what it knows of one transform. Its numbers are in `rank_facts.py`,
-smaller contexts in `sub_contexts.py`, making one in `start.py`; the live handles behind it are `peers/world.py`.
+This file holds the value, and `Applied`, what it knows of one transform. Its numbers are in `rank_facts.py`, whether a
+collective may run in `guards.py`, smaller contexts in `sub_contexts.py`, making one in `start.py`; the live handles
+behind it are `peers/world.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.context import guards, shutdown, sub_contexts
-from weft.context.guards import Restriction
-from weft.context.rank_facts import RankFacts
+from weft.context import shutdown, sub_contexts
+from weft.context.guards import Guarded
 from weft.errors import ContextError
 from weft.peers.agreement import agree
 from weft.peers.replica_groups import ReplicaGroup
@@ -62,7 +61,7 @@ class Applied:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistContext(RankFacts):
+class DistContext(Guarded):
     """Where a program runs, and which transforms were applied so far.
 
     A context is a value: frozen, comparable, hashable, picklable. It is made by `weft.start`,
@@ -94,27 +93,19 @@ class DistContext(RankFacts):
         replicas: Of an elastic job, the replicas that make steps together; everything else is about this one.
     """
 
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  (torch.device is immutable)
     seed: int = 0
     timeout_s: float = 600.0
     debug: bool = False
     applied: tuple[Applied, ...] = ()
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     handed_over: tuple[object, ...] = field(default=(), compare=False, repr=False)
-    restricted: Restriction | None = field(default=None, compare=False)
     engine: Engine = field(compare=False, repr=False)
-    world: World = field(compare=False, repr=False)
     replicas: ReplicaGroup | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_replicas(self) -> int:
         """How many replicas of an elastic job make steps together at this moment; 1 in other jobs."""
         return 1 if self.replicas is None else self.replicas.size
-
-    @property
-    def here(self) -> bool:
-        """Whether this process is one of the ranks this context speaks for."""
-        return self.rank >= 0 and (self.restricted is None or self.restricted.global_rank == self.ranks[self.rank])
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -205,14 +196,6 @@ class DistContext(RankFacts):
         known = {id(record) for record in self.applied}
         added = tuple(record for record in other.applied if id(record) not in known)
         return replace(self, applied=(*self.applied, *added))
-
-    def check_unrestricted(self, what: str) -> None:
-        """Raise `CollectiveRefused` if this context came from `only`; `what` names the operation."""
-        guards.check_unrestricted(self, what)
-
-    def require_collective(self, what: str) -> World:
-        """Return the live world, or raise if no collective may run on this context here; `what` names the operation."""
-        return guards.require_collective(self, what)
 
     def agree(self, what: str, facts: Mapping[str, object] | None = None) -> None:
         """Meet all ranks: each one got here, with the same facts.

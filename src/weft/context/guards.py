@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
+
+from weft.context.rank_facts import RankFacts
 from weft.errors import CollectiveRefused, ContextError
+from weft.peers.world import World
 
-if TYPE_CHECKING:
-    from weft.context.distcontext import DistContext
-    from weft.peers.world import World
-
-__all__ = ["Restriction", "check_unrestricted", "line_outside", "require_collective"]
+__all__ = ["Guarded", "Restriction", "line_outside"]
 
 
 class Restriction(NamedTuple):
@@ -28,45 +29,57 @@ class Restriction(NamedTuple):
     where: str
 
 
-def check_unrestricted(ctx: DistContext, what: str) -> None:
-    """See `DistContext.check_unrestricted`.
+@dataclass(frozen=True, kw_only=True)
+class Guarded(RankFacts):
+    """The part of a `DistContext` that a collective needs: the ranks, their device, and the live world behind them."""
 
-    Raises:
-        CollectiveRefused: The context came from `only`.
-    """
-    if ctx.restricted is not None:
-        raise CollectiveRefused(
-            f"{what}: refused on a context for rank {ctx.restricted.rank} only, at {line_outside()}",
-            found=f"ctx.only({ctx.restricted.rank}) at {ctx.restricted.where}",
-            expected="a collective is called by all ranks, on the full context",
-            fix="call it on the full context, outside of the code for one rank",
-        )
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (torch.device is immutable)
+    restricted: Restriction | None = field(default=None, compare=False)
+    world: World = field(compare=False, repr=False)
 
+    @property
+    def here(self) -> bool:
+        """Whether this process is one of the ranks this context speaks for."""
+        return self.rank >= 0 and (self.restricted is None or self.restricted.global_rank == self.ranks[self.rank])
 
-def require_collective(ctx: DistContext, what: str) -> World:
-    """See `DistContext.require_collective`.
+    def check_unrestricted(self, what: str) -> None:
+        """Raise if this context speaks for one rank only.
 
-    Raises:
-        CollectiveRefused: The context came from `only`, or this rank is not one of its ranks.
-        ContextError: The context is closed, was unpickled, or is only pretended.
-    """
-    check_unrestricted(ctx, what)
-    if ctx.rank < 0:
-        raise CollectiveRefused(
-            f"{what}: refused, this process is not one of the ranks of the context",
-            found=f"ranks {ctx.ranks}",
-            expected="only members call collectives of a subset",
-            fix="if sub.here: ...",
-        )
-    if ctx.world_size > 1 and (ctx.world.group is None or ctx.world.root.closed):
-        state = "is closed" if ctx.world.root.closed else "has no process group (a fake or an unpickled one)"
-        raise ContextError(
-            f"{what}: the context {state}",
-            found=f"rank {ctx.rank} of {ctx.world_size}",
-            expected="a context from weft.start or weft.adopt, before close",
-            fix="with weft.start() as ctx: ...",
-        )
-    return ctx.world
+        Raises:
+            CollectiveRefused: It came from `only`; `what` names the operation.
+        """
+        if self.restricted is not None:
+            raise CollectiveRefused(
+                f"{what}: refused on a context for rank {self.restricted.rank} only, at {line_outside()}",
+                found=f"ctx.only({self.restricted.rank}) at {self.restricted.where}",
+                expected="a collective is called by all ranks, on the full context",
+                fix="call it on the full context, outside of the code for one rank",
+            )
+
+    def require_collective(self, what: str) -> World:
+        """Return the live world, if a collective may run on this context here; `what` names the operation.
+
+        Raises:
+            CollectiveRefused: The context came from `only`, or this rank is not one of its ranks.
+            ContextError: The context is closed, was unpickled, or is only pretended.
+        """
+        self.check_unrestricted(what)
+        if self.rank < 0:
+            raise CollectiveRefused(
+                f"{what}: refused, this process is not one of the ranks of the context",
+                found=f"ranks {self.ranks}",
+                expected="only members call collectives of a subset",
+                fix="if sub.here: ...",
+            )
+        if self.world_size > 1 and (self.world.group is None or self.world.root.closed):
+            state = "is closed" if self.world.root.closed else "has no process group (a fake or an unpickled one)"
+            raise ContextError(
+                f"{what}: the context {state}",
+                found=f"rank {self.rank} of {self.world_size}",
+                expected="a context from weft.start or weft.adopt, before close",
+                fix="with weft.start() as ctx: ...",
+            )
+        return self.world
 
 
 def line_outside() -> str:

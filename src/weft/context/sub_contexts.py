@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from weft.context.guards import Restriction, line_outside
+from weft.context.guards import Guarded, Restriction, line_outside
 from weft.context.rank_facts import rank_groups
 from weft.context.shutdown import device_mesh, new_subgroup
 from weft.errors import ContextError
@@ -15,12 +15,12 @@ from weft.peers.world import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from weft.context.distcontext import DistContext
-
 __all__ = ["along_axes", "mesh_along", "mesh_view", "new_axis_group", "of_ranks", "one_rank"]
 
+C = TypeVar("C", bound=Guarded)
 
-def along_axes(ctx: DistContext, axis: str | Sequence[str]) -> DistContext:
+
+def along_axes(ctx: C, axis: str | Sequence[str]) -> C:
     """See `DistContext.on`."""
     asked = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in asked:
@@ -34,7 +34,7 @@ def along_axes(ctx: DistContext, axis: str | Sequence[str]) -> DistContext:
     return _with_members(ctx, members, axes, data_axes, _axis_world(ctx, axes, members))
 
 
-def of_ranks(ctx: DistContext, ranks: Sequence[int]) -> DistContext:
+def of_ranks(ctx: C, ranks: Sequence[int]) -> C:
     """See `DistContext.subset`.
 
     Raises:
@@ -53,7 +53,7 @@ def of_ranks(ctx: DistContext, ranks: Sequence[int]) -> DistContext:
     return _with_members(ctx, members, (("data", len(members)),), ("data",), world)
 
 
-def one_rank(ctx: DistContext, rank: int | str) -> DistContext:
+def one_rank(ctx: C, rank: int | str) -> C:
     """See `DistContext.only`.
 
     Raises:
@@ -71,7 +71,7 @@ def one_rank(ctx: DistContext, rank: int | str) -> DistContext:
     return replace(ctx, restricted=Restriction(chosen, ctx.ranks[chosen], line_outside()))
 
 
-def mesh_along(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
+def mesh_along(ctx: Guarded, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     """Torch's mesh with a dimension for each set of axes, part of one over all ranks. Collectives: as `on` says.
 
     Raises:
@@ -80,11 +80,12 @@ def mesh_along(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     return mesh_view(ctx, dims)[tuple(_dim_name(ctx, axes) for axes in dims)]
 
 
-def mesh_view(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
+def mesh_view(ctx: Guarded, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     """Torch's mesh over all ranks, in which each of some sets of axes is one dimension; see `mesh_along`."""
-    assert ctx.mesh is not None
+    mesh = device_mesh(ctx.world, ctx.axes, ctx.device.type)
+    assert mesh is not None
     if all(len(axes) == 1 for axes in dims):
-        return ctx.mesh
+        return mesh
     order = [name for name, size in ctx.axes if size > 1]
     joined: dict[str, tuple[str, ...]] = {}
     for axes in dims:
@@ -98,22 +99,22 @@ def mesh_view(ctx: DistContext, dims: Sequence[Sequence[str]]) -> DeviceMesh:
                 expected=f"one after the other those along which parameters are sharded together: {wide}",
                 fix="weft.start(mesh={" + ", ".join(f'"{name}": {ctx.axis_size(name)}' for name in wide) + ", ...})",
             )
-        ctx.on(wide)  # makes the groups
+        along_axes(ctx, wide)  # makes the groups
     whole: dict[str, int] = {}
     for name, size in ctx.axes:
         key = next((key for key, wide in joined.items() if name in wide), name)
         whole[key] = whole.get(key, 1) * size
-    mesh = device_mesh(ctx.world, tuple(whole.items()), ctx.device.type)
-    assert mesh is not None
-    return mesh
+    joint = device_mesh(ctx.world, tuple(whole.items()), ctx.device.type)
+    assert joint is not None
+    return joint
 
 
-def _dim_name(ctx: DistContext, axes: Sequence[str]) -> str:
+def _dim_name(ctx: Guarded, axes: Sequence[str]) -> str:
     """What some axes are called that are one dimension of a mesh."""
     return "+".join(name for name, size in ctx.axes if size > 1 and name in axes) or axes[0]
 
 
-def new_axis_group(ctx: DistContext, names: Sequence[str]) -> World:
+def new_axis_group(ctx: Guarded, names: Sequence[str]) -> World:
     """Make the groups along these axes, and return this rank's; all ranks of `ctx` call it."""
     made = new_subgroup(ctx.world, rank_groups(ctx, names), f"axis {tuple(names)}")
     ctx.world.axis_groups["+".join(names)] = made
@@ -123,12 +124,12 @@ def new_axis_group(ctx: DistContext, names: Sequence[str]) -> World:
 
 
 def _with_members(
-    ctx: DistContext,
+    ctx: C,
     members: list[int],
     axes: tuple[tuple[str, int], ...],
     data_axes: tuple[str, ...],
     world: World,
-) -> DistContext:
+) -> C:
     return replace(
         ctx,
         rank=members.index(ctx.rank) if ctx.rank in members else -1,
@@ -140,7 +141,7 @@ def _with_members(
     )
 
 
-def _axis_world(ctx: DistContext, axes: tuple[tuple[str, int], ...], members: list[int]) -> World:
+def _axis_world(ctx: Guarded, axes: tuple[tuple[str, int], ...], members: list[int]) -> World:
     wide = [name for name, size in axes if size > 1] or [name for name, _ in axes[:1]]
     live = ctx.world.axis_groups.get("+".join(wide))
     if live is not None:
