@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
-from weft.checkpoint.replicas import _SMALL, _fingerprint
+from weft.checkpoint.compare_replicas import _SMALL, _fingerprint
 from weft.errors import CheckpointError, PeerError
 from weft.testing import run_ranks
 

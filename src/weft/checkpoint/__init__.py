@@ -4,7 +4,7 @@ save.py        `save`
 save_async.py  `save_async`: the same beside the program
 staging.py     the memory that it copies the state into
 draft.py       what a rank brings, and how the main rank makes a whole of it
-replicas.py    whether ranks that hold the same tensor hold the same values
+compare_replicas.py    whether ranks that hold the same tensor hold the same values
 restore.py     `restore`
 reader.py      which bytes of which files this rank needs
 history.py     which checkpoints of a directory belong to a run

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.checkpoint.compare_replicas import Replicas, differing, digests, fingerprints, refuse
 from weft.checkpoint.format import commit
 from weft.checkpoint.format.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
 from weft.checkpoint.format.remote import Mirror, mirror_of
 from weft.checkpoint.format.safetensors_write import digest_of, sync_folder, write_text
 from weft.checkpoint.format.tensor_blocks import Block, Held, holders, writers
 from weft.checkpoint.history import History, history_of
-from weft.checkpoint.replicas import Replicas, differing, digests, fingerprints, refuse
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
 from weft.checkpoint.state.other_ranks import add_elsewhere
 from weft.checkpoint.state.random_states import random_state

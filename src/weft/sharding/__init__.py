@@ -8,7 +8,7 @@ meta.py          real tensors for modules on meta
 other_axes.py    parameters that lie along other axes, or whose gradients are summed over others
 stages.py        the stages of a pipeline: which layers come one after the other
 stage_tensors.py which rank of a pipeline keeps which parameters
-stacked.py       tensors that differ between ranks, as one with a dimension more
+stacked_copies.py       tensors that differ between ranks, as one with a dimension more
 owner_step.py    steps on whole parameters, each on the rank that owns it
 shard_module.py  all of it in its order, and the engine
 find_experts.py  experts that can be divided among ranks
@@ -22,7 +22,7 @@ from weft.sharding.other_axes import broadcast_state, facts_of, reductions, step
 from weft.sharding.owner_step import check_owners, step_by_owners
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
-from weft.sharding.stacked import stacked_over
+from weft.sharding.stacked_copies import stacked_over
 
 __all__ = [
     "TensorPlan",

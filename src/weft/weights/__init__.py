@@ -1,7 +1,7 @@
 """Weights alone: out of a checkpoint into the layout of Hugging Face, from files into any module, and where they lie.
 
 export.py     `export`
-adapters.py   adapters of PEFT: which one is meant, and what it is called in files
+adapter_files.py   adapters of PEFT: which one is meant, and what it is called in files
 hf_layout.py  which tensors in which of its files
 publish.py    a folder that appears when it is complete
 load.py       `load_weights`

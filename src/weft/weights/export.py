@@ -13,7 +13,7 @@ from weft.checkpoint.format.remote import fetched, place
 from weft.checkpoint.format.safetensors_write import write_text
 from weft.checkpoint.state.adapters import CONFIG
 from weft.contract.select_modules import Names
-from weft.weights.adapters import check_adapter_options, stored_adapter
+from weft.weights.adapter_files import check_adapter_options, stored_adapter
 from weft.weights.hf_layout import Layout, check_names, chosen_tensors, num_bytes, renamed_tensors
 from weft.weights.publish import published
 from weft.weights.sources import floating_dtype, from_checkpoint

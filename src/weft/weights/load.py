@@ -15,7 +15,7 @@ from weft.checkpoint.state.collect import kept_shards
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
 from weft.contract import check_not_streamed
-from weft.weights.adapters import names_in_module
+from weft.weights.adapter_files import names_in_module
 from weft.weights.assign import Placement, renamed
 from weft.weights.sources import floating_dtype, from_path
 from weft.weights.stored_names import as_named_now

@@ -1,8 +1,8 @@
 """torch-xla under a plain loop: one process per host, whose devices are one mesh (SPMD).
 
 library.py      torch-xla itself, if it is there and fits torch
-layout.py       which device holds which part of a tensor
-transfer.py     modules, batches and values to the devices and back
+device_layout.py       which device holds which part of a tensor
+device_transfer.py     modules, batches and values to the devices and back
 step_end.py     where a step ends, and with it the graph that XLA compiles
 activation_checkpoint.py  activations computed again
 engine.py       what transforms ask

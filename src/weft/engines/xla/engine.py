@@ -27,10 +27,10 @@ from weft.engines.results import Axes, Held, ReducedModule, Undoable
 from weft.engines.torch.engine import TorchEngine
 from weft.engines.torch.stepping.owners import Block
 from weft.engines.xla.activation_checkpoint import RecomputedOnXla
-from weft.engines.xla.layout import Laid, lay
+from weft.engines.xla.device_layout import Laid, lay
+from weft.engines.xla.device_transfer import fetch, place, prefetch, send
 from weft.engines.xla.library import Library, check_processes, library, use_spmd
 from weft.engines.xla.step_end import StepEnd
-from weft.engines.xla.transfer import fetch, place, prefetch, send
 from weft.errors import ContextError, value_error
 
 __all__ = ["XlaEngine"]

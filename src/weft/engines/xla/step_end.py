@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from weft.engines.xla.layout import lay_state
+from weft.engines.xla.device_layout import lay_state
 from weft.engines.xla.library import Library
 
 __all__ = ["StepEnd"]

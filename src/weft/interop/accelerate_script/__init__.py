@@ -7,11 +7,11 @@ setup.py        before the loop: the context, transforms, the state
 loops.py        a loop with `accumulate` becomes a loop over windows
 calls.py        one row per call: what it is in weft; hints for the others
 names.py        what is what in a script: accelerators, models, loaders, loops
-draft.py        what these share, and what is to be told
+translation.py        what these share, and what is to be told
 edits.py        edits of a text that keep every other character
 """
 
-from weft.interop.accelerate_script.draft import Finding
 from weft.interop.accelerate_script.translate import Translation, translate
+from weft.interop.accelerate_script.translation import Finding
 
 __all__ = ["Finding", "Translation", "translate"]

@@ -6,11 +6,11 @@ import ast
 from collections.abc import Callable
 
 from weft.interop.accelerate_script.calls import ATTRIBUTES, FUNCTIONS, HINTS, METHODS, REMARKS, Template
-from weft.interop.accelerate_script.draft import Draft
 from weft.interop.accelerate_script.loops import is_after_backward
 from weft.interop.accelerate_script.names import dotted
 from weft.interop.accelerate_script.setup import SETTINGS, construct, load_state, save_state
 from weft.interop.accelerate_script.statements import STATEMENTS
+from weft.interop.accelerate_script.translation import Draft
 
 __all__ = ["leave_argument", "leave_attribute", "leave_call", "leave_compare", "leave_keyword", "leave_name"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from weft.interop.accelerate_script.draft import Draft
 from weft.interop.accelerate_script.names import Loop, dotted
+from weft.interop.accelerate_script.translation import Draft
 
 __all__ = ["drop_sync_test", "is_after_backward", "split_loop"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 from weft.interop.accelerate_script.calls import HINTS, KEYWORDS
-from weft.interop.accelerate_script.draft import Draft
 from weft.interop.accelerate_script.names import dotted
+from weft.interop.accelerate_script.translation import Draft
 
 __all__ = ["PREPARE", "SETTINGS", "alone", "construct", "load_state", "own_lines", "prepare", "register", "save_state"]
 

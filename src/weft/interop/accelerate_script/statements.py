@@ -6,10 +6,10 @@ import ast
 from collections.abc import Callable
 
 from weft.interop.accelerate_script.calls import HINTS
-from weft.interop.accelerate_script.draft import Draft
 from weft.interop.accelerate_script.loops import drop_sync_test, is_after_backward, split_loop
 from weft.interop.accelerate_script.names import dotted
 from weft.interop.accelerate_script.setup import PREPARE, SETTINGS, alone, own_lines, prepare, register
+from weft.interop.accelerate_script.translation import Draft
 
 __all__ = ["STATEMENTS", "leave_and", "leave_for", "leave_if", "leave_with", "statement"]
 

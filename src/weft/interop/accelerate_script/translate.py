@@ -6,7 +6,6 @@ import ast
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from weft.interop.accelerate_script.draft import Draft, Finding
 from weft.interop.accelerate_script.edits import Edits
 from weft.interop.accelerate_script.expressions import (
     leave_argument,
@@ -19,6 +18,7 @@ from weft.interop.accelerate_script.expressions import (
 from weft.interop.accelerate_script.names import find_names
 from weft.interop.accelerate_script.setup import alone
 from weft.interop.accelerate_script.statements import leave_and, leave_for, leave_if, leave_with, statement
+from weft.interop.accelerate_script.translation import Draft, Finding
 
 __all__ = ["Translation", "translate"]
 

@@ -1,7 +1,7 @@
 """Weights in 8 or 4 bits.
 
 quantize.py   `quantized`
-libraries.py  the libraries that quantize a layer
+quantized_layers.py  the libraries that quantize a layer
 """
 
 from weft.weights.quantization.quantize import quantized

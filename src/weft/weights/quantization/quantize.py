@@ -19,7 +19,7 @@ from weft.contract.select_modules import fits_pattern
 from weft.errors import OrderError, listed, value_error
 from weft.tensors.quantized import quantized_parts
 from weft.weights.assign import Placement, renamed
-from weft.weights.quantization.libraries import Quantizer, quantizer
+from weft.weights.quantization.quantized_layers import Quantizer, quantizer
 from weft.weights.sources import Source, floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 

@@ -3,7 +3,7 @@
 divided.py       which rank holds which experts, and everybody's again
 stacked.py       experts that are parts of stacked parameters
 listed.py        experts that are modules in a list
-stand_ins.py     what takes the place of listed experts while the module around them runs
+expert_stand_ins.py     what takes the place of listed experts while the module around them runs
 all_to_all.py    rows of tensors to the ranks they are for, and gradients back
 local_losses.py  losses of routers over the batch of one rank, which are refused
 """

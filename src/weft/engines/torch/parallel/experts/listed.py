@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
-from weft.engines.torch.parallel.experts.stand_ins import DTYPES, Answering, Call, End, Noting, StandIn
+from weft.engines.torch.parallel.experts.expert_stand_ins import DTYPES, Answering, Call, End, Noting, StandIn
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import map_tensors, tensors
 

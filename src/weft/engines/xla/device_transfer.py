@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.optim.step_watch import optimizers_of
-from weft.engines.xla.layout import batch_plan
+from weft.engines.xla.device_layout import batch_plan
 from weft.engines.xla.library import Library
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
