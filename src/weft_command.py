@@ -75,7 +75,7 @@ def _by_fork() -> Iterator[None]:
     import multiprocessing.forkserver  # noqa: PLC0415
     import multiprocessing.util  # noqa: PLC0415
 
-    from weft.launching.rank_main import end_with_parent  # noqa: PLC0415
+    from weft.environments import end_with_parent  # noqa: PLC0415
 
     util: Any = multiprocessing.util
     server: Any = multiprocessing.forkserver._forkserver

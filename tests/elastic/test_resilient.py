@@ -1,21 +1,18 @@
 """resilient: replicas die and come back, and the run ends as if nothing had happened."""
 
 import json
-import os
 import pathlib
 import random
 import runpy
 import signal
-import subprocess
-import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from tests.elastic.train_replicas import SAMPLES, reference
+from tests.elastic.chaos import LIMIT_S, Job, check, harm
 from tests.processes import until
 from weft.errors import ContextError, ContractError
 from weft.peers.board import Board
@@ -23,69 +20,46 @@ from weft.peers.quorum import Answer
 from weft.peers.replica_groups import ReplicaGroup
 from weft.peers.world import World
 
-PROGRAM = [str(pathlib.Path(sys.executable).with_name("weft")), "launch"]
-SCRIPT = str(pathlib.Path(__file__).with_name("train_replicas.py"))
-LIMIT_S = 60
-
-
-def _start(folder, *, replicas=3, shards=1, restarts=5, epochs=3, windows=False, pause_s=0.01, faults=None, least=1):
-    words = [SCRIPT, folder, epochs, "windows" if windows else "batches", shards, pause_s, json.dumps(faults or {})]
-    options = ["-n", replicas * shards, "--min-replicas", least, "--max-restarts", restarts]
-    options += ["--replica-ranks", shards] if shards > 1 else []
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*PROGRAM, *map(str, options), *map(str, words)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _ended(process):
-    try:
-        text, _ = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
-    return process.returncode, text
-
-
-def _check(folder, *, replicas=3, epochs=3, windows=False):
-    """The end is that of one process, and every sample was used once in the steps that counted."""
-    expected, steps = reference(replicas, epochs, windows=windows)
-    ends = sorted(folder.glob("*.end"))
-    assert ends
-    for end in ends:
-        difference = max(float((a - b).abs().max()) for a, b in zip(expected, torch.load(end), strict=True))
-        assert difference < 1e-12, (end.name, difference)
-    used = {}
-    for path in folder.glob("*.used"):
-        for line in path.read_text().splitlines():
-            if line.endswith("]"):  # else it was killed over it
-                step, quorum, ids = json.loads(line)
-                used.setdefault(step, {}).setdefault(quorum, []).extend(ids)
-    counted = [sorted(used[step][max(used[step])]) for step in range(len(steps))]  # the last attempt
-    assert counted == steps
-    assert sorted(i for step in steps[: len(steps) // epochs] for i in step) == list(range(SAMPLES))
-
 
 @pytest.mark.slow
 def test_a_replica_that_dies_costs_a_step_and_comes_back(tmp_path):
     faults = {"1.0": [3, signal.SIGKILL], "0.0": [8, signal.SIGKILL]}
-    code, text = _ended(_start(tmp_path, epochs=6, pause_s=0.05, faults=faults))
+    code, text = Job(tmp_path, epochs=6, pause_s=0.05, faults=faults).ended()
     assert code == 0, text
-    _check(tmp_path, epochs=6)
-    assert text.count("ended by signal 9 (SIGKILL)") == 2, text
+    check(tmp_path, epochs=6)
+    assert text.count("weft launch: replica") == 2, text
     assert "; new: " in text, text
 
 
 @pytest.mark.slow
 def test_windows_with_a_replica_that_is_stopped_and_no_more_restarts(tmp_path):
     faults = {"1.0": [3, signal.SIGSTOP], "2.0": [5, signal.SIGKILL]}
-    code, text = _ended(_start(tmp_path, epochs=4, windows=True, restarts=0, faults=faults))
+    code, text = Job(tmp_path, epochs=4, windows=True, restarts=0, faults=faults).ended()
     assert code == 0, text
-    _check(tmp_path, epochs=4, windows=True)
+    check(tmp_path, epochs=4, windows=True)
     assert "was stopped for 3 s, and is killed" in text and "with 1 of 3 replicas" in text
+    weft.monitoring.write_report(tmp_path)
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["replicas"] for line in told] == [3, 2, 1]
+    stopped, killed = (line["elastic"] for line in told[1:])
+    assert stopped["again"] and 3 < stopped["seconds"] < 6 and killed["seconds"] < 3
+    assert [(loss["replica"], loss["how"], loss["why"]) for line in told for loss in line["elastic"]["lost"]] == [
+        (1, "by signal 9 (SIGKILL)", "it was stopped for 3 s"), (2, "by signal 9 (SIGKILL)", "")
+    ]  # fmt: skip
+    page = (tmp_path / "report.html").read_text()
+    assert "it was stopped for 3 s" in page and "a step again, " in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [False, True])
+def test_workers_end_with_their_replica_and_batches_read_ahead_are_read_again(tmp_path, windows):
+    faults = {"1.0": [3, signal.SIGKILL], "0.0": [6, signal.SIGKILL], "num_workers": 2}
+    setting = {"replicas": 2, "epochs": 3, "windows": windows}
+    code, text = Job(tmp_path, pause_s=0.05, faults=faults, **setting).ended()
+    assert code == 0, text
+    check(tmp_path, **setting)
+    told = [json.loads(line)["elastic"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert max(line["seconds"] or 0 for line in told if line["lost"]) < 4, text  # torch's workers look every 5 s
 
 
 @pytest.mark.slow
@@ -93,25 +67,62 @@ def test_windows_with_a_replica_that_is_stopped_and_no_more_restarts(tmp_path):
 def test_a_rank_of_a_sharded_replica_that_dies_takes_the_replica_with_it(tmp_path, windows):
     faults = {"1.0-1": [3, signal.SIGKILL], "0.0-0": [9, signal.SIGKILL]}
     options = {"replicas": 2, "epochs": 8, "windows": windows}
-    code, text = _ended(_start(tmp_path, shards=2, pause_s=0.05, faults=faults, **options))
+    code, text = Job(tmp_path, shards=2, pause_s=0.05, faults=faults, **options).ended()
     assert code == 0, text
-    _check(tmp_path, **options)
-    assert text.count("ended by signal 9 (SIGKILL)") == 2 and "; new: " in text, text
+    check(tmp_path, **options)
+    assert text.count("weft launch: replica") == 2 and "; new: " in text, text
 
 
 @pytest.mark.slow
 def test_another_model_is_refused_and_the_others_continue(tmp_path):
     faults = {"1.0": [3, signal.SIGKILL], "1.1": "other model"}
-    code, text = _ended(_start(tmp_path, epochs=6, pause_s=0.05, restarts=1, faults=faults))
+    code, text = Job(tmp_path, epochs=6, pause_s=0.05, restarts=1, faults=faults).ended()
     assert code == 0, text
-    _check(tmp_path, epochs=6)
+    check(tmp_path, epochs=6)
     assert "weft launch: refused: 1.1 is another program: objects: " in text
     assert "this replica was refused" in text
 
 
 @pytest.mark.slow
+def test_one_replica_goes_on_alone_until_two_come_at_once(tmp_path):
+    faults = {"1.0": [3, signal.SIGKILL], "2.0": [3, signal.SIGKILL], "1.1": "late", "2.1": "late"}
+    code, text = Job(tmp_path, epochs=16, pause_s=0.05, faults=faults).ended()
+    assert code == 0, text
+    check(tmp_path, epochs=16)
+    counts = [json.loads(line)["replicas"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert counts[0] == 3 and 1 in counts and counts[-1] == 3, text
+
+
+@pytest.mark.slow
+def test_all_replicas_die_and_begin_again_with_the_copy_in_memory(tmp_path):
+    faults = {f"{replica}.0": [8, signal.SIGKILL] for replica in range(3)}
+    code, text = Job(tmp_path, epochs=4, faults={**faults, "copy_every": 3}).ended()
+    assert code == 0, text
+    check(tmp_path, epochs=4)
+    assert "from step 6 on with" in text, text
+
+
+@pytest.mark.slow
+def test_one_sharded_replica_begins_again_with_the_newest_of_copy_and_checkpoint(tmp_path):
+    faults = {"0.0-0": [7, signal.SIGKILL], "0.1-1": [10, signal.SIGKILL], "copy_every": 4, "save_every": 6}
+    code, text = Job(tmp_path, replicas=1, shards=2, epochs=2, faults=faults).ended()
+    assert code == 0, text
+    check(tmp_path, replicas=1, epochs=2)
+    assert text.index("from step 6 on with 1 of 1") < text.index("from step 8 on with 1 of 1"), text
+
+
+@pytest.mark.slow
+def test_who_comes_after_the_end_is_told_and_nobody_waits_for_him(tmp_path):
+    faults = {"1.0": [13, signal.SIGKILL], "1.1": "late"}
+    code, text = Job(tmp_path, faults=faults).ended()
+    assert code == 0, text
+    check(tmp_path)
+    assert "weft launch: the job has ended before replica 1 could join it" in text
+
+
+@pytest.mark.slow
 def test_too_few_replicas_end_the_job_with_the_words_of_the_one_that_failed(tmp_path):
-    code, text = _ended(_start(tmp_path, least=3, restarts=0, faults={"1.0": [3, signal.SIGKILL]}))
+    code, text = Job(tmp_path, least=3, restarts=0, faults={"1.0": [3, signal.SIGKILL]}).ended()
     assert code == 128 + signal.SIGKILL
     assert "weft launch: replica 1" in text.splitlines()[-1] and "SIGKILL" in text.splitlines()[-1]
 
@@ -119,24 +130,14 @@ def test_too_few_replicas_end_the_job_with_the_words_of_the_one_that_failed(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "shards"), [(0, 1), (1, 1), (2, 2)])
 def test_random_kills_and_stops(tmp_path, seed, shards):
-    chance, kills = random.Random(seed), 12 // shards
-    options = {"replicas": 3 if shards == 1 else 2, "epochs": 24 // shards, "windows": seed == 1}
-    process = _start(tmp_path, shards=shards, pause_s=0.03, restarts=kills, **options)
-    done = 0
-    assert until(lambda: len(list(tmp_path.glob("*.used"))) == options["replicas"] * shards, LIMIT_S)
-    while process.poll() is None and done < kills:
-        time.sleep(chance.uniform(0.05, 0.6))
-        victim = chance.choice(sorted(tmp_path.glob("*.pid")))
-        try:
-            os.kill(int(victim.read_text() or 0) or 2**22, signal.SIGSTOP if chance.random() < 0.1 else signal.SIGKILL)
-        except ProcessLookupError:
-            victim.unlink()
-        else:
-            done += 1
-    code, text = _ended(process)
+    setting = {"replicas": 3 if shards == 1 else 2, "epochs": 24 // shards, "windows": seed == 1}
+    job = Job(tmp_path, shards=shards, pause_s=0.03, restarts=100, **setting)
+    assert until(lambda: len(list(tmp_path.glob("*.used"))) == setting["replicas"] * shards, LIMIT_S)
+    done = harm(job, tmp_path, random.Random(seed), faults=12 // shards, wait_s=(0.05, 0.6))
+    code, text = job.ended()
     assert code == 0, text
-    assert done > kills / 2
-    _check(tmp_path, **options)
+    assert len(done) > 3
+    check(tmp_path, **setting)
 
 
 def test_a_second_process_of_a_replica_is_refused():
@@ -150,6 +151,24 @@ def test_a_second_process_of_a_replica_is_refused():
     with pytest.raises(ContextError, match=r"refused[\s\S]*found: .*two processes[\s\S]*fix: "):
         second.meet(0, fresh=True, facts={})
     assert first.add_up([torch.ones(1)])
+
+
+def test_replicas_add_up_and_hear_of_a_new_one_in_the_same_message():
+    store = torch.distributed.HashStore()
+    board = Board(store, limit_s=5.0)
+    for number in (1, 2):
+        board.write(f"answer/{number}", Answer(1, ("0.0", "1.0"))._asdict())
+    board.write("called/1", 1)
+
+    def add_up(name):
+        group = ReplicaGroup(board, store, name, 2, World(ranks=(0,), rank=0), torch.device("cpu"))
+        group.meet(0, fresh=True, facts={})
+        values, others = torch.tensor([1.0, 2.0, 7.0]), torch.tensor([3])
+        assert group.add_up([values, others], room=True)
+        return values[:2].tolist(), others.tolist(), group.called
+
+    with ThreadPoolExecutor(2) as both:
+        assert list(both.map(add_up, ("0.0", "1.0"))) == [([2.0, 4.0], [6], True)] * 2
 
 
 # -- without a launcher: one replica ----------------------------------------------------------------
@@ -248,9 +267,6 @@ def test_programs_whose_steps_cannot_be_made_again_are_refused():
     with pytest.raises(ContractError, match=r'uneven="pad" makes other samples[\s\S]*fix: '):
         _, _, padded, of_padded, after = _alone("pad")
         weft.resilient(padded, after, state=of_padded)
-    with pytest.raises(ContractError, match=r"num_workers=1: processes[\s\S]*expected: +num_workers=0"):
-        busy, after = weft.shard_data(DataLoader(range(4), batch_size=2, num_workers=1), ctx)
-        weft.resilient(busy, after, state=state)
     with pytest.raises(ContractError, match=r"nobody averages[\s\S]*weft.replicate"):
         other = torch.nn.Linear(1, 1)
         objects = {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=1.0), "loader": loader}

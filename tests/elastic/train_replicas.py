@@ -1,12 +1,16 @@
 """A program of replicas that tests start by `weft launch`: it notes which samples it used, and how it ended.
 
-FAULTS is JSON: by the name of a replica, the step in which it gets a signal, and the number of the signal.
+FAULTS is JSON: by the name of a replica, the step in which it gets a signal and the number of the signal, or how it
+differs; besides, after how many steps the state is copied ("copy_every") and saved ("save_every"),
+and how many workers read ("num_workers").
 """
 
 import json
 import os
 import pathlib
+import random
 import sys
+import threading
 import time
 
 import torch
@@ -14,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from weft.peers.gloo_connections import cut
 
 SAMPLES, PER_REPLICA = 50, 4
 
@@ -49,10 +54,23 @@ def reference(replicas, epochs, *, windows):
     return [p.detach() for p in model.parameters()], steps
 
 
+def cut_when_asked(path, name):
+    """End some of the connections of this process when a file appears; which ones depends on its name alone."""
+    chance = random.Random(name)
+    while True:
+        time.sleep(0.02)
+        if path.exists():
+            path.unlink()
+            cut(lambda _, remote: chance.random() < 0.5)
+
+
 def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
     name = ctx.replicas.name + ("" if shards == 1 else f"-{ctx.rank}")
     pathlib.Path(f"{folder}/{name}.pid").write_text(str(os.getpid()))
-    loader = DataLoader(data(), batch_size=PER_REPLICA // shards, shuffle=True)
+    asked = pathlib.Path(f"{folder}/{name}.cut")
+    threading.Thread(target=cut_when_asked, args=(asked, name), daemon=True).start()
+    workers = faults.get("num_workers", 0)
+    loader = DataLoader(data(), batch_size=PER_REPLICA // shards, shuffle=True, num_workers=workers)
     loader, ctx = weft.shard_data(loader, ctx, uneven="empty")
     model, optimizer, scheduler = build(width=9 if faults.get(name) == "other model" else 8)
     if shards == 1:
@@ -63,14 +81,20 @@ def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
         model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     state, ctx = weft.checkpointable(objects, ctx)
-    batches = weft.resilient(loader, ctx, state=state)
+    saved, save_every = f"{folder}/saved", faults.get("save_every", 10**6)
+    restored = weft.restore(state, saved, ctx)
+    done = restored.step if restored else 0
+    if faults.get(name) == "late":
+        time.sleep(1.5)
+    batches = weft.resilient(loader, ctx, state=state, step=done, copy_every=faults.get("copy_every"))
     with pathlib.Path(f"{folder}/{name}.used").open("w") as used:
         for _ in range(batches.epoch, epochs):
             for batch in batches:
                 step = batches.step
                 for x, y, numbers in batch if windows else [batch]:
                     share = (batch if windows else loader).share
-                    print(json.dumps([step, ctx.replicas.number, numbers.tolist()]), file=used, flush=True)
+                    line = [step, ctx.replicas.number, numbers.tolist(), time.monotonic()]
+                    print(json.dumps(line), file=used, flush=True)
                     (mse_loss(model(x), y) * share).backward()
                     if isinstance(faults.get(name), list) and faults[name][0] == step:
                         os.kill(os.getpid(), faults[name][1])
@@ -78,6 +102,8 @@ def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+                if (step + 1) % save_every == 0 and batches.leads and ctx.num_replicas == 1:
+                    weft.save(state, saved, step + 1, ctx)
                 time.sleep(pause_s)
     whole = [p.full_tensor() if shards > 1 else p for p in model.parameters()]
     torch.save([p.detach() for p in whole], f"{folder}/{name}.end")

@@ -1,6 +1,7 @@
 """weft launch: as if each rank were `python script args`, and one clear end."""
 
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -75,6 +76,7 @@ def main():
         "omp": os.environ.get("OMP_NUM_THREADS"), "threads": torch.get_num_threads(),
         "folder": os.getcwd(),
         "annotations": "reports" in dir() or "launch" in globals(),
+        "start": multiprocessing.get_start_method(),
     }
     for method in ("fork", "spawn"):
         loader = torch.utils.data.DataLoader(Data(), num_workers=1, batch_size=2, multiprocessing_context=method)
@@ -108,6 +110,7 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
         assert found["path"] == str(script.parent) and found["folder"] == str(tmp_path)
         assert script.samefile(tmp_path / found["file"])
         assert (found["name"], found["doc"], found["main"], found["pickled"]) == ("__main__", None, True, 3)
+        assert found["start"] == multiprocessing.get_all_start_methods()[0]
         assert found["fork"] == found["spawn"] == [[0, 1], [2, 3]] and found["pool"] == [2, 4]
         assert (found["rank"], found["size"], found["local"], found["sum"]) == (rank, 2, rank, 2.0)
         assert found["omp"] == str(found["threads"]) == str(max((os.cpu_count() or 1) // 2, 1))

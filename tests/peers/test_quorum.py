@@ -41,6 +41,15 @@ def test_those_who_have_made_more_steps_have_the_state():
     )  # fmt: skip
 
 
+def test_a_step_that_was_lost_is_made_again_unless_somebody_has_finished_it():
+    for steps, again in (((5, 5), True), ((5, 6), False)):
+        quorums, _ = _three()
+        quorums.ended("1.0")
+        for name, step in zip(("0.0", "2.0"), steps, strict=True):
+            quorums.ask(name, Ask(step, fresh=False, facts=FACTS, patience_s=20.0, failed=step == 5), 1.0)
+        assert quorums.next(1.0).again is again
+
+
 def test_a_new_one_calls_the_others_together_and_takes_their_state_whatever_it_has():
     quorums, _ = _three()
     quorums.ended("1.0")
@@ -64,6 +73,8 @@ def test_who_never_comes_is_overdue():
 def test_who_is_refused():
     quorums, _ = _three()
     assert "no replica that this launcher has started" in quorums.ask("7.0", _ask(), 1.0)
+    other = {**FACTS, "script": "def"}
+    assert "is another program: script: def, where the others have None" in quorums.ask("2.0", _ask(facts=other), 1.0)
     assert "objects: xyz, where the others have abc" in quorums.ask("1.0", _ask(facts={"objects": "xyz"}), 1.0)
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 from weft.context.config import LAUNCH, read_config
 from weft.context.settings import CONFIG_VARIABLE
-from weft.environments import cores_here
+from weft.environments import cores_here, end_with_parent
 from weft.errors import ContextError
 from weft.launching.agent import supervise
 from weft.launching.failures import Ending
 from weft.launching.plan import MEETING_S, Plan, make_plan
-from weft.launching.rank_main import end_with_parent, run_target
+from weft.launching.rank_main import run_target
 from weft.launching.replicas import supervise_replicas
 from weft.launching.slurm import batch_script
 from weft.peers.connect import is_here, reach
@@ -56,6 +56,7 @@ def add_parser(commands: Any) -> None:
         help="an elastic job: each process is a replica, started again alone; N of them at least make a step",
     )
     sub.add_argument("--replica-ranks", type=int, metavar="N", help="processes of each replica (default 1)")
+    sub.add_argument("--events", metavar="FILE", help="an elastic job: append losses and joins, for `weft report`")
     sub.add_argument("--threads", type=int, metavar="N", help="CPU threads per process; default: cores / processes")
     sub.add_argument(
         "--affinity",
@@ -186,12 +187,15 @@ def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: st
                 words = [sys.executable, "-I", "-c", _becoming(), str(os.getpid()), *words]
             return supervise(plan, words[0], *words[1:], folder=folder)
         if plan.min_replicas is not None:
-            return supervise_replicas(
-                plan,
-                run_target,
-                lambda own: (words[0], kind == "module", words[1:], name, cores, {**variables, **own}),
-                folder,
-            )
+            in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else name  # noqa: S108
+            with tempfile.TemporaryDirectory(prefix="weft-", dir=in_memory) as memory:
+                return supervise_replicas(
+                    plan,
+                    run_target,
+                    lambda own: (words[0], kind == "module", words[1:], name, cores, {**variables, **own}),
+                    folder,
+                    Path(memory),
+                )
         arguments = (words[0], kind == "module", words[1:], name, cores, variables)
         return supervise(plan, run_target, *arguments, folder=folder)
 

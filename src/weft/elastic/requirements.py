@@ -58,10 +58,6 @@ def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[Rep
         raise _unfit("the samples of a step are not known beforehand", what)
     if plan.uneven not in ("balance", "empty"):
         raise _unfit(f'uneven="{plan.uneven}" makes other samples of other numbers of replicas', 'uneven="balance"')
-    if loader.num_workers:
-        raise _unfit(
-            f"num_workers={loader.num_workers}: processes that a killed replica leaves behind", "num_workers=0"
-        )
     strange = sorted({record.name for record in ctx.applied} - _FIT - {"checkpointable"})
     if strange:
         raise _unfit(

@@ -22,9 +22,11 @@ from weft.context import DistContext
 from weft.data.split.sharded_loader import ShardedLoader
 from weft.data.windows import Window
 from weft.elastic.join import give, put_in_place, take
+from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
 from weft.errors import ContractError
+from weft.peers.quorum import Answer
 from weft.peers.replica_groups import ReplicaGroup
 
 __all__ = ["Resilient", "resilient"]
@@ -32,7 +34,9 @@ __all__ = ["Resilient", "resilient"]
 B = TypeVar("B")
 
 
-def resilient(loader: DataLoader[B], ctx: DistContext, *, state: Checkpoint, step: int = 0) -> Resilient[B]:
+def resilient(
+    loader: DataLoader[B], ctx: DistContext, *, state: Checkpoint, step: int = 0, copy_every: int | None = None
+) -> Resilient[B]:
     """Yield the batches or windows of a loader; a step in which a replica dies is made again by the others.
 
     For jobs started by `weft launch --min-replicas`, with a context of `weft.start(elastic=...)`. The samples of a step
@@ -64,6 +68,9 @@ def resilient(loader: DataLoader[B], ctx: DistContext, *, state: Checkpoint, ste
         state: All that a new replica needs: modules that are replicated or sharded, their one optimizer, `loader`
             itself, and whatever else the loop changes.
         step: Steps that were made before, as `restore` says; the replica with the most has the state of all.
+        copy_every: The first replica copies the state into the memory of the machine every so many steps, as `save`
+            does. If no replica lives any more, those that are started again begin with the copy, unless `step` is
+            higher. For jobs with one replica, and against the loss of all.
 
     Returns:
         An iterable over one epoch at a time, with `epoch`, `step` and `leads`.
@@ -95,8 +102,14 @@ def resilient(loader: DataLoader[B], ctx: DistContext, *, state: Checkpoint, ste
         (2, 1)
     """
     check_count("resilient", "step", step, least=0, fix="weft.resilient(loader, ctx, state=state, step=0)")
+    if copy_every is not None:
+        check_count(
+            "resilient", "copy_every", copy_every, fix="weft.resilient(loader, ctx, state=state, copy_every=10)"
+        )
     replicas, optimizer = check_program(loader, ctx, state)
-    return Resilient(loader, ctx, state, step, replicas, optimizer)
+    return Resilient(
+        loader, ctx, state, step, replicas, optimizer, MemoryCopy(replicas.memory(), copy_every, state, ctx)
+    )
 
 
 class Resilient(Generic[B]):
@@ -115,12 +128,13 @@ class Resilient(Generic[B]):
         step: int,
         replicas: ReplicaGroup,
         optimizer: torch.optim.Optimizer,
+        copy: MemoryCopy,
     ) -> None:
         self.step, self.again = step, 0
         self._loader: ShardedLoader[B] = loader
         self._ctx, self._state, self._replicas = ctx, state, replicas
         self._facts = facts_of_program(state)
-        self._mark = StepMark(state, loader, ctx)
+        self._mark, self._copy = StepMark(state, loader, ctx), copy
         self._is_fresh = True
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0
@@ -184,6 +198,8 @@ class Resilient(Generic[B]):
             return False
         self._check_weighed(batch)
         self.step += 1
+        if self.leads:
+            self._copy.make(self.step)
         return not replicas.called
 
     def _check_weighed(self, batch: B) -> None:
@@ -202,29 +218,41 @@ class Resilient(Generic[B]):
         """Meet the other replicas, take over the state of those that have made more steps, and divide the samples."""
         begin = time.monotonic()
         self._loader.load_state_dict(position)
-        while not self._try_to_meet():
-            pass
-        self._loader.weft_divide(self._replicas.index, self._replicas.size)
-        if self.leads and self._replicas.number > 1:
-            logging.getLogger("weft").info(
-                "step %d: %d of %d replicas continue, after %.2f s",
-                self.step, self._replicas.size, self._replicas.most, time.monotonic() - begin,
+        replicas = self._replicas
+        lost: list[str] = []
+        failed = replicas.broken
+        while True:
+            answer, has_met = self._try_to_meet(failed=failed)
+            lost += answer.lost
+            if has_met:
+                break
+        self._loader.weft_divide(replicas.index, replicas.size)
+        if self.leads and self._ctx.is_main and replicas.number > 1:
+            logging.getLogger("weft").log(
+                logging.WARNING if lost else logging.INFO,
+                "%sstep %d%s: %d of %d replicas continue, after %.2f s", "".join(f"{each}; " for each in lost),
+                self.step, " is made again" if answer.again else "", replicas.size, replicas.most,
+                time.monotonic() - begin,
             )  # fmt: skip
 
-    def _try_to_meet(self) -> bool:
+    def _try_to_meet(self, *, failed: bool) -> tuple[Answer, bool]:
+        """The quorum, and whether all of its members have met."""
         replicas = self._replicas
-        answer = replicas.meet(self.step, fresh=self._is_fresh, facts=self._facts)
+        copied = self._copy.step if self._is_fresh else -1
+        answer = replicas.meet(max(self.step, copied), fresh=self._is_fresh, facts=self._facts, failed=failed)
         received = None
+        if not replicas.broken and replicas.index == answer.source and copied > self.step:
+            self.step = self._copy.load()  # nobody else has more, so nobody lives
         if not replicas.broken and replicas.index in answer.receivers:
             received = take(answer.source, replicas)
         elif not replicas.broken and replicas.index == answer.source and answer.receivers:
             give(self._state, self.step, answer.receivers, replicas, self._ctx)
         if not replicas.vote():
-            return False
+            return answer, False
         if received is not None:
             self.step = put_in_place(received, self._state, self._ctx)
         self._is_fresh = False
-        return True
+        return answer, True
 
 
 def _wrong_loop(found: str, expected: str) -> ContractError:

@@ -65,6 +65,9 @@ class Replicas(Protocol):
     size: int
     index: int
 
-    def add_up(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Add tensors on the CPU up over the replicas, in place; False if one was lost. All ranks come here."""
+    def add_up(self, tensors: Iterable[torch.Tensor], *, room: bool = False) -> bool:
+        """Add tensors on the CPU up over the replicas, in place; False if one was lost. All ranks come here.
+
+        `room`: The last element of the first one is free, for what replicas tell each other.
+        """
         ...

@@ -12,11 +12,13 @@ hosts.py       lists of hosts
 facts.py       variables as numbers and texts
 topology.py    the result
 cores.py       the cores of this machine that may be used
+parent.py      a process that ends with the one that started it
 """
 
 from weft.environments.cores import cores_here
 from weft.environments.hosts import first_host
+from weft.environments.parent import end_with_parent
 from weft.environments.topology import Topology
 from weft.environments.variables import topology
 
-__all__ = ["Topology", "cores_here", "first_host", "topology"]
+__all__ = ["Topology", "cores_here", "end_with_parent", "first_host", "topology"]

@@ -4,7 +4,7 @@ launch_function.py  a function on several ranks, from a notebook or a script
 mailbox.py          what they leave for each other, as files in one folder
 callee.py           the process that runs it
 agent.py            the ranks of one node: started, watched, restarted
-replicas.py         the replicas of an elastic job: each is started again alone
+replicas/           the replicas of an elastic job: each is started again alone
 rank_main.py        what a rank does first
 preload.py          what ranks find imported when they are forked
 plan.py             how many ranks, threads and cores

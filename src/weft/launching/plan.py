@@ -39,6 +39,7 @@ class Plan(NamedTuple):
         min_replicas: The ranks are replicas of an elastic job, which makes steps with so many of them at least;
             None: it is no elastic job.
         replica_ranks: Ranks of each replica.
+        events: A file that losses and joins of replicas are appended to.
         threads: CPU threads of each process.
         affinity: Whether each process keeps to cores of its own.
         sources: Where each of these came from, by name of the option.
@@ -52,6 +53,7 @@ class Plan(NamedTuple):
     max_restarts: int = 0
     min_replicas: int | None = None
     replica_ranks: int = 1
+    events: str | None = None
     threads: int = 1
     affinity: bool = False
     sources: tuple[tuple[str, str], ...] = ()
@@ -119,6 +121,7 @@ class Plan(NamedTuple):
             "node_rank": "as they come" if self.node_rank is None else self.node_rank,
             "rdzv": self.rdzv or "a free port of this machine",
             "min_replicas": "all ranks, always" if self.min_replicas is None else self.min_replicas,
+            "events": self.events or "no file",
             "affinity": "on" if self.affinity else "off",
         }
         lines = [f"  {name:<14}{values[name]!s:<30}from {source}" for name, source in self.sources]
@@ -186,6 +189,8 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         wrong = (found, "1 <= least replicas <= replicas, each of the same number of processes")
     elif values["min_replicas"] is None and values["replica_ranks"] != 1:
         wrong = (f"--replica-ranks {values['replica_ranks']}, no --min-replicas", "both, for an elastic job")
+    elif values["min_replicas"] is None and values["events"] is not None:
+        wrong = (f"--events {values['events']}, no --min-replicas", "both, for an elastic job")
     elif values["min_replicas"] is not None and most > 1:
         wrong = (f"--nnodes {values['nnodes']} --min-replicas", "one node: replicas on several nodes are not supported")
     elif values["threads"] < 1:

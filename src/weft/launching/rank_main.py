@@ -18,12 +18,12 @@ from types import FrameType, MappingProxyType
 
 import torch
 
-from weft.environments import Topology, topology
+from weft.environments import Topology, end_with_parent, topology
 from weft.launching.failures import crash_file, restart_reason, write_report
 from weft.launching.plan import cores_of
 from weft.peers.world import PREEMPTED
 
-__all__ = ["ROUND", "as_rank", "end_with_parent", "run_target"]
+__all__ = ["ROUND", "as_rank", "run_target"]
 
 _STARTERS = frozenset({__file__, str(Path(__file__).with_name("callee.py")), contextlib.__file__})
 ROUND = "round"  # file of the launcher's folder: which meeting of the nodes this is
@@ -63,6 +63,9 @@ def as_rank(
 ) -> Iterator[Topology]:
     """Make this process a rank, and turn how the body ends into an exit code and a report."""
     _end_with_the_launcher()
+    # As where Python starts a script: else loaders would start workers by a process that imports torch once more,
+    # which stays behind with them if this one is killed.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.update(variables)  # noqa: TID251
     threads = os.environ.get("OMP_NUM_THREADS", "")  # noqa: TID251
     if threads.isdecimal() and int(threads) > 0:
@@ -136,13 +139,3 @@ def _interrupt_once() -> None:
             signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, interrupt)
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the system kill this process as soon as its parent is gone, however that ended; on Linux."""
-    if sys.platform.startswith("linux"):
-        import ctypes  # noqa: PLC0415  (torch imports it too)
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was too late
-            os._exit(1)

@@ -49,6 +49,7 @@ def batch_script(
     command += ["--max-restarts", str(plan.max_restarts)] if plan.max_restarts else []
     command += ["--min-replicas", str(plan.min_replicas)] if plan.min_replicas is not None else []
     command += ["--replica-ranks", str(plan.replica_ranks)] if plan.replica_ranks != 1 else []
+    command += ["--events", plan.events] if plan.events is not None else []
     command += ["--affinity"] if plan.affinity else []
     command += ["--config", config] if config is not None else []
     words = [shlex.join(command), '--rdzv "$first:$port"' if plan.most_nodes > 1 else "", FLAGS[kind]]

@@ -28,12 +28,14 @@ class Ask(NamedTuple):
         fresh: It was in no quorum yet, or has not received a state since.
         facts: What has to be alike in all: a text by name.
         patience_s: How long it lets others take to finish their step.
+        failed: It was in the middle of a step, in which another one was lost.
     """
 
     step: int
     fresh: bool
     facts: dict[str, str]
     patience_s: float
+    failed: bool = False
 
 
 class Answer(NamedTuple):
@@ -46,6 +48,8 @@ class Answer(NamedTuple):
         receivers: Indices of those that take it over.
         step: Steps that were made.
         refused: Why this replica is in none; "" if it is in one.
+        again: A step that was begun is made again.
+        lost: Who was lost since the last one, and how, in words.
     """
 
     number: int = 0
@@ -54,6 +58,8 @@ class Answer(NamedTuple):
     receivers: tuple[int, ...] = ()
     step: int = 0
     refused: str = ""
+    again: bool = False
+    lost: tuple[str, ...] = ()
 
 
 @dataclass
@@ -68,6 +74,7 @@ class Quorums:
         asking: What those bring that wait for the next one.
         facts: What all have in common; of those that came first.
         is_done: A replica has ended in good order: nobody begins from nothing any more.
+        waiting_since: When the first of those that wait now has asked.
     """
 
     least: int = 1
@@ -77,7 +84,7 @@ class Quorums:
     asking: dict[str, Ask] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     is_done: bool = False
-    _since: float | None = None  # when the first of those that wait now has asked
+    waiting_since: float | None = None
 
     def started(self, name: str) -> None:
         """A replica was started."""
@@ -99,7 +106,7 @@ class Quorums:
             said = [f"{key}: {ask.facts.get(key)}, where the others have {self.facts.get(key)}" for key in differing]
             return f"{name} is another program: {'; '.join(said)}; {_FACT}"
         self.asking[name] = ask
-        self._since = now if self._since is None else self._since
+        self.waiting_since = now if self.waiting_since is None else self.waiting_since
         return ""
 
     @property
@@ -115,7 +122,7 @@ class Quorums:
     def overdue(self, now: float) -> set[str]:
         """Members that have not come although one of them has long waited: they hang."""
         asked = [self.asking[name].patience_s for name in self.inside if name in self.asking]
-        if not asked or self._since is None or now - self._since <= max(asked):
+        if not asked or self.waiting_since is None or now - self.waiting_since <= max(asked):
             return set()
         return self.waiting_for
 
@@ -126,7 +133,7 @@ class Quorums:
         if self.is_done and all(ask.fresh for ask in self.asking.values()):
             return None
         late = self.living - set(self.asking) if not self.number else set()
-        if late and self._since is not None and now - self._since < _START_S:
+        if late and self.waiting_since is not None and now - self.waiting_since < _START_S:
             return None
         members = tuple(sorted(self.asking, key=_order))
         asks = [self.asking[name] for name in members]
@@ -134,9 +141,10 @@ class Quorums:
         step = max(asks[index].step for index in old)
         source = next(index for index in old if asks[index].step == step)
         receivers = tuple(i for i, ask in enumerate(asks) if i != source and (ask.fresh or ask.step < step))
+        again = any(ask.failed and ask.step == step for ask in asks)
         self.number += 1
-        self.inside, self.asking, self._since = set(members), {}, None
-        return Answer(self.number, members, source, receivers, step)
+        self.inside, self.asking, self.waiting_since = set(members), {}, None
+        return Answer(self.number, members, source, receivers, step, again=again)
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -8,6 +8,7 @@ A replica may have several ranks. Each of them is connected to the rank of the s
 *lane*. What fails on one lane has failed on all ranks of the replica: they vote about it after each exchange.
 
 [Note: replica keys] Below `STORE`, in the store of the launcher:
+    memory            a folder for copies of the state, in memory
     launched          this launcher decides about quorums
     here/<name>/<r>   how many processes took themselves for this rank
     asks              how many questions were put
@@ -23,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +35,11 @@ from weft.peers.board import Board
 from weft.peers.quorum import Answer, Ask
 from weft.peers.world import World, arrives
 
-__all__ = ["LAUNCHED", "STORE", "ReplicaGroup", "has_replicas"]
+__all__ = ["LAUNCHED", "MEMORY", "STORE", "ReplicaGroup", "has_replicas"]
 
 STORE = "weft/replicas"  # prefix of all keys
 LAUNCHED = "launched"  # key: this launcher decides about quorums
+MEMORY = "memory"  # key: a folder of the launcher
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided
 _LOOK_S = 0.05  # how often it is looked whether somebody new waits
 _PIECE = 2**24  # bytes of a message
@@ -86,10 +89,20 @@ class ReplicaGroup:
         self._looked_s = 0.0
         self._meetings = 0
 
+    def memory(self) -> Path | None:
+        """A folder in the memory of the machine that outlives this process; None without a launcher."""
+        return None if self._board is None else Path(self._board.get(MEMORY).decode())
+
     # -- quorums ---------------------------------------------------------------------------------
 
-    def meet(self, step: int, *, fresh: bool, facts: dict[str, str]) -> Answer:
+    def meet(self, step: int, *, fresh: bool, facts: dict[str, str], failed: bool = False) -> Answer:
         """Ask for a quorum, wait for it, and connect to its members; others take part when their step is done.
+
+        Args:
+            step: Steps that were made.
+            fresh: See `Ask`, as for the others.
+            facts: What has to be alike in all.
+            failed: Whether a step was lost.
 
         Raises:
             ContextError: This replica is refused; the text says why.
@@ -98,7 +111,7 @@ class ReplicaGroup:
         self.release()
         answer = Answer(self.number + 1, (self.name,), step=step)
         if self._board is not None:
-            answer = self._asked(self._board, Ask(step, fresh, facts, self.inside.timeout_s))
+            answer = self._asked(self._board, Ask(step, fresh, facts, self.inside.timeout_s, failed))
         if answer.refused:
             raise ContextError(
                 "resilient: this replica was refused",
@@ -129,7 +142,8 @@ class ReplicaGroup:
                 board.delete(f"passed/{self.name}/{self._meetings - 1}")  # all have read it, and asked again
         else:
             found = _awaited(board, key)
-        return Answer(**{**found, "members": tuple(found["members"]), "receivers": tuple(found["receivers"])})
+        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
+        return Answer(**values)
 
     def _connect(self) -> bool:
         assert self._store is not None
@@ -149,14 +163,17 @@ class ReplicaGroup:
 
     # -- in a step -------------------------------------------------------------------------------
 
-    def add_up(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def add_up(self, tensors: Iterable[torch.Tensor], *, room: bool = False) -> bool:
         """Add tensors up over the quorum, in place; False, and no later one succeeds, if a replica was lost.
 
         Then the values of the tensors mean nothing. One after the other: what fails leaves nothing in flight. All
-        ranks of a replica come here equally often.
+        ranks of a replica come here equally often. `room`: the last element of the first tensor is free, for what
+        else the replicas tell each other; otherwise that travels by itself.
         """
-        signal = torch.tensor([float(self._somebody_waits())])
-        for tensor in (signal, *tensors):
+        found = list(tensors)
+        signal = found[0][-1:] if room else torch.zeros(1)
+        signal.fill_(self._somebody_waits())
+        for tensor in found if room else (signal, *found):
             if self._group is not None and not self.broken:
                 try:
                     self._group.allreduce([tensor]).wait()

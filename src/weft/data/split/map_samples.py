@@ -7,6 +7,7 @@ in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from weft.data.equal_cost import Costs, alike_together
 from weft.data.split.epoch_order import epoch_order, tell_epoch
 from weft.data.split.split_plan import Plan, Span
+from weft.environments import end_with_parent
 from weft.errors import ContractError, listed
 from weft.rng import mix, seeded, seeds_for
 
@@ -123,14 +125,19 @@ def at_sample(error: BaseException, sample: object, rank: int) -> None:
 class WorkerStart:
     """What a worker process does first: seeds of its own, then the user's `worker_init_fn`."""
 
-    def __init__(self, user: Callable[[int], None] | None, seed: int, epoch: int, rank: int) -> None:
+    def __init__(
+        self, user: Callable[[int], None] | None, seed: int, epoch: int, rank: int, *, elastic: bool = False
+    ) -> None:
         self.user = user
+        self.parent = os.getpid() if elastic else 0
         self.seed = seed
         self.epoch = epoch
         self.rank = rank
 
     def __call__(self, worker: int) -> None:
         """Seed, and call the user's function."""
+        if os.getppid() == self.parent:  # it holds the connections of a replica, whose peers see its end by theirs
+            end_with_parent(self.parent)
         seeds = seeds_for(self.seed, self.epoch, self.rank, worker)
         seeds.apply()
         info = get_worker_info()

@@ -28,7 +28,8 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
     if loader.num_workers:
-        fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank)
+        elastic = loader.weft_ctx.replicas is not None
+        fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, elastic=elastic)
     if reading.stream is not None:
         stream = copy.copy(reading.stream)
         stream.dataset, stream.seed = loader.dataset, reading.seed

@@ -3,6 +3,7 @@
 read_run.py      what trackers wrote: JSON lines, CSV, event files of TensorBoard
 trace_events.py  what profiles say: the operations that took most time
 rehearsals.py    what `weft rehearse` found: memory by kind, messages by axis
+replicas.py      who was lost in an elastic job, and who joined
 charts.py        which series share a chart, and in which unit
 page.py          everything on one page
 

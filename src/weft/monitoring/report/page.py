@@ -25,6 +25,7 @@ from weft.checks import import_extra
 from weft.monitoring.report.charts import Chart, charts_of, folded_ranks, trace_chart, with_unit
 from weft.monitoring.report.read_run import EXPLAIN, Run, read
 from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
+from weft.monitoring.report.replicas import replica_rows
 
 __all__ = ["render", "write_report"]
 
@@ -78,6 +79,7 @@ def render(runs: Sequence[Run]) -> str:
     charts: list[Chart] = []
     sections = {title: _figures(drawn, charts) for title, drawn in charts_of(named).items()}
     sections |= {
+        "Replicas": _replicas(named),
         "Health": _health(named),
         "Profiles": _profiles(named, charts),
         "Rehearsals": _rehearsals(named, charts),
@@ -219,6 +221,11 @@ def _health(runs: Runs) -> str:
             if lost:
                 rows.append((name, f"{lost[0]:,}", f"{series} is not finite at {len(lost)} step(s): {at}"))
     return _table(("run", "step", "finding"), rows)
+
+
+def _replicas(runs: Runs) -> str:
+    rows = [(name, *row) for name, run in runs.items() for row in replica_rows(run.quorums)]
+    return _table(("run", "before step", "time", "what happened", "why", "cost"), rows)
 
 
 def _profiles(runs: Runs, charts: list[Chart]) -> str:

@@ -26,6 +26,7 @@ Rehearsed = Mapping[str, Any]  # the fields of `weft.rehearsal.Rehearsal`
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _REHEARSAL = '"format": "weft rehearsal 1"'  # how the file begins
+_ELASTIC = "elastic"  # what `weft launch --events` writes of a quorum
 EXPLAIN, PROGRAM = "explain", "program"  # texts that `log_start` writes
 
 
@@ -41,6 +42,7 @@ class Run:
         starts: Steps that were done when a program began, if it said so.
         resumes: Those of them at which a run was resumed.
         programs: What `log_start` wrote of each program, and when it began, in seconds since 1970.
+        quorums: Of an elastic job: the step with which each began, and what had led to it.
         ended: When the last file was written, in seconds since 1970.
         checkpoints: Names of folders with a manifest.
         traces: What profiles say.
@@ -56,6 +58,7 @@ class Run:
     starts: list[int] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
     programs: list[dict[str, Any]] = field(default_factory=list)
+    quorums: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     ended: float = 0.0
     checkpoints: list[str] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
@@ -132,6 +135,8 @@ class _Log(Run):
             number = _NOT_FINITE.get(value) if isinstance(value, str) else value
             if isinstance(number, (int, float)) and not isinstance(number, bool):
                 self.series.setdefault(name, {})[step] = float(number)
+            elif name == _ELASTIC and isinstance(value, dict):
+                self.quorums.append((step, value))
             elif isinstance(value, dict):
                 self.settings.update(value)
             elif isinstance(value, str):
@@ -169,6 +174,7 @@ def _merge(run: Run, log: _Log) -> None:
             run.series.setdefault(own, points)
     run.texts = {**log.texts, **run.texts}
     run.settings = {**log.settings, **run.settings}
+    run.quorums += log.quorums
     run.starts = run.starts or log.starts
     run.resumes = run.resumes or log.resumes
 

@@ -6,7 +6,7 @@ logging) finds numbers, and the step does nothing: `resilient` sees to it that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,9 @@ class ReplicaAverage:
     def __init__(self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool) -> None:
         self.enabled = True
         self._due = False
+        self._shapes: list[tuple[torch.dtype, torch.Size]] = []
+        self._of_gradients: list[_Flat] = []
+        self._of_buffers: list[tuple[_Flat, list[torch.Tensor]]] = []
         self._named = dict(module.named_parameters())
         self._alone = alone
         self._buffers = list(module.buffers()) if options.buffers == "broadcast" else []
@@ -84,30 +87,37 @@ class ReplicaAverage:
                 expected="every parameter that requires a gradient takes part in the loss, on every replica",
                 fix='weft.replicate(..., unused="zero"), or requires_grad_(False) on them',
             )
-        used = torch.tensor([float(p.grad is not None) for p in trained.values()])
+        used = torch.tensor([float(p.grad is not None) for p in trained.values()]) if zeros else None
         for name in without:
             trained[name].grad = torch.zeros_like(trained[name])
-        gradients = [local(p.grad) for p in trained.values() if p.grad is not None]
-        replicas = self._replicas
-        sums = self._flats(gradients) if replicas.size > 1 else []
-        if zeros:
-            sums.append(_Flat([used], 1.0))
-        if not replicas.add_up(flat.values for flat in sums):
+        holders = [p for p in trained.values() if p.grad is not None]
+        gradients = [local(p.grad) for p in holders if p.grad is not None]
+        sums = [*self._fill(gradients)] if self._replicas.size > 1 else []
+        counts = [] if used is None else [used]
+        if not self._replicas.add_up([*(flat.values for flat in sums), *counts], room=bool(sums)):
             torch._foreach_zero_(gradients)
             return
         for flat in sums:
-            flat.put_back()
-        for p, count in zip(trained.values(), used.tolist(), strict=True):
-            if not count:
-                p.grad = None  # nobody used it
+            flat.put_back(holders if self._alone and flat.is_grad else None)
+        if used is not None:
+            for p, count in zip(trained.values(), used.tolist(), strict=True):
+                if not count:
+                    p.grad = None  # nobody used it
 
-    def _flats(self, gradients: Sequence[torch.Tensor]) -> list[_Flat]:
-        """The mean of the gradients, and the first replica's buffers."""
-        size, first, dtype = self._replicas.size, float(self._replicas.index == 0), self._options.dtype
-        found = [_Flat(same, 1 / size, dtype) for same in _by_dtype(gradients)]
-        return found + [
-            _Flat(same, first) for same in _by_dtype([buffer for buffer in self._buffers if buffer.numel()])
-        ]
+    def _fill(self, gradients: Sequence[torch.Tensor]) -> Iterator[_Flat]:
+        """The mean of the gradients, and the first replica's buffers, each as far as this replica adds to it."""
+        shapes = [(g.dtype, g.shape) for g in gradients]
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self._of_gradients = [_Flat(gradients, which, self._options.dtype) for which in _by_dtype(gradients)]
+            buffers = [buffer for buffer in self._buffers if buffer.numel()]
+            self._of_buffers = [(_Flat(buffers, which, are_buffers=True), buffers) for which in _by_dtype(buffers)]
+        for flat in self._of_gradients:
+            flat.fill(gradients, 1 / self._replicas.size)
+            yield flat
+        for flat, buffers in self._of_buffers:
+            flat.fill(buffers, float(self._replicas.index == 0))
+            yield flat
 
 
 def _nothing() -> None:
@@ -124,33 +134,62 @@ def _watch(session: BackwardSession, module: nn.Module, inputs: Any, output: Any
             tensor.register_hook(partial(_enter, session))
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    found: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(index)
     return list(found.values())
 
 
 class _Flat:
-    """Tensors of one dtype in one piece on the CPU, multiplied by a factor.
+    """Tensors of one dtype in one piece on the CPU, kept from step to step, with room for one element at the end.
 
     Attributes:
         values: This piece, one-dimensional.
+        is_grad: Its parts can be gradients themselves.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], factor: float, dtype: torch.dtype | None = None) -> None:
-        self._tensors = tensors
-        kind = dtype or tensors[0].dtype
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        which: Sequence[int],
+        dtype: torch.dtype | None = None,
+        *,
+        are_buffers: bool = False,
+    ) -> None:
+        """Make room for those of the tensors with the indices `which`."""
+        self._which = which
+        first = tensors[which[0]]
+        kind = dtype or first.dtype
         kind = torch.uint8 if kind == torch.bool else kind
-        self.values = torch.empty(sum(t.numel() for t in tensors), dtype=kind)
-        parts = self.values.split([t.numel() for t in tensors])
-        self._parts = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-        torch._foreach_copy_(self._parts, list(tensors))
+        sizes = [tensors[index].numel() for index in which]
+        self.values = torch.zeros(sum(sizes) + 1, dtype=kind)
+        parts = self.values[:-1].split(sizes)
+        # `.data`: autograd need not know that these are views; adding to them is far cheaper.
+        self._parts = [part.view(tensors[i].shape).data for part, i in zip(parts, which, strict=True)]
+        self.is_grad = not are_buffers and first.dtype == kind and first.device.type == "cpu"
+        self._tensors: list[torch.Tensor] = []
+
+    def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
+        """Take the values of the tensors, multiplied by a factor."""
+        self._tensors = [tensors[index] for index in self._which]
+        if factor not in (0.0, 1.0) and self.is_grad:
+            for part, tensor in zip(self._parts, self._tensors, strict=True):
+                torch.mul(tensor, factor, out=part)
+            return
+        torch._foreach_copy_(self._parts, self._tensors)
         if factor == 0:
             self.values.zero_()
         elif factor != 1:
             self.values.mul_(factor)
 
-    def put_back(self) -> None:
-        """Give the tensors the values of the piece."""
-        torch._foreach_copy_(list(self._tensors), self._parts)
+    def put_back(self, holders: Sequence[nn.Parameter] | None) -> None:
+        """Give the tensors the values of the piece; where they are gradients of parameters, let these be its parts."""
+        if holders is None:
+            torch._foreach_copy_(self._tensors, self._parts)
+            return
+        for index, part, tensor in zip(self._which, self._parts, self._tensors, strict=True):
+            if part.stride() == tensor.stride():
+                holders[index].grad = part
+            else:
+                tensor.copy_(part)

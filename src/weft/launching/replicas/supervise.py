@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.connection
-import os
 import pathlib
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,8 +22,10 @@ import torch.distributed as dist
 
 from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, report_of
 from weft.launching.plan import Plan
-from weft.peers.quorum import Ask, Quorums
-from weft.peers.replica_groups import LAUNCHED, STORE
+from weft.launching.replicas.processes import Replica
+from weft.launching.replicas.story import Loss, Story, say
+from weft.peers.quorum import Answer, Ask, Quorums
+from weft.peers.replica_groups import LAUNCHED, MEMORY, STORE
 from weft.peers.world import PREEMPTED
 
 __all__ = ["supervise_replicas"]
@@ -43,6 +43,7 @@ def supervise_replicas(
     target: Callable[..., None],
     arguments: Callable[[dict[str, str]], tuple[Any, ...]],
     folder: pathlib.Path,
+    memory: pathlib.Path,
 ) -> Ending:
     """Run `target` on all ranks of this node, and start those again that fail, each by itself.
 
@@ -51,12 +52,13 @@ def supervise_replicas(
         target: A function that can be imported.
         arguments: Of the target, of the variables that a rank finds in its environment.
         folder: In which ranks leave their reports.
+        memory: In which they leave copies of their state.
 
     Returns:
         How it ended.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    job = _Job(plan, target, arguments, folder, store)
+    job = _Job(plan, target, arguments, folder, memory, store)
     before = {number: signal.signal(number, job.pass_on) for number in _PASSED_ON}
     try:
         for number in range(job.most):
@@ -71,43 +73,6 @@ def supervise_replicas(
 
 
 @dataclass
-class _Replica:
-    """The processes of one replica."""
-
-    number: int
-    attempt: int
-    processes: dict[int, Any] = field(default_factory=dict)  # by rank
-    stopped_since: float | None = None
-    was_inside: bool = False  # of some quorum
-
-    @property
-    def name(self) -> str:
-        return f"{self.number}.{self.attempt}"
-
-    def send(self, number: int) -> None:
-        """Send all of them a signal."""
-        for process in self.processes.values():
-            if process.exitcode is None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
-
-    def kill(self) -> None:
-        """End what is left of it."""
-        self.send(signal.SIGKILL)
-        for process in self.processes.values():
-            process.join()
-
-    def failed(self) -> tuple[int, Any] | None:
-        """A rank that has not ended in good order, and its process."""
-        ended = {rank: process for rank, process in self.processes.items() if process.exitcode not in (None, 0)}
-        return next(iter(ended.items()), None)
-
-    @property
-    def is_stopped(self) -> bool:
-        return any(process.exitcode is None and _is_stopped(process.pid) for process in self.processes.values())
-
-
-@dataclass
 class _Job:
     """The replicas of a job, and what it decides about their quorums."""
 
@@ -115,29 +80,31 @@ class _Job:
     target: Callable[..., None]
     arguments: Callable[[dict[str, str]], tuple[Any, ...]]
     folder: pathlib.Path
+    memory: pathlib.Path
     store: dist.TCPStore
-    living: dict[str, _Replica] = field(default_factory=dict)
+    living: dict[str, Replica] = field(default_factory=dict)
     finished: int = 0  # replicas that have ended in good order
     preempted: int = 0
     restarts: int = 0
     asks_seen: int = 0
     questions: dict[str, int] = field(default_factory=dict)  # the last one of each replica
     missing_since: float | None = None
-    lost_at: float | None = None  # when a replica of the present quorum has ended
     signalled: int = 0
     failed: Ending = field(default_factory=Ending)
 
     def __post_init__(self) -> None:
         self.most = self.plan.nproc // self.plan.replica_ranks
         self.quorums = Quorums(least=self.plan.min_replicas or 1)
+        self.story = Story(self.most, None if self.plan.events is None else pathlib.Path(self.plan.events))
         self.board = dist.PrefixStore(STORE, self.store)
         self.board.set(LAUNCHED, str(self.plan.replica_ranks))
+        self.board.set(MEMORY, str(self.memory))
         self.board.add("asks", 0)
 
     # -- processes -------------------------------------------------------------------------------
 
     def start(self, number: int, attempt: int = 0) -> None:
-        replica = _Replica(number, attempt)
+        replica = Replica(number, attempt)
         method = "forkserver" if sys.platform.startswith("linux") else "spawn"
         context: Any = multiprocessing.get_context(method)
         for rank in range(number * self.plan.replica_ranks, (number + 1) * self.plan.replica_ranks):
@@ -164,29 +131,29 @@ class _Job:
         now = time.monotonic()
         for replica in list(self.living.values()):
             if replica.failed() or all(process.exitcode == 0 for process in replica.processes.values()):
-                self.took_leave(replica)
+                self.took_leave(replica, "", now)
             elif replica.is_stopped:
                 replica.stopped_since = replica.stopped_since or now
                 if now - replica.stopped_since > _STOPPED_S:
-                    self.kill(replica, f"was stopped for {_STOPPED_S:g} s")
+                    self.kill(replica, f"was stopped for {_STOPPED_S:g} s", replica.stopped_since)
             else:
                 replica.stopped_since = None
         self.read_asks(now)
         for name in self.quorums.overdue(now):
-            self.kill(self.living[name], "did not finish its step while others waited")
+            since = self.quorums.waiting_since or now
+            self.kill(self.living[name], "did not finish its step while others waited", since)
         self.decide(now)
 
-    def kill(self, replica: _Replica, why: str) -> None:
+    def kill(self, replica: Replica, why: str, since: float) -> None:
         pids = ", ".join(str(process.pid) for process in replica.processes.values())
-        _say(f"replica {replica.number} (process {pids}) {why}, and is killed")
+        say(f"replica {replica.number} (process {pids}) {why}, and is killed")
         replica.kill()
-        self.took_leave(replica)
+        self.took_leave(replica, f"it {why}", since)
 
-    def took_leave(self, replica: _Replica) -> None:
+    def took_leave(self, replica: Replica, why: str, since: float) -> None:
         """A replica has ended: it is done, or it is started again, or it was one too many."""
         del self.living[replica.name]
-        if replica.name in self.quorums.inside and self.lost_at is None:
-            self.lost_at = time.monotonic()
+        was_inside = replica.name in self.quorums.inside
         self.quorums.ended(replica.name)
         culprit = replica.failed()
         if culprit is None:
@@ -203,17 +170,18 @@ class _Job:
         if code == PREEMPTED:
             return
         ended, trace = how_it_ended(code), report_of(self.folder, rank, replica.attempt)
-        who = f"replica {replica.number} (process {process.pid}) ended {ended}"
-        text = f"{trace}\nweft launch: {who}".lstrip()
-        self.failed = Ending(code if code > 0 else 128 - code, text, rank, trace)
         last_words = next((line for line in reversed(trace.splitlines()) if line[:1].strip()), "")
-        said = f"{who}{': ' + last_words if last_words else ''}; {len(self.living)} of {self.most} replicas left"
+        loss = Loss(replica.number, rank, process.pid, ended, why or last_words, time.time())
+        text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
+        self.failed = Ending(code if code > 0 else 128 - code, text, rank, trace)
+        self.story.lost(loss, since, was_inside=was_inside)
+        said = f"{loss}; {len(self.living)} of {self.most} replicas left"
         if self.restarts < self.plan.max_restarts and not self.finished and not self.signalled:
             self.restarts += 1
-            _say(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
+            say(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
             self.start(replica.number, replica.attempt + 1)
         else:
-            _say(said)
+            say(said)
 
     # -- quorums ---------------------------------------------------------------------------------
 
@@ -230,8 +198,8 @@ class _Job:
                 name = asked.pop("name")
                 refused = self.quorums.ask(name, Ask(**asked), now)
                 if refused:
-                    _say(f"refused: {refused}")
-                    self.answer(self.asks_seen + 1, {"refused": refused})
+                    say(f"refused: {refused}")
+                    self.answer(self.asks_seen + 1, Answer(refused=refused)._asdict())
                 else:
                     self.living[name].was_inside |= not asked["fresh"]
                     self.questions[name] = self.asks_seen + 1
@@ -239,8 +207,7 @@ class _Job:
             self.asks_seen += 1
 
     def answer(self, number: int, found: dict[str, Any]) -> None:
-        whole = {"number": 0, "members": [], "source": 0, "receivers": [], "step": 0, "refused": ""} | found
-        self.board.set(f"answer/{number}", json.dumps(whole))
+        self.board.set(f"answer/{number}", json.dumps(found))
 
     def decide(self, now: float) -> None:
         number, before = self.quorums.number, set(self.quorums.inside)
@@ -249,14 +216,11 @@ class _Job:
             if self.quorums.calls and not self.board.check([f"called/{number}"]):
                 self.board.set(f"called/{number}", "1")
             return
+        new = sorted(self.living[name].number for name in set(found.members) - before)
+        found = found._replace(lost=self.story.continues(found, new, now))
         for name in found.members:
             self.answer(self.questions.pop(name), found._asdict())
             self.living[name].was_inside = True
-        new = sorted(self.living[name].number for name in set(found.members) - before)
-        after = "" if self.lost_at is None else f", {now - self.lost_at:.2f} s after the loss"
-        self.lost_at = None
-        who = f"; new: {', '.join(map(str, new))}" if number and new else ""
-        _say(f"from step {found.step} on with {len(found.members)} of {self.most} replicas{after}{who}")
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -266,7 +230,7 @@ class _Job:
             return True
         if self.finished and not any(one.was_inside for one in self.living.values()):
             ranks = ", ".join(str(one.number) for one in self.living.values())
-            _say(f"the job has ended before replica {ranks} could join it")
+            say(f"the job has ended before replica {ranks} could join it")
             return True
         return len(self.living) < self.quorums.least and not (self.finished or self.signalled or self.preempted)
 
@@ -280,6 +244,7 @@ class _Job:
         return self.failed
 
     def end_all(self) -> None:
+        self.story.end(len(self.living))
         for replica in self.living.values():
             replica.send(signal.SIGCONT)
             replica.send(signal.SIGTERM)
@@ -288,17 +253,3 @@ class _Job:
             for process in replica.processes.values():
                 process.join(max(end - time.monotonic(), 0))
             replica.kill()
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP; on Linux."""
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] == "T"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"weft launch: {text}\n")
-    sys.stderr.flush()
