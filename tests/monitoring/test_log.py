@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 import weft
 from weft import monitoring
 from weft.errors import ContextError
-from weft.monitoring import Histogram, HParams, Image
+from weft.monitoring import Artifact, Figure, Histogram, HParams, Image, Table
 from weft.monitoring.trackers.libraries import aim, clearml, comet, dvclive, mlflow, swanlab, trackio, wandb
 from weft.testing import RanksFailed, run_ranks
 
@@ -154,7 +155,7 @@ def test_event_files_hold_what_was_logged(tmp_path):
 
 
 ENDS = """
-import os, signal, sys
+import os, signal, sys, time
 import torch, weft
 from weft import monitoring
 import tensorboard, torch.utils.tensorboard.writer
@@ -169,6 +170,10 @@ for how in ("raise", "exit", "_exit", "SIGTERM", "SIGKILL"):
         place = f"{sys.argv[1]}/{how}"
         trackers = [monitoring.tensorboard(place, flush_s=10 if how in ("raise", "exit") else 0)]
         trackers += [monitoring.jsonl(f"{place}/run.jsonl"), monitoring.csv(f"{place}/run.csv")]
+        if how in ("raise", "exit"):
+            late = monitoring.jsonl(f"{place}/late.jsonl")
+            slow = lambda values, step: (time.sleep(0.01), late(values, step=step))
+            trackers += [monitoring.in_background(each) for each in (slow, monitoring.tensorboard(f"{place}/late"))]
         for step in range(50):
             weft.log({"loss": step}, step, weft.local(), trackers)
         end(how)
@@ -191,6 +196,9 @@ def test_nothing_is_lost_when_a_program_ends_or_is_killed(tmp_path):
         values = [(e.step, e.value) for e in _events(folder).Scalars("loss")]
         assert values == [(step, float(step)) for step in range(50)], how
         assert [line["loss"] for line in lines] == [float(row["loss"]) for row in rows] == list(range(50)), how
+        if how in ("raise", "exit"):  # what is written in the background is complete, too
+            late = [json.loads(line)["loss"] for line in (folder / "late.jsonl").read_text().splitlines()]
+            assert late == [e.value for e in _events(folder / "late").Scalars("loss")] == list(range(50)), how
 
 
 # -- other libraries: their documented calls --------------------------------------------------------------
@@ -216,41 +224,157 @@ class _Recorder:
         return _Recorder(self._calls, f"{self._name}()")
 
 
-VALUES = {"train/loss": 0.5, "word": "x", "hparams": HParams({"lr": 1})}
+class _Plot:
+    savefig = to_html = None  # as matplotlib has the one, and plotly the other
+
+
+PLOT = _Plot()
+VALUES = {
+    "train/loss": 0.5, "word": "x", "hparams": HParams({"lr": 1}), "rows": Table(["a", "b"], [(1, "y")]),
+    "plot": Figure(PLOT), "file": Artifact("a.txt"),
+}  # fmt: skip
+ROWS = {"columns": ["a", "b"], "data": [[1, "y"]]}
 CALLS = {
-    wandb: [("config.update", {"lr": 1}), ("log", {"train/loss": 0.5, "word": "x"}, ("step", 3))],
-    swanlab: [("config.update", {"lr": 1}), ("log", {"train/loss": 0.5, "word": "x"}, ("step", 3))],
-    trackio: [("log", {"train/loss": 0.5, "word": "x"}, ("step", 3))],
+    wandb: [
+        ("config.update", {"lr": 1}, ("allow_val_change", True)),
+        ("log_artifact", "a.txt", ("name", "file"), ("type", "file")),
+        ("log", {"train/loss": 0.5, "word": "x", "plot": PLOT}, ("step", 3)), ("finish", ("exit_code", 0)),
+    ],
+    swanlab: [
+        ("config.update", {"lr": 1}), ("save", "a.txt", ("base_path", ".")),
+        ("log", {"train/loss": 0.5, "word": "x"}, ("step", 3)), ("finish",),
+    ],
+    trackio: [
+        ("config.update", {"lr": 1}), ("log_artifact", "a.txt", ("name", "file"), ("type", "file")),
+        ("log", {"train/loss": 0.5, "word": "x"}, ("step", 3)), ("finish",),
+    ],
     mlflow: [
         ("log_params", {"lr": 1}), ("log_metrics", {"train/loss": 0.5}, ("step", 3)), ("log_text", "x", "word/3.txt"),
+        ("log_dict", ROWS, "rows/3.json"), ("log_figure", PLOT, "plot/3.html"), ("log_artifact", "a.txt", "file"),
+        ("end_run", "FINISHED"),
     ],
     comet: [
         ("log_parameters", {"lr": 1}), ("log_metrics", {"train/loss": 0.5}, ("step", 3)),
         ("log_text", "x", ("step", 3), ("metadata", {"name": "word"})),
+        ("log_table", "rows.csv", ("tabular_data", [[1, "y"]]), ("headers", ["a", "b"]), ("step", 3)),
+        ("log_figure", ("figure_name", "plot"), ("figure", PLOT), ("step", 3)),
+        ("log_asset", "a.txt", ("file_name", "file"), ("step", 3)), ("end",),
     ],
-    aim: [("[hparams]=", {"lr": 1}), ("track", 0.5, ("name", "train/loss"), ("step", 3))],
+    aim: [
+        ("[hparams]=", {"lr": 1}), ("[rows]=", {"step": 3, "columns": ["a", "b"], "rows": [[1, "y"]]}),
+        ("log_artifact", "a.txt", ("name", "file")), ("track", 0.5, ("name", "train/loss"), ("step", 3)), ("close",),
+    ],
     clearml: [
         ("connect", {"lr": 1}), ("get_logger",),
         ("get_logger().report_scalar", ("title", "train"), ("series", "loss"), ("value", 0.5), ("iteration", 3)),
         ("get_logger().report_text", "word: x"),
+        ("get_logger().report_table", ("title", "rows"), ("series", "rows"), ("iteration", 3),
+         ("table_plot", [["a", "b"], [1, "y"]])),
+        ("get_logger().report_plotly", ("title", "plot"), ("series", "plot"), ("iteration", 3), ("figure", PLOT)),
+        ("upload_artifact", "file", "a.txt"), ("close",),
     ],
-    dvclive: [("log_params", {"lr": 1}), ("step=", 3), ("log_metric", "train/loss", 0.5), ("make_summary",)],
+    dvclive: [
+        ("log_params", {"lr": 1}), ("step=", 3), ("log_metric", "train/loss", 0.5), ("log_image", "plot.png", PLOT),
+        ("log_artifact", "a.txt", ("name", "file")), ("make_summary",), ("end",),
+    ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
 def test_a_library_gets_the_calls_it_documents(make):
     run = _Recorder()
-    weft.log(VALUES, 3, weft.local(), make(run))
+    with monitoring.closing(make(run)) as trackers:
+        weft.log(VALUES, 3, weft.local(), trackers)
+    trackers[0].close()  # only once
     assert run._calls == CALLS[make]
 
 
-def test_pictures_and_texts_as_the_library_makes_them():
+def test_pictures_texts_tables_and_figures_as_the_library_makes_them():
     run = _Recorder()
-    weft.log({"p": Image(torch.zeros(3, 2, 4))}, 1, weft.local(), wandb(run, image=lambda array: array.shape))
-    weft.log({"p": Image(torch.zeros(3, 2, 4))}, 1, weft.local(), wandb(run))
+    picture = {"p": Image(torch.ones(3, 2, 4))}
+    weft.log(picture, 1, weft.local(), wandb(run, image=lambda array: (array.shape, array.max())))
+    weft.log(picture, 1, weft.local(), wandb(run))
     weft.log({"word": "x"}, 2, weft.local(), aim(run, text=str.upper))
-    assert run._calls == [("log", {"p": (2, 4, 3)}, ("step", 1)), ("track", "X", ("name", "word"), ("step", 2))]
+    weft.log({"rows": VALUES["rows"]}, 3, weft.local(), trackio(run, table=dict))
+    weft.log({"plot": VALUES["plot"]}, 4, weft.local(), swanlab(run, image=type))
+    assert run._calls == [
+        ("log", {"p": ((2, 4, 3), 255)}, ("step", 1)), ("track", "X", ("name", "word"), ("step", 2)),
+        ("log", {"rows": ROWS}, ("step", 3)), ("log", {"plot": _Plot}, ("step", 4)),
+    ]  # fmt: skip
+
+
+def test_all_trackers_are_closed_after_an_error_also_if_one_cannot_be():
+    runs = [_Recorder(), _Recorder(), _Recorder()]
+    means = []
+
+    def fails():
+        raise OSError("no connection")
+
+    broken = monitoring.RunTracker(lambda values, step: None, fails)
+    mean = monitoring.averaged(2, lambda values, step: means.append((step, values["loss"])))
+    trackers = [wandb(runs[0]), broken, mlflow(runs[1]), monitoring.every(1, swanlab(runs[2])), mean]
+    with pytest.raises(OSError, match="no connection") as raised, monitoring.closing(trackers) as same:
+        for step in range(3):
+            weft.log({"loss": step}, step, weft.local(), same)
+        raise ValueError("of the training")
+    assert "of the training" in str(raised.value.__context__) and means == [(1, 0.5), (2, 2.0)]
+    ends = [("finish", ("exit_code", 1)), ("end_run", "FAILED"), ("finish", ("state", "crashed"), ("error", "error"))]
+    assert [run._calls[-1] for run in runs] == ends
+
+
+def test_the_configuration_is_stored_once_in_every_tracker(tmp_path):
+    run, settings = _Recorder(), {"lr": 0.1, "layers": [1, 2], "name": None}
+    trackers = [wandb(run), monitoring.tensorboard(tmp_path), monitoring.jsonl(tmp_path / "run.jsonl")]
+    with monitoring.closing(trackers):
+        monitoring.log_start(0, weft.local(), trackers, settings=settings)
+        weft.log({"loss": 1.0}, 1, weft.local(), trackers)
+    stored = {"lr": 0.1, "layers": "[1, 2]", "name": "None"}
+    assert [call[1] for call in run._calls if call[0] == "config.update"] == [stored]
+    assert settings == {"lr": 0.1, "layers": [1, 2], "name": None}
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert lines[0]["settings"] == stored and "settings" not in lines[1]
+    assert "_hparams_/session_start_info" in _events(tmp_path).summary_metadata
+
+
+# -- in the background -------------------------------------------------------------------------------------
+
+
+def test_a_slow_tracker_is_not_waited_for_and_gets_values_as_they_were():
+    go, seen = threading.Event(), []
+
+    def slow(values, step):
+        go.wait(30)
+        seen.append((step, values["weights"].values.tolist()))
+
+    weights = torch.zeros(1)
+    background = monitoring.in_background(slow, limit=5)
+    for step in range(5):
+        weft.log({"weights": Histogram(weights)}, step, weft.local(), background)
+        weights += 1
+    assert not seen
+    go.set()
+    background.close()
+    assert seen == [(step, [float(step)]) for step in range(5)]
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call_or_at_the_end():
+    closed = []
+
+    def broken(values, step):
+        raise OSError(f"step {step}")
+
+    first = monitoring.in_background(monitoring.RunTracker(broken, lambda: closed.append(1)), limit=1)
+    first({}, step=0)
+    with pytest.raises(OSError, match="step 0"):
+        first({}, step=1)
+    second = monitoring.in_background(monitoring.RunTracker(broken, lambda: closed.append(2)))
+    second({}, step=7)
+    with pytest.raises(OSError, match="step 7"):
+        second.close()
+    first.close()
+    assert closed == [2, 1]
+    with pytest.raises(ValueError, match="limit = 0"):
+        monitoring.in_background(broken, limit=0)
 
 
 # -- progress and messages ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 log.py          `log`, and trackers made of trackers: `every`, `chosen`, `averaged`
 log_start.py    `log_start`: what a program is that begins or resumes a run
-values.py       what a value may be: a number, a text, or one of `Image`, `Histogram`, `HParams`
+values.py       what a value may be: a number, a text, an `Image`, `Histogram`, `Table`, `Figure`, `Artifact`, `HParams`
 trackers/       where the numbers are written
 progress.py     `progress`: a bar in a terminal, lines elsewhere; one for all ranks
 logger.py       `logger`: Python's logging with the rank in it
@@ -28,11 +28,14 @@ from weft.monitoring.report import write_report
 from weft.monitoring.throughput import Throughput, throughput
 from weft.monitoring.trackers.files import csv, jsonl
 from weft.monitoring.trackers.libraries import aim, clearml, comet, dvclive, mlflow, swanlab, trackio, wandb
+from weft.monitoring.trackers.lifetime import RunTracker, closing, in_background
 from weft.monitoring.trackers.tensorboard import EventFile, tensorboard
-from weft.monitoring.values import Histogram, HParams, Image, Tracker, numbers_of
+from weft.monitoring.values import Artifact, Figure, Histogram, HParams, Image, Table, Tracker, numbers_of
 
 __all__ = [
+    "Artifact",
     "EventFile",
+    "Figure",
     "Finding",
     "HParams",
     "Health",
@@ -40,17 +43,21 @@ __all__ = [
     "Image",
     "PeakMemory",
     "Profile",
+    "RunTracker",
+    "Table",
     "Throughput",
     "Tracker",
     "aim",
     "averaged",
     "chosen",
     "clearml",
+    "closing",
     "comet",
     "count_flops",
     "csv",
     "dvclive",
     "every",
+    "in_background",
     "jsonl",
     "log",
     "log_start",

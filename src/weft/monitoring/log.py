@@ -11,6 +11,7 @@ from weft.checks import check_count
 from weft.collectives import reduce
 from weft.context import DistContext
 from weft.errors import ContextError, listed, value_error
+from weft.monitoring.trackers.lifetime import RunTracker, close
 from weft.monitoring.values import Tracker, numbers_of, seal_of
 
 __all__ = ["averaged", "chosen", "every", "log"]
@@ -37,7 +38,7 @@ def log(
 
     Args:
         values: By name, the same names on all ranks: numbers, tensors with one element, texts, `Image`,
-            `Histogram`, `HParams`. A tensor on an accelerator is waited for.
+            `Histogram`, `Table`, `Figure`, `Artifact`, `HParams`. A tensor on an accelerator is waited for.
         step: Of the optimizer, >= 0; the same on all ranks.
         ctx: Whose ranks.
         trackers: One, or several: each is called as `tracker(values, step=step)` on the main rank only. An
@@ -105,7 +106,7 @@ def _check(step: int, weight: float, every: int) -> None:
 # -- trackers made of trackers -------------------------------------------------------------------------
 
 
-def every(n: int, tracker: Tracker) -> Tracker:
+def every(n: int, tracker: Tracker) -> RunTracker:
     """A tracker that passes on every n-th step only.
 
     Example:
@@ -121,10 +122,10 @@ def every(n: int, tracker: Tracker) -> Tracker:
         if step % n == 0:
             tracker(values, step=step)
 
-    return passed_on
+    return RunTracker(passed_on, lambda: close(tracker))
 
 
-def chosen(names: Callable[[str], bool] | Iterable[str], tracker: Tracker) -> Tracker:
+def chosen(names: Callable[[str], bool] | Iterable[str], tracker: Tracker) -> RunTracker:
     """A tracker that passes on some values only: those of these names, or for which a function is true.
 
     Example:
@@ -138,32 +139,46 @@ def chosen(names: Callable[[str], bool] | Iterable[str], tracker: Tracker) -> Tr
         if some:
             tracker(some, step=step)
 
-    return passed_on
+    return RunTracker(passed_on, lambda: close(tracker))
 
 
-def averaged(n: int, tracker: Tracker) -> Tracker:
+def averaged(n: int, tracker: Tracker) -> RunTracker:
     """A tracker that passes on the means of the last n calls, at every n-th; what is no number, as it comes last.
+
+    Closing it passes on the mean of the calls that are left, and closes the other tracker.
 
     Example:
         >>> mean = averaged(2, lambda values, step: print(step, values))
-        >>> for step in range(4):
+        >>> for step in range(5):
         ...     mean({"loss": float(step)}, step=step)
         1 {'loss': 0.5}
         3 {'loss': 2.5}
+        >>> mean.close()
+        4 {'loss': 4.0}
     """
-    kept: list[dict[str, Any]] = []
+    kept: list[tuple[int, dict[str, Any]]] = []
 
     def passed_on(values: dict[str, Any], /, *, step: int) -> None:
-        kept.append(values)
-        if len(kept) < n:
-            return
+        kept.append((step, values))
+        if len(kept) == n:
+            pass_on()
+
+    def pass_on() -> None:
         found: dict[str, Any] = {}
         sums: dict[str, list[float]] = {}
-        for each in kept:
+        for _, each in kept:
             found.update(each)
             for name, value in numbers_of(each).items():
                 sums.setdefault(name, []).append(value)
+        step = kept[-1][0]
         kept.clear()
         tracker({**found, **{name: sum(each) / len(each) for name, each in sums.items()}}, step=step)
 
-    return passed_on
+    def end() -> None:
+        try:
+            if kept:
+                pass_on()
+        finally:
+            close(tracker)
+
+    return RunTracker(passed_on, end)

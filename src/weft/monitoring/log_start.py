@@ -19,7 +19,7 @@ import torch
 
 from weft.context import DistContext, explain
 from weft.monitoring.log import log
-from weft.monitoring.values import Tracker
+from weft.monitoring.values import HParams, Tracker
 
 __all__ = ["log_start"]
 
@@ -38,6 +38,9 @@ def log_start(
     git commit of the script, and `settings`. `weft report` shows them, and compares them between runs. The command line
     is written as it is: give secrets in another way.
 
+    The settings are also logged as `HParams`, so that every tracker stores them once, where it keeps the configuration
+    of a run; a value that is neither number, text nor truth becomes a text.
+
     Changes: nothing. Collectives: those of `weft.log`.
 
     Args:
@@ -49,10 +52,15 @@ def log_start(
     Example:
         >>> import weft
         >>> log_start(0, weft.local(), lambda values, step: print(step, sorted(values)), settings={"lr": 0.1})
-        0 ['explain', 'program']
+        0 ['explain', 'program', 'settings']
     """
     program = json.dumps(_program(ctx, settings or {}), default=str) if ctx.is_main else ""
-    log({"explain": explain(ctx), "program": program}, step, ctx, trackers)
+    plain = {
+        name: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in (settings or {}).items()
+    }
+    configuration = {"settings": HParams(plain)} if plain else {}
+    log({**configuration, "explain": explain(ctx), "program": program}, step, ctx, trackers)
 
 
 def _program(ctx: DistContext, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["HParams", "Histogram", "Image", "Tracker", "numbers_of", "seal_of"]
+__all__ = ["Artifact", "Figure", "HParams", "Histogram", "Image", "Table", "Tracker", "numbers_of", "seal_of"]
 
 
 class Tracker(Protocol):
@@ -36,6 +37,38 @@ class Histogram(NamedTuple):
     """
 
     values: torch.Tensor
+
+
+class Table(NamedTuple):
+    """Rows under names, for trackers that have tables.
+
+    Attributes:
+        columns: Their names.
+        rows: Each with a number or a text per column.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+class Figure(NamedTuple):
+    """A plot, for trackers that have figures.
+
+    Attributes:
+        figure: Of matplotlib or plotly, as far as the library behind the tracker takes it.
+    """
+
+    figure: Any
+
+
+class Artifact(NamedTuple):
+    """A file or folder to keep with the run, for trackers that store files.
+
+    Attributes:
+        path: Of the file or folder, as it is when it is logged.
+    """
+
+    path: str | Path
 
 
 class HParams(NamedTuple):

@@ -78,6 +78,12 @@ FUNCTIONS = {
     ),
     "broadcast": Template("weft.broadcast({tensor}, {ctx})", {"tensor": None}),
     "get_logger": Template("logging.getLogger({name})", {"name": None}, "logging"),
+    "is_cuda_available": Template("torch.cuda.is_available()", {}, "torch"),
+    "is_mps_available": Template("torch.backends.mps.is_available()", {}, "torch"),
+    "is_xpu_available": Template("torch.xpu.is_available()", {}, "torch"),
+    "is_torch_xla_available": Template(
+        'importlib.util.find_spec("torch_xla") is not None', {"check_is_tpu": ""}, "importlib.util"
+    ),
     "notebook_launcher": Template(
         "weft.launch_function({function}, {num_processes}, *{args})",
         {"function": None, "args": "()", "num_processes": None},
@@ -128,6 +134,8 @@ HINTS = {
     "check_trigger": "weft.collectives.any_rank(flag, ctx)",
     "get_tracker": "the run that you made with the library itself",
     "trackers": "the list that you pass to weft.log",
+    "mixed_precision": "pass it to this function as an argument",
+    "gradient_accumulation_steps": "pass it to this function as an argument",
     "state": "the settings are arguments of weft.start and of the transforms; see weft.explain(ctx)",
     "gradient_state": "a window is a value: `for window in windows: for batch in window`",
     "sync_gradients": "the code after `for batch in window` runs once per optimizer step",

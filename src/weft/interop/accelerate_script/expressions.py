@@ -8,11 +8,14 @@ from collections.abc import Callable
 from weft.interop.accelerate_script.calls import ATTRIBUTES, FUNCTIONS, HINTS, METHODS, REMARKS, Template
 from weft.interop.accelerate_script.loops import is_after_backward
 from weft.interop.accelerate_script.names import dotted
+from weft.interop.accelerate_script.reach import setting_at
 from weft.interop.accelerate_script.setup import SETTINGS, construct, load_state, save_state
 from weft.interop.accelerate_script.statements import STATEMENTS
 from weft.interop.accelerate_script.translation import Draft
 
 __all__ = ["leave_argument", "leave_attribute", "leave_call", "leave_compare", "leave_keyword", "leave_name"]
+
+_DEFAULTS = {"mixed_precision": '"no"', "gradient_accumulation_steps": "1"}
 
 
 def leave_name(draft: Draft, node: ast.Name) -> None:
@@ -60,11 +63,8 @@ def leave_attribute(draft: Draft, node: ast.Attribute) -> None:
             draft.edits.replace(node, "True")
         else:
             draft.left(node, HINTS[name])
-    elif name == "gradient_accumulation_steps":
-        steps = draft.setting(name)
-        draft.edits.replace(node, "1" if steps is None else draft.edits.text(steps))
-    elif name == "mixed_precision" and draft.setting(name) is not None:
-        draft.edits.replace(node, draft.edits.text(draft.names.settings[name]))
+    elif name in _DEFAULTS and (text := setting_at(draft, name, node, _DEFAULTS[name])):
+        draft.edits.replace(node, text)
     elif name == "optimizer_step_was_skipped" and len(draft.names.optimizers) == 1:
         draft.edits.replace(node, f"weft.was_skipped({next(iter(draft.names.optimizers))})")
     else:
@@ -77,24 +77,33 @@ def _is_part(draft: Draft, node: ast.Attribute, name: str) -> bool:
     if isinstance(parent, ast.Call) and parent.func is node:
         return name not in ATTRIBUTES
     if isinstance(parent, ast.Attribute):
-        return name == "state" and _state_of(draft, parent) is not None
+        compared = parent.attr == "distributed_type" and isinstance(draft.names.parents[parent], ast.Compare)
+        return name == "state" and (compared or _state_of(draft, parent) is not None)
     return {"sync_gradients": ast.If, "distributed_type": ast.Compare}.get(name) is type(parent)
 
 
 def _state_of(draft: Draft, node: ast.Attribute) -> str | None:
     """What an attribute of `accelerator.state` is: facts of the rank, and None for plugins the script does not make."""
+    if node.attr == "mixed_precision":
+        return setting_at(draft, node.attr, node, _DEFAULTS[node.attr])
     if node.attr in ATTRIBUTES and node.attr not in ("print", "save"):
         return ATTRIBUTES[node.attr].format(ctx=draft.context(node.value.value))  # type: ignore[attr-defined]
     plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
-    unknown = any(each.arg is None for call in draft.names.constructors for each in call.keywords)
-    return "None" if node.attr in plugins and node.attr not in draft.names.settings and not unknown else None
+    known = draft.names.are_known and node.attr not in draft.names.settings
+    return "None" if node.attr in plugins and known else None
 
 
 def leave_compare(draft: Draft, node: ast.Compare) -> None:
-    """`accelerator.distributed_type == DistributedType.XLA`."""
-    if draft.names.method(node.left) != "distributed_type":
+    """`accelerator.distributed_type == DistributedType.XLA`, also with `accelerator.state`."""
+    left = node.left
+    if not isinstance(left, ast.Attribute) or left.attr != "distributed_type":
         return
-    [right, *others], ctx = node.comparators, draft.context(node.left.value)  # type: ignore[attr-defined]
+    holder = left.value
+    if isinstance(holder, ast.Attribute) and draft.names.method(holder) == "state":
+        holder = holder.value
+    if dotted(holder) not in draft.names.accelerators:
+        return
+    [right, *others], ctx = node.comparators, draft.context(holder)
     texts = {"XLA": f'{ctx}.device.type == "xla"', "TPU": f'{ctx}.device.type == "xla"', "NO": f"{ctx}.world_size == 1"}
     text = texts.get(dotted(right).rpartition(".")[2])
     if text is None or others or not isinstance(node.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
@@ -132,7 +141,10 @@ def _is_part_of_more(draft: Draft, node: ast.Call, method: str | None, imported:
     if method == "accumulate":
         return any(loop.block in draft.names.above(node) for loop in draft.looped)
     inside = any(node in ast.walk(call) and node is not call for call in draft.names.constructors)
-    assigned = any(node is value for value in draft.names.values.values())
+    given = {dotted(each.value) for call in draft.names.constructors for each in call.keywords}
+    parent = draft.names.parents[node]
+    assigned = isinstance(parent, ast.Assign) and all(dotted(each) in given for each in parent.targets)
+    assigned |= any(node is value for value in draft.names.values.values())
     return imported in SETTINGS and (inside or assigned)
 
 

@@ -41,6 +41,7 @@ class Names:
     accelerators: set[str] = field(default_factory=set)  # their texts, as "accelerator" or "self.accelerator"
     constructors: list[ast.Call] = field(default_factory=list)
     settings: dict[str, ast.expr] = field(default_factory=dict)  # keywords of all constructors
+    are_known: bool = True  # whether these are all
     values: dict[str, ast.expr] = field(default_factory=dict)  # what names were assigned, the last one
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
@@ -138,6 +139,9 @@ def find_names(tree: ast.Module) -> Names:
 def _settings_and_roles(names: Names) -> None:
     for call in names.constructors:
         names.settings |= {each.arg: each.value for each in call.keywords if each.arg}
+        spread = {id(each): _spread(names, each.value) for each in call.keywords if each.arg is None}
+        names.settings |= {name: value for found in spread.values() for name, value in (found or {}).items()}
+        names.are_known &= None not in spread.values()
         if call.args:  # device_placement comes first, and has no meaning here
             names.settings.setdefault("device_placement", call.args[0])
     for call in names.calls("prepare"):
@@ -148,6 +152,25 @@ def _settings_and_roles(names: Names) -> None:
             )
             if target is not None and dotted(each):
                 target.add(dotted(each))
+
+
+def _spread(names: Names, given: ast.expr) -> dict[str, ast.expr] | None:
+    """The settings in `**options`, if the script makes them of a dict and of assignments with a literal as key."""
+    made = names.values.get(dotted(given), given)
+    if not isinstance(made, ast.Dict):
+        return None
+    uses = [n for n in names.parents if isinstance(n, ast.Name) and n.id == dotted(given)]
+    pairs: list[tuple[ast.expr | None, ast.expr]] = list(zip(made.keys, made.values, strict=True))
+    for use in uses:
+        parent = names.parents[use]
+        whole = names.parents[parent] if isinstance(parent, ast.Subscript) else None
+        if isinstance(whole, ast.Assign) and isinstance(parent, ast.Subscript) and whole.targets == [parent]:
+            pairs.append((parent.slice, whole.value))
+        elif not isinstance(parent, (ast.keyword, ast.Assign)):
+            return None  # it may be changed there
+    if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key, _ in pairs):
+        return None
+    return {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}  # type: ignore[misc]
 
 
 def _find_accelerators(names: Names, node: ast.Assign | ast.AnnAssign) -> None:

@@ -12,11 +12,10 @@ __all__ = ["PREPARE", "SETTINGS", "alone", "construct", "load_state", "own_lines
 
 SETTINGS = {
     *("ProjectConfiguration", "DataLoaderConfiguration", "GradientAccumulationPlugin"),
-    *("DistributedDataParallelKwargs", "InitProcessGroupKwargs"),
+    *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "DDPCommunicationHookType"),
 }
 PREPARE = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "prepare_scheduler")
 _COMPRESSED = {"FP16": "torch.float16", "BF16": "torch.bfloat16"}
-_COMPUTE = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def construct(draft: Draft, call: ast.Call) -> None:
@@ -30,6 +29,11 @@ def construct(draft: Draft, call: ast.Call) -> None:
             options.append('device="cpu"' if wish == "True" else f'device="cpu" if {wish} else None')
             if wish == "False":
                 options.pop()
+    for name in ("split_batches", "dispatch_batches"):
+        value = draft.setting(name)
+        if value is not None and not isinstance(value, ast.Constant):
+            mode = name.removesuffix("_batches")
+            draft.check(call, f'{name}: not a literal, so not taken over; weft.shard_data(loader, ctx, mode="{mode}")')
     for handler in draft.handlers():
         kind = draft.names.original(handler.func)
         limit = draft.keyword(handler, "timeout")
@@ -38,21 +42,28 @@ def construct(draft: Draft, call: ast.Call) -> None:
     draft.edits.replace(call, f"weft.start({', '.join(options)})")
 
 
+def _reduce(draft: Draft) -> str | None:
+    """In which dtype the hook of DDP sends gradients, as text; a hook that is chosen at run time has its value."""
+    hook = next((found for each in draft.handlers() if (found := draft.keyword(each, "comm_hook"))), None)
+    made = draft.names.values.get(dotted(hook), hook)
+    if isinstance(made, ast.Call) and draft.names.original(made.func) == "DDPCommunicationHookType" and made.args:
+        return f'{{"fp16": torch.float16, "bf16": torch.bfloat16}}.get({draft.edits.text(made.args[0])})'
+    return _COMPRESSED.get(dotted(hook).rpartition(".")[2])
+
+
 def _precision(draft: Draft) -> tuple[str | None, bool]:
     """The policy as text, if there is one, and whether it may be fp16."""
-    value = draft.setting("mixed_precision")
-    hook = next((found for each in draft.handlers() if (found := draft.keyword(each, "comm_hook"))), None)
-    reduce = _COMPRESSED.get(dotted(hook).rpartition(".")[2])
+    value, reduce = draft.setting("mixed_precision"), _reduce(draft)
     if value is None or (isinstance(value, ast.Constant) and value.value in (None, "no")):
         return (f"weft.Precision(reduce={reduce})" if reduce else None), False
     text = draft.edits.text(value)
     if not isinstance(value, ast.Constant):
-        return f'"fp32" if {text} in (None, "no") else {text}', True
-    if reduce and value.value in _COMPUTE:
-        more = ", scaling=weft.precision.LossScaling()" if value.value == "fp16" else ""
-        dtypes = f"param=torch.float32, compute={_COMPUTE[value.value]}, output=torch.float32"
-        return f"weft.Precision({dtypes}, reduce={reduce}{more})", value.value == "fp16"
-    return text, value.value == "fp16"
+        text = f'"fp32" if {text} in (None, "no") else {text}'
+    may_scale = getattr(value, "value", "fp16") == "fp16"
+    if not reduce:
+        return text, may_scale
+    draft.imports.add("dataclasses")
+    return f"dataclasses.replace(weft.precision.named_policy({text}), reduce={reduce})", may_scale
 
 
 def prepare(draft: Draft, node: ast.Assign, call: ast.Call) -> None:
@@ -130,10 +141,10 @@ def _replicate_options(draft: Draft, handler: ast.Call) -> str:
             options += ', buffers="local"'
         elif each.arg == "bucket_cap_mb":
             options += f", bucket_bytes={value} * 2**20"
+        elif each.arg == "comm_hook" and last in ("POWER_SGD", "BATCHED_POWER_SGD"):
+            options += ", compress=weft.precision.PowerSGD()"
         elif each.arg == "comm_hook" and last not in {*_COMPRESSED, "NO"}:
-            draft.check(
-                each.value, "gradients travel as they are: weft has no PowerSGD; Precision(reduce=torch.bfloat16)"
-            )
+            draft.check(each.value, "for power_sgd: weft.replicate(model, ctx, compress=weft.precision.PowerSGD())")
         elif each.arg in ("comm_wrapper", "comm_state_option") and last not in ("NO", "{}"):
             draft.check(each.value, "not taken over")
     return options

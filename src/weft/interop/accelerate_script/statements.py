@@ -108,7 +108,8 @@ def _start_trackers(draft: Draft, node: ast.stmt, call: ast.Call) -> None:
     given = given.elts[0] if isinstance(given, (ast.List, ast.Tuple)) and len(given.elts) == 1 else given
     kind = given.value if isinstance(given, ast.Constant) else None
     folder = draft.setting("project_dir")
-    if name is None or draft.keyword(call, "init_kwargs") is not None:
+    more = _options_of(draft, call, kind)
+    if name is None or more is None:
         draft.left(node, HINTS["init_trackers"])
         return
     ctx, run, configs = draft.context(call.func.value), draft.edits.text(name), ""  # type: ignore[attr-defined]
@@ -116,7 +117,7 @@ def _start_trackers(draft: Draft, node: ast.stmt, call: ast.Call) -> None:
         configs = f"config={draft.edits.text(config)}"
     if kind == "wandb":
         draft.imports.add("wandb")
-        made = f"wandb.init(project={run}{', ' + configs if configs else ''})"
+        made = f"wandb.init({', '.join(each for each in (f'project={run}', configs, more) if each)})"
         lines = [f"{draft.trackers} = [weft.monitoring.trackers.libraries.wandb({made})] if {ctx}.is_main else []"]
     else:
         draft.imports.add("os")
@@ -129,6 +130,17 @@ def _start_trackers(draft: Draft, node: ast.stmt, call: ast.Call) -> None:
             draft.check(call, "TensorBoard; others: weft.monitoring.trackers.libraries")
     draft.has_trackers, draft.trackers_in = True, draft.names.scope(node)
     draft.edits.statement(node, lines)
+
+
+def _options_of(draft: Draft, call: ast.Call, kind: object) -> str | None:
+    """`init_kwargs={"wandb": {...}}` as arguments of `wandb.init`; None if that is not what there is."""
+    given = call.args[2] if len(call.args) > 2 else draft.keyword(call, "init_kwargs")
+    if given is None:
+        return ""
+    if kind != "wandb" or not isinstance(given, ast.Dict) or len(given.values) != 1:
+        return None
+    [key], [options] = given.keys, given.values
+    return f"**{draft.edits.text(options)}" if isinstance(key, ast.Constant) and key.value == "wandb" else None
 
 
 def leave_if(draft: Draft, node: ast.If) -> None:

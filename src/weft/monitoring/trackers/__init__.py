@@ -2,6 +2,7 @@
 
 files.py        `jsonl`, `csv`
 tensorboard.py  `tensorboard`
+lifetime.py     `RunTracker`, `closing` of all at the end, `in_background`
 libraries.py    W&B, MLflow, Comet, Aim, ClearML, DVCLive, SwanLab, Trackio
 
 Nothing of the libraries is imported here: you make the run, as their documentation says, on the main rank

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.monitoring.values import HParams, Tracker, numbers_of
+from weft.monitoring.values import Artifact, HParams, Table, Tracker, numbers_of
 
 __all__ = ["csv", "jsonl"]
 
 
 def jsonl(path: str | Path) -> Tracker:
-    r"""A tracker that writes a line of JSON per step: `step`, numbers, and texts.
+    r"""A tracker that writes a line of JSON per step: `step`, numbers, texts, tables, and the paths of artifacts.
 
     Lines are added to a file that is there, so a resumed run has one file. Each is handed to the system
     at once: a killed process loses none. A number that is not finite is written as a text, as JSON has no
@@ -51,6 +51,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value
         elif isinstance(value, HParams):
             found[name] = dict(value.values)
+        elif isinstance(value, Table):
+            found[name] = {"columns": list(value.columns), "rows": [list(row) for row in value.rows]}
+        elif isinstance(value, Artifact):
+            found[name] = str(value.path)
     return found
 
 

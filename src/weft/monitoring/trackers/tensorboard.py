@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from weft.checks import import_extra
-from weft.monitoring.values import Histogram, HParams, Image, numbers_of
+from weft.monitoring.values import Figure, Histogram, HParams, Image, Table, numbers_of
 
 __all__ = ["EventFile", "tensorboard"]
 
 
 def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: int = 10) -> EventFile:
     """A tracker that writes event files of TensorBoard: scalars, texts, pictures, histograms, hyperparameters.
+
+    Tables become texts in Markdown. Figures are those of matplotlib.
 
     The file is opened at the first step, so ranks that write nothing make none. It is complete when the tracker
     is closed or dropped, and at the end of the program, also after an error; meanwhile it is written every `flush_s`
@@ -73,6 +75,10 @@ class EventFile:
                 writer.add_images(name, pixels if pixels.ndim == 4 else pixels[None], step)
             elif isinstance(value, (Histogram, torch.Tensor)):
                 writer.add_histogram(name, value.values if isinstance(value, Histogram) else value.detach(), step)
+            elif isinstance(value, Table):
+                writer.add_text(name, _markdown(value), step)
+            elif isinstance(value, Figure) and hasattr(value.figure, "savefig"):
+                writer.add_figure(name, value.figure, step, close=False)
             elif isinstance(value, HParams):
                 writer.add_hparams(dict(value.values), dict(value.metrics), run_name=".", global_step=step)
         if self._at_once:
@@ -82,3 +88,8 @@ class EventFile:
         """Write everything, and close the file."""
         if self._end is not None:
             self._end()
+
+
+def _markdown(table: Table) -> str:
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
