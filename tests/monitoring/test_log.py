@@ -211,6 +211,8 @@ class _Recorder:
         self.__dict__.update(_calls=[] if calls is None else calls, _name=name)
 
     def __getattr__(self, name):
+        if name == "run_id":
+            return "7"
         return _Recorder(self._calls, f"{self._name}.{name}".strip("."))
 
     def __setattr__(self, name, value):
@@ -249,9 +251,11 @@ CALLS = {
         ("log", {"train/loss": 0.5, "word": "x"}, ("step", 3)), ("finish",),
     ],
     mlflow: [
-        ("log_params", {"lr": 1}), ("log_metrics", {"train/loss": 0.5}, ("step", 3)), ("log_text", "x", "word/3.txt"),
-        ("log_dict", ROWS, "rows/3.json"), ("log_figure", PLOT, "plot/3.html"), ("log_artifact", "a.txt", "file"),
-        ("end_run", "FINISHED"),
+        ("MlflowClient",), ("active_run",), ("log_params", {"lr": 1}, ("run_id", "7")),
+        ("log_metrics", {"train/loss": 0.5}, ("step", 3), ("run_id", "7")),
+        ("MlflowClient().log_text", "7", "x", "word/3.txt"), ("MlflowClient().log_dict", "7", ROWS, "rows/3.json"),
+        ("MlflowClient().log_figure", "7", PLOT, "plot/3.html"),
+        ("MlflowClient().log_artifact", "7", "a.txt", "file"), ("active_run",), ("end_run", "FINISHED"),
     ],
     comet: [
         ("log_parameters", {"lr": 1}), ("log_metrics", {"train/loss": 0.5}, ("step", 3)),

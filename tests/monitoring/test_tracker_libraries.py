@@ -15,15 +15,22 @@ LOGGING = """
 import json, sys
 from pathlib import Path
 import torch, weft
-from weft.monitoring import HParams
+from weft.monitoring import Artifact, HParams, Table, closing, in_background
 folder = Path(sys.argv[1])
+FAIL = "fail" in sys.argv
 
-def log_all(tracker):
+def log_all(tracker, close=True):
+    # In the background, to the end; what was logged is complete once the tracker is closed.
+    (folder / "kept.txt").write_text("of the run")
     ctx = weft.local()
-    weft.log({"hparams": HParams({"lr": 0.1, "name": "small"})}, 0, ctx, tracker)
-    for step in range(1, 4):
-        weft.log({"train/loss": torch.tensor(1.0 / step), "n": step}, step, ctx, tracker, weight=8)
-    weft.log({"word": "a text"}, 3, ctx, tracker)
+    with closing(in_background(tracker) if close else [tracker.__call__]) as trackers:
+        weft.log({"hparams": HParams({"lr": 0.1, "name": "small"})}, 0, ctx, trackers)
+        for step in range(1, 4):
+            weft.log({"train/loss": torch.tensor(1.0 / step), "n": step}, step, ctx, trackers, weight=8)
+        weft.log({"word": "a text", "rows": Table(["a", "b"], [(1, "x"), (2, "y")])}, 3, ctx, trackers)
+        weft.log({"kept": Artifact(folder / "kept.txt")}, 3, ctx, trackers)
+        if FAIL:
+            raise ValueError("of the training")
 
 def tell(losses, **more):
     print("FOUND " + json.dumps({"losses": losses, **more}))
@@ -32,23 +39,32 @@ def tell(losses, **more):
 MLFLOW = """
 import mlflow
 mlflow.set_tracking_uri(f"file://{folder}/mlruns")
-with mlflow.start_run() as run:
+run = mlflow.start_run()
+try:
     log_all(weft.monitoring.trackers.libraries.mlflow(mlflow))
+except ValueError:
+    assert FAIL
 client = mlflow.MlflowClient()
+status = client.get_run(run.info.run_id).info.status
+table = [json.loads(path.read_text()) for path in folder.rglob("rows/3.json")]
+kept = [path.read_text() for path in folder.rglob("artifacts/kept/kept.txt")]
 metrics = client.get_metric_history(run.info.run_id, "train/loss")
 params = client.get_run(run.info.run_id).data.params
 texts = [path.read_text() for path in folder.rglob("word/3.txt")]
-tell([[m.step, m.value] for m in metrics], params=params, texts=texts)
+tell([[m.step, m.value] for m in metrics], params=params, texts=texts, status=status, table=table, kept=kept)
 """
 
 WANDB = """
-import wandb
+import time, wandb
 from wandb.proto import wandb_internal_pb2
 run = wandb.init(project="test", mode="offline", dir=folder, settings=wandb.Settings(console="off"))
-log_all(weft.monitoring.trackers.libraries.wandb(run))
-run.finish()
+try:
+    log_all(weft.monitoring.trackers.libraries.wandb(run, table=wandb.Table))
+except ValueError:
+    assert FAIL
 (path,) = folder.rglob("*.wandb")
-losses, params, texts = [], {}, []
+losses, params, texts, status, kept = [], {}, [], None, []
+table = [json.loads(path.read_text()) for path in folder.rglob("media/table/rows*.json")]
 
 def records(data):
     # A header of 7 bytes, then blocks of 32 KiB of pieces: checksum, length, and whole, first, middle or last.
@@ -65,6 +81,14 @@ def records(data):
             yield begun
             begun = b""
 
+def ended(data):
+    found = [wandb_internal_pb2.Record.FromString(each) for each in records(data)]
+    return any(each.HasField("exit") for each in found)
+
+until = time.monotonic() + 30
+while not ended(path.read_bytes()) and time.monotonic() < until:
+    time.sleep(0.1)  # the last records are written after `finish` has returned
+
 for data in records(path.read_bytes()):
     record = wandb_internal_pb2.Record()
     record.ParseFromString(data)
@@ -75,7 +99,11 @@ for data in records(path.read_bytes()):
         losses.append([row["_step"], row["train/loss"]])
     if "word" in row:
         texts.append(row["word"])
-tell(losses, params=params, texts=texts)
+    if record.HasField("exit"):
+        status = record.exit.exit_code
+    if record.request.HasField("log_artifact") or record.HasField("artifact"):
+        kept.append((record.artifact if record.HasField("artifact") else record.request.log_artifact.artifact).name)
+tell(losses, params=params, texts=texts, status=status, table=table, kept=kept)
 """
 
 DVCLIVE = """
@@ -94,21 +122,24 @@ TRACKIO = """
 import sqlite3
 import trackio
 run = trackio.init(project="test", name="one", space_id=None)
-log_all(weft.monitoring.trackers.libraries.trackio(run))
-trackio.finish()
+log_all(weft.monitoring.trackers.libraries.trackio(run, table=trackio.Table))
 (path,) = folder.rglob("*.db")
 with sqlite3.connect(path) as base:
     rows = [(step, json.loads(text)) for step, text in base.execute("select step, metrics from metrics order by id")]
-tell([[s, v["train/loss"]] for s, v in rows if "train/loss" in v], texts=[v["word"] for _, v in rows if "word" in v])
+    (params,) = [json.loads(text) for (text,) in base.execute("select config from configs")]
+losses = [[s, v["train/loss"]] for s, v in rows if "train/loss" in v]
+table = [v["rows"]["_value"] for _, v in rows if "rows" in v]
+kept = [path.read_text() for path in folder.rglob("*") if path != folder / "kept.txt" and path.is_file()
+        and path.read_bytes() == b"of the run"]
+tell(losses, texts=[v["word"] for _, v in rows if "word" in v], params=params, table=table, kept=kept)
 """
 
 SWANLAB = """
 import swanlab
 run = swanlab.init(project="test", mode="offline", logdir=str(folder / "log"))
-log_all(weft.monitoring.trackers.libraries.swanlab(run))
-swanlab.finish()
+log_all(weft.monitoring.trackers.libraries.swanlab(run, table=swanlab.echarts.Table))
 content = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-tell([], names=[name for name in ("train/loss", "word", "lr") if name.encode() in content])
+tell([], names=[name for name in ("train/loss", "word", "lr", "rows", "kept.txt") if name.encode() in content])
 """
 
 COMET = """
@@ -117,7 +148,6 @@ import comet_ml
 quiet = dict(log_code=False, log_git_metadata=False, log_env_details=False, auto_output_logging=False)
 run = comet_ml.OfflineExperiment(project_name="test", workspace="test", offline_directory=str(folder), **quiet)
 log_all(weft.monitoring.trackers.libraries.comet(run))
-run.end()
 (path,) = folder.rglob("*.zip")
 with zipfile.ZipFile(path) as file:
     lines = [json.loads(line)["payload"] for line in file.read("messages.json").decode().splitlines()]
@@ -134,9 +164,8 @@ from clearml import Task
 Task.set_offline(True)
 off = dict(auto_connect_frameworks=False, auto_resource_monitoring=False, auto_connect_arg_parser=False)
 task = Task.init(project_name="test", task_name="one", auto_connect_streams=False, **off)
-log_all(weft.monitoring.trackers.libraries.clearml(task))
 session = Path(task.get_offline_mode_folder())
-task.close()
+log_all(weft.monitoring.trackers.libraries.clearml(task))
 rows = [row for line in (session / "metrics.jsonl").read_text().splitlines() for row in json.loads(line)]
 losses = [[row["iter"], row["value"]] for row in rows if (row["metric"], row["variant"]) == ("train", "loss")]
 params = json.loads((session / "task.json").read_text())["hyperparams"]["General"]
@@ -147,11 +176,13 @@ tell(losses, params={name: each["value"] for name, each in params.items()}, text
 AIM = """
 import aim
 run = aim.Run(repo=str(folder), system_tracking_interval=None, log_system_params=False, capture_terminal_logs=False)
-log_all(weft.monitoring.trackers.libraries.aim(run, text=aim.Text))
+run.set_artifacts_uri(f"file://{folder}/artifacts")
+log_all(weft.monitoring.trackers.libraries.aim(run, text=aim.Text), close=False)
 here = aim.sdk.sequence.Context({})
 losses = [[step, value] for step, (value, *_) in run.get_metric("train/loss", here).data.items()]
 texts = [each.data for step, (each, *_) in run.get_text_sequence("word", here).data.items()]
-tell(losses, params=dict(run["hparams"]), texts=texts)
+kept = [path.read_text() for path in (folder / "artifacts").rglob("kept*") if path.is_file()]
+tell(losses, params=dict(run["hparams"]), texts=texts, table=run["rows"], kept=kept)
 run.close()  # a closed run is read after a server has indexed it
 """
 
@@ -159,7 +190,7 @@ LIBRARIES = {"comet_ml": COMET, "clearml": CLEARML, "aim": AIM}
 LIBRARIES |= {"mlflow": MLFLOW, "wandb": WANDB, "dvclive": DVCLIVE, "trackio": TRACKIO, "swanlab": SWANLAB}
 
 
-def _found(library, folder):
+def _found(library, folder, *arguments):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs the package {library}")
     env = os.environ | {
@@ -168,7 +199,7 @@ def _found(library, folder):
         "DVC_NO_ANALYTICS": "true", "GIT_PYTHON_REFRESH": "quiet",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", LOGGING + LIBRARIES[library], str(folder)],
+        [sys.executable, "-c", LOGGING + LIBRARIES[library], str(folder), *arguments],
         check=False, capture_output=True, text=True, timeout=110, env=env, cwd=folder,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
@@ -176,6 +207,7 @@ def _found(library, folder):
     return json.loads(lines[0].removeprefix("FOUND "))
 
 
+TABLE = {"columns": ["a", "b"], "data": [[1, "x"], [2, "y"]]}
 LOSSES = [[1, 1.0], [2, 0.5], [3, 1.0 / 3]]
 
 
@@ -188,12 +220,23 @@ def test_the_file_store_of_mlflow(tmp_path):
     found = _found("mlflow", tmp_path)
     _check_losses(found["losses"])
     assert found["params"] == {"lr": "0.1", "name": "small"} and found["texts"] == ["a text"]
+    assert found["table"] == [TABLE] and found["kept"] == ["of the run"] and found["status"] == "FINISHED"
 
 
 def test_an_offline_run_of_wandb(tmp_path):
     found = _found("wandb", tmp_path)
     _check_losses(found["losses"])
     assert found["params"]["lr"] == 0.1 and found["params"]["name"] == "small" and found["texts"] == ["a text"]
+    assert [{name: each[name] for name in TABLE} for each in found["table"]] == [TABLE]
+    assert "kept" in found["kept"] and found["status"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "status"), [("mlflow", "FAILED"), ("wandb", 1)])
+def test_a_run_that_fails_is_complete_and_says_so(library, status, tmp_path):
+    found = _found(library, tmp_path, "fail")
+    _check_losses(found["losses"])
+    assert found["status"] == status and found["texts"] == ["a text"]
 
 
 def test_the_files_of_dvclive(tmp_path):
@@ -206,7 +249,8 @@ def test_the_files_of_dvclive(tmp_path):
 def test_the_database_of_trackio(tmp_path):
     found = _found("trackio", tmp_path)
     _check_losses(found["losses"])
-    assert found["texts"] == ["a text"]
+    assert found["texts"] == ["a text"] and found["params"]["lr"] == 0.1 and found["params"]["name"] == "small"
+    assert found["table"] == [[{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]] and found["kept"] == ["of the run"]
 
 
 @pytest.mark.parametrize("library", ["comet_ml", "clearml", "aim"])
@@ -221,4 +265,4 @@ def test_an_offline_run_of(library, tmp_path):
 
 
 def test_an_offline_run_of_swanlab(tmp_path):
-    assert _found("swanlab", tmp_path)["names"] == ["train/loss", "word", "lr"]
+    assert _found("swanlab", tmp_path)["names"] == ["train/loss", "word", "lr", "rows", "kept.txt"]

@@ -35,6 +35,9 @@ def _whole(ctx):
         model, after = strategy(_net(), ctx)
         with weft.full_params(model, after):
             read = [p.detach().clone() for p in model.parameters()]
+            state = model.state_dict()  # what `save_pretrained` and `torch.save` of other libraries write
+            assert all(type(each) is torch.Tensor and each.data_ptr() for each in state.values()), name
+            assert all(torch.equal(state[key], p) for key, p in model.named_parameters()), name
             with torch.no_grad():
                 if name == "fully_shard" and ctx.world_size > 1:
                     model[0].weight.zero_()  # lost: nobody asked to keep it

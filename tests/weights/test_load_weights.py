@@ -686,3 +686,30 @@ def test_a_mutated_file_is_read_or_refused_by_name(tmp_path):
         path.write_bytes(content)
         with contextlib.suppress(CheckpointError):
             weft.load_weights(_other(), path, weft.local())
+
+
+def _saves_sharded(ctx, folder):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model, ctx = weft.fully_shard(model, ctx, units=nn.Linear)
+    state, ctx = weft.checkpointable({"policy": model}, ctx)
+    weft.save(state, folder, 1, ctx)
+    return whole
+
+
+def test_tensors_are_read_by_name_without_a_module(tmp_path):
+    whole = run_ranks(_saves_sharded, 2, str(tmp_path))[0]
+    for names, expected in ((None, list(whole)), ("0.*", ["0.weight", "0.bias"]), (["**.bias"], ["0.bias", "1.bias"])):
+        found = weft.weights.read(tmp_path, names=names, object="policy")
+        assert set(found) == set(expected)
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+    save_file({"a": torch.arange(3), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+    found = weft.weights.read(tmp_path / "x.safetensors", names=lambda name: name == "a")
+    assert list(found) == ["a"] and torch.equal(found["a"], torch.arange(3))
+    with pytest.raises(CheckpointError, match="read: no tensor is left" + LINES):
+        weft.weights.read(tmp_path, names="2.*", object="policy")
+    part = min(tmp_path.glob("step*/*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="damaged" + LINES):
+        weft.weights.read(tmp_path, object="policy")

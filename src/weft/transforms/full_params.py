@@ -21,9 +21,10 @@ def full_params(
 ) -> contextlib.AbstractContextManager[None]:
     """Let a module have its parameters whole inside of the body, and as before after it.
 
-    For looking at weights, or changing them by hand (an initialisation, an embedding that is
-    replaced), when `fully_shard` or `zero_partition` have sharded them. Every rank enters it, and needs
-    the memory of the whole module meanwhile. Where parameters are whole anyway, reading costs nothing.
+    For looking at weights, saving them by the function of another library (`model.state_dict()`, `save_pretrained`),
+    or changing them by hand (an initialisation, an embedding that is replaced), when `fully_shard` or
+    `zero_partition` have sharded them. Every rank enters it, and needs the memory of the whole module meanwhile.
+    Where parameters are whole anyway, reading costs nothing.
 
     With `forward`, the module can also be called inside, without collectives: by one rank alone, or by each
     rank as often as it likes (rollouts of different lengths, generation, an evaluation on the main rank).

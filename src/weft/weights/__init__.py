@@ -4,7 +4,7 @@ export.py     `export`
 adapter_files.py   adapters of PEFT: which one is meant, and what it is called in files
 hf_layout.py  which tensors in which of its files
 publish.py    a folder that appears when it is complete
-load.py       `load_weights`
+load.py       `load_weights`; `read`, for tensors without a module
 sources.py    what files, indices, folders and checkpoints hold
 stored_names.py names that a model of transformers had when its file was written
 targets.py    what a module holds, and memory for modules on meta
@@ -16,7 +16,7 @@ places/       where the parts of a module lie: `module_sizes`, `plan_placement`
 """
 
 from weft.weights.export import export
-from weft.weights.load import LoadedWeights, load_weights
+from weft.weights.load import LoadedWeights, load_weights, read
 from weft.weights.on_meta import on_meta
 from weft.weights.places import PlacedUnit, PlacementPlan, module_sizes, plan_placement
 from weft.weights.quantization import quantized
@@ -33,5 +33,6 @@ __all__ = [
     "on_meta",
     "plan_placement",
     "quantized",
+    "read",
     "tie",
 ]

@@ -87,7 +87,7 @@ def export(
         # PEFT reads one file, in which a tensor that is two adapters' is there twice.
         chosen, limit = {file: source.tensors[own] for file, own in adapter.names.items()}, sys.maxsize
     else:
-        chosen = chosen_tensors(source, filter)
+        chosen = chosen_tensors("export", source, filter, option="filter")
     tensors = renamed_tensors(chosen, wanted, rename)
     layout = Layout(tensors, name, limit=limit)
     files = layout.files() + ([CONFIG] if adapter is not None else [])

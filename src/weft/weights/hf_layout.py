@@ -120,8 +120,14 @@ def check_names(name: object, rename: object) -> None:
         )
 
 
-def chosen_tensors(source: Source, filter: Names | None) -> dict[str, Stored]:
+def chosen_tensors(what: str, source: Source, filter: Names | None, *, option: str) -> dict[str, Stored]:
     """The tensors that the user wants, tied ones once.
+
+    Args:
+        what: The function that asks, for the texts of errors.
+        source: Where they are.
+        filter: A pattern, several, or a function of the name; None for all.
+        option: The name of that argument.
 
     Raises:
         CheckpointError: None is left.
@@ -135,20 +141,20 @@ def chosen_tensors(source: Source, filter: Names | None) -> dict[str, Stored]:
         patterns = [filter] if isinstance(filter, str) else list(filter) if isinstance(filter, Iterable) else [filter]
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise value_error(
-                f"export: filter = {filter!r:.80} cannot be used",
+                f"{what}: {option} = {filter!r:.80} cannot be used",
                 found=listed(sorted({type(one).__name__ for one in patterns if not isinstance(one, str)})),
                 expected="a pattern, several patterns, or a function of the name",
-                fix='filter="**.weight"; filter=lambda name: "lora_" in name',
+                fix=f'{option}="**.weight"; {option}=lambda name: "lora_" in name',
             )
         names = [name for name in source.tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
         idle = [one for one in patterns if not any(fits_pattern(name, one) for name in names)]
         names = [] if idle else names
     if not names:
         raise CheckpointError(
-            "export: nothing is left to export",
+            f"{what}: no tensor is left",
             found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
-            expected="tensors, of which each pattern of `filter` fits at least one",
-            fix='filter="**.weight"; filter=lambda name: "lora_" in name',
+            expected="tensors, of which each pattern fits at least one",
+            fix=f'{option}="**.weight"; {option}=lambda name: "lora_" in name',
         )
     first: dict[str, str] = {}
     for name in names:

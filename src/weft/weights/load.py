@@ -1,4 +1,4 @@
-"""`load_weights`: from files into a module, whatever the module is made of."""
+"""`load_weights`: from files into a module, whatever the module is made of; `read`: tensors without a module."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import torch
 from torch import nn
 
 from weft.checkpoint.format.remote import fetched, place
+from weft.checkpoint.format.tensor_blocks import whole
+from weft.checkpoint.format.transfer import Transfer, transfer
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.state.collect import kept_shards
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
 from weft.contract import check_not_streamed
+from weft.contract.select_modules import Names
 from weft.weights.adapter_files import names_in_module
 from weft.weights.assign import Placement, renamed
+from weft.weights.hf_layout import chosen_tensors
 from weft.weights.sources import floating_dtype, from_path
 from weft.weights.stored_names import as_named_now
 
-__all__ = ["LoadedWeights", "load_weights"]
+__all__ = ["LoadedWeights", "load_weights", "read"]
 
 
 class LoadedWeights(NamedTuple):
@@ -121,3 +125,54 @@ def load_weights(
         raise
     placement.put()
     return LoadedWeights(placement.path, placement.missing, placement.unexpected)
+
+
+def read(
+    path: str | Path,
+    *,
+    names: Names | None = None,
+    object: str = "model",
+    device: torch.device | str = "cpu",
+) -> dict[str, torch.Tensor]:
+    """Read tensors of a checkpoint, or of safetensors, as a dict: without a module, in one process.
+
+    The pieces of all ranks are merged, and only those of the tensors that are asked for are read; the files of a
+    checkpoint that they lie in are compared with their hashes first. Of tied weights the first name is there.
+
+    Changes: nothing. Collectives: none.
+
+    Args:
+        path: As for `weft.load_weights`: a file, an index, a folder, a checkpoint, a directory of checkpoints, or the
+            URL of one of these two.
+        names: Which: a pattern in which `*` stays within one part of a name and `**` stands for any number of
+            parts ("encoder.**"), several, or a function of the name. Default: all.
+        object: Which module, of those in a checkpoint.
+        device: Where the tensors are made.
+
+    Returns:
+        The tensors by name, in the dtype and shape they were saved in.
+
+    Raises:
+        CheckpointError: The files cannot be used or trusted, or hold no tensor of these names.
+        OSError: A file cannot be read.
+        ValueError: `names` cannot be used.
+
+    Example:
+        >>> import tempfile, weft
+        >>> state, ctx = weft.checkpointable({"model": torch.nn.Linear(3, 2)}, weft.local())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = weft.save(state, folder, 1, ctx)
+        ...     found = read(folder, names="bias")
+        >>> {name: tuple(tensor.shape) for name, tensor in found.items()}
+        {'bias': (2,)}
+    """
+    source = from_path("read", fetched(place(path)), object)
+    try:
+        chosen = chosen_tensors("read", source, names, option="names")
+        source.verify(chosen.values())
+        found = {name: torch.empty(one.entry.shape, dtype=one.dtype, device=device) for name, one in chosen.items()}
+        wanted = [Transfer(one, whole(one.entry.shape), found[name]) for name, one in chosen.items()]
+        transfer(source.files, wanted, num_threads=1)
+    finally:
+        source.files.close()
+    return found

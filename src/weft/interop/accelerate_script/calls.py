@@ -92,8 +92,8 @@ FUNCTIONS = {
 
 # Translated, but worth a look.
 REMARKS = {
-    "gather": "rows of unequal batches are neither padded nor repeated",
-    "gather_for_metrics": "every sample is there once; weft.metrics.gather_metrics also keeps the order",
+    "gather": "rows of unequal batches are neither padded nor repeated; what requires grad is detached first",
+    "gather_for_metrics": "every sample once; detach what requires grad; weft.metrics.gather_metrics keeps the order",
     "no_sync": "gradients travel in every backward; weft.accumulate_grads sends them once per window",
     "get_state_dict": "under fully_shard: with weft.full_params(model, ctx)",
     "get_logger": "prints on all ranks; where there is a context: weft.monitoring.logger(__name__, ctx)",

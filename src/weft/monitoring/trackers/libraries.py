@@ -134,36 +134,44 @@ def trackio(
     return RunTracker(write, lambda: run.finish())
 
 
-def mlflow(module_or_client: Any) -> RunTracker:
-    """A tracker of the active run of MLflow.
+def mlflow(module: Any) -> RunTracker:
+    """A tracker of the run of MLflow that is active now.
 
     Args:
-        module_or_client: The module `mlflow`, after `mlflow.start_run(...)`.
+        module: The module `mlflow`, after `mlflow.start_run(...)`.
 
     Returns:
         The tracker. Hyperparameters go to `log_params`; texts, tables, pictures and figures to files of the run, named
-        "NAME/STEP" and an ending; artifacts to the folder of their name. Closing it ends the active run, as FAILED
-        after an error.
+        "NAME/STEP" and an ending; artifacts to the folder of their name. Closing it ends the run, as FAILED after an
+        error.
     """
+    client, run_id = module.MlflowClient(), module.active_run().info.run_id  # other threads have no active run
 
     def write(values: dict[str, Any], /, *, step: int) -> None:
         if configs := _configs(values):
-            module_or_client.log_params(configs)
+            module.log_params(configs, run_id=run_id)
         if numbers := numbers_of(values):
-            module_or_client.log_metrics(numbers, step=step)
+            module.log_metrics(numbers, step=step, run_id=run_id)
         for name, text in _of(values, str).items():
-            module_or_client.log_text(text, f"{name}/{step}.txt")
+            client.log_text(run_id, text, f"{name}/{step}.txt")
         for name, table in _of(values, Table).items():
             rows = [list(row) for row in table.rows]
-            module_or_client.log_dict({"columns": list(table.columns), "data": rows}, f"{name}/{step}.json")
+            client.log_dict(run_id, {"columns": list(table.columns), "data": rows}, f"{name}/{step}.json")
         for name, pixels in _pictures(values):
-            module_or_client.log_image(pixels, f"{name}/{step}.png")
+            client.log_image(run_id, pixels, f"{name}/{step}.png")
         for name, value in _of(values, Figure).items():
-            module_or_client.log_figure(value.figure, _file(name, step, value.figure))
+            client.log_figure(run_id, value.figure, _file(name, step, value.figure))
         for name, artifact in _of(values, Artifact).items():
-            module_or_client.log_artifact(str(artifact.path), name)
+            client.log_artifact(run_id, str(artifact.path), name)
 
-    return RunTracker(write, lambda: module_or_client.end_run("FAILED" if is_failing() else "FINISHED"))
+    def end() -> None:
+        status, active = "FAILED" if is_failing() else "FINISHED", module.active_run()
+        if active is not None and active.info.run_id == run_id:
+            module.end_run(status)
+        else:
+            client.set_terminated(run_id, status)
+
+    return RunTracker(write, end)
 
 
 def comet(experiment: Any) -> RunTracker:

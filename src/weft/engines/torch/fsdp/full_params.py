@@ -36,7 +36,7 @@ def gathered(
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     for unit in units:
         unit.unshard()
-    cut = _put_whole(module, shards)
+    cut, hooks = _put_whole(module, shards), _take_hooks(module)
     try:
         yield
         if write:
@@ -51,6 +51,8 @@ def gathered(
     finally:
         for slots, name, parameter in cut:
             slots[name] = parameter
+        for registered, key, hook in hooks:
+            registered[key] = hook
         for unit in units:
             unit.reshard()
 
@@ -70,6 +72,19 @@ def _put_whole(module: nn.Module, shards: Mapping[str, nn.Parameter]) -> list[tu
     for slots, name, parameter in cut:
         slots[name] = whole[id(parameter)]
     return cut
+
+
+def _take_hooks(module: nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
+    """Take the hooks off by which `state_dict` would shard the parameters of FSDP2 again; returns what was where."""
+    found = [
+        (part._state_dict_pre_hooks, key, hook)
+        for part in module.modules()
+        for key, hook in part._state_dict_pre_hooks.items()
+        if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
+    ]
+    for registered, key, _ in found:
+        del registered[key]
+    return found
 
 
 def _spread(values: torch.Tensor, shard: DTensor, group: dist.ProcessGroup | None) -> None:
