@@ -30,6 +30,21 @@ def test_the_same_seed_gives_the_same_numbers():
     assert pair[0] == pair[1] != pair[2] == pair[3]
 
 
+def test_seeds_differ_along_the_axes_that_are_named():
+    mesh = {"data": 2, "pipeline": 2, "tensor": 2}
+    ranks = [fake(rank, 8, mesh=mesh) for rank in range(8)]
+
+    def seeds(axes):
+        return [weft.rng.set_seed(3, ctx, ranks=axes).seeds for ctx in ranks]
+
+    assert seeds(["data"]) == seeds("distinct") and len(set(seeds([]))) == 1
+    found = seeds(["pipeline"])
+    assert found[0] == found[1] == found[4] == found[5] != found[2] == found[3] == found[6] == found[7]
+    assert seeds(["tensor", "data"]) == seeds(["data", "tensor"]) and len(set(seeds(["data", "tensor"]))) == 4
+    with pytest.raises(weft.errors.ContextError, match="'stage' is not an axis of this context"):
+        seeds(["stage"])
+
+
 def test_deterministic_mode_is_put_back():
     with weft.rng.set_seed(0, weft.local(), deterministic=True):
         assert torch.are_deterministic_algorithms_enabled()

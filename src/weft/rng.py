@@ -141,7 +141,11 @@ class Seeded:
 
 
 def set_seed(
-    seed: int, ctx: DistContext, *, ranks: Literal["same", "distinct"] = "same", deterministic: bool = False
+    seed: int,
+    ctx: DistContext,
+    *,
+    ranks: Literal["same", "distinct"] | Sequence[str] = "same",
+    deterministic: bool = False,
 ) -> Seeded:
     """Seed python, numpy and torch, on all devices; the same on all ranks, or another for each.
 
@@ -156,7 +160,8 @@ def set_seed(
         seed: 0 <= seed < 2**63.
         ctx: Where we run.
         ranks: "same": all ranks get the same streams. "distinct": ranks that see different batches get
-            streams of their own.
+            streams of their own. A list of mesh axes, such as ["pipeline"]: ranks with another place on
+            one of these axes do, and the others share one.
         deterministic: Let torch raise where an operation has no deterministic algorithm. CUDA needs
             the variable CUBLAS_WORKSPACE_CONFIG=:4096:8 for it.
 
@@ -165,6 +170,7 @@ def set_seed(
 
     Raises:
         ValueError: `seed` is not a whole number or out of range, or `ranks` is unknown.
+        ContextError: `ranks` names an axis that is not there.
 
     Example:
         >>> import weft
@@ -174,10 +180,15 @@ def set_seed(
         tensor([True])
     """
     check_count("set_seed", "seed", seed, least=0, below=2**63, fix="weft.rng.set_seed(0, ctx)")
-    check_choice("set_seed", "ranks", ranks, ("same", "distinct"), fix='weft.rng.set_seed(0, ctx, ranks="same")')
-    seeds = (
-        seeds_for(seed, 0, ctx.data_rank, 0) if ranks == "distinct" else Seeds(seed, (seed % 2**32, seed >> 32), seed)
-    )
+    if isinstance(ranks, str):
+        check_choice("set_seed", "ranks", ranks, ("same", "distinct"), fix='weft.rng.set_seed(0, ctx, ranks="same")')
+    axes = {"same": [], "distinct": ctx.data_axes}[ranks] if isinstance(ranks, str) else ranks
+    sizes = {name: ctx.axis_size(name) for name in axes}
+    place = 0
+    for name, at in ctx.coordinates.items():
+        place = place * sizes[name] + at if name in sizes else place
+    plain = isinstance(ranks, str) and ranks == "same"
+    seeds = Seeds(seed, (seed % 2**32, seed >> 32), seed) if plain else seeds_for(seed, 0, place, 0)
     seeds.apply()
     torch.manual_seed(seeds.torch)  # of all devices
     ctx.engine.seed(ctx.device, seeds.torch)

@@ -7,9 +7,10 @@ import sys
 import time
 
 import pytest
+import torch
 
 import weft.cli
-from weft.cli.doctor import _NEXT, _devices, _disk, _versions, check_environment, check_network
+from weft.cli.doctor import _NEXT, _devices, _disk, _versions, check_environment, check_nccl, check_network, numa_nodes
 from weft.cli.rank_checks import CHECKS
 
 
@@ -50,6 +51,39 @@ def test_a_contradiction_of_the_environment_is_told_with_its_fix():
     place = {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert check_environment(place).state == "FAIL"
     assert check_environment({}).line() == f"ok    {'environment':<18} rank 0 of 1, from single"
+
+
+def test_what_nccl_was_told_is_shown_and_checked():
+    assert torch.cuda.is_available() or list(check_nccl({"PATH": "x"}, ["eth0"])) == []
+    nccl, recorder = check_nccl({"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "2000"}, ["lo", "eth0"])
+    assert (nccl.state, nccl.text) == ("ok", "NCCL_DEBUG=INFO TORCH_FR_BUFFER_SIZE=2000")
+    assert (recorder.state, recorder.text) == ("ok", "keeps the last 2000 collectives")
+    slow, off = check_nccl({"NCCL_P2P_DISABLE": "1"}, ["eth0"])
+    assert slow.state == "note" and slow.step.startswith("unset NCCL_P2P_DISABLE")
+    assert off.state == "note" and "TORCH_FR_BUFFER_SIZE=2000" in off.step
+    for wish, fits in (
+        ("eth", True),
+        ("=eth", False),
+        ("=eth0", True),
+        ("ens,eth", True),
+        ("^lo", True),
+        ("ib0", False),
+    ):
+        found = next(check_nccl({"NCCL_SOCKET_IFNAME": wish}, ["lo", "eth0"]))
+        assert found.state == ("ok" if fits else "FAIL") and (fits or "interfaces: lo, eth0" in found.text), wish
+
+
+def test_numa_nodes_of_devices(tmp_path):
+    for address, node in (("0000:01:00.0", "0"), ("0000:81:00.0", "1"), ("0000:82:00.0", "-1")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(f"{node}\n")
+    assert numa_nodes(["0000:01:00.0", "0000:81:00.0", "0000:82:00.0", "0000:99:00.0"], tmp_path) == [
+        "0",
+        "1",
+        "?",
+        "?",
+    ]
+    assert numa_nodes(["0000:99:00.0"], tmp_path) == []
 
 
 def test_whether_the_first_node_can_be_reached():

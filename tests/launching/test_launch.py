@@ -11,11 +11,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import weft.cli
 from tests.processes import is_alive, until
 from weft.context.config import LAUNCH, read_config
 from weft.errors import ContextError
+from weft.launching.devices import chosen_devices
 from weft.launching.failures import Ending
 from weft.launching.plan import make_plan
 from weft.launching.slurm import batch_script
@@ -611,6 +613,38 @@ def test_what_a_rank_will_find_is_known_before():
     assert two.items() >= {"RANK": "3", "MASTER_ADDR": "first", "MASTER_PORT": "29500", "WEFT_CONFIG": "x"}.items()
     unknown = _plan(nproc=2, nnodes="1:2", rdzv="first:29500").variables(1)
     assert not {"RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"} & set(unknown) and unknown["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("wish", "nproc", "found"),
+    [("auto", None, "0 1 2 3"), ("auto", 2, "0 1"), ("0,2", None, "0 2"), ("3, 1", 2, "3 1"), ("2", None, "2")],
+)
+def test_devices_are_chosen(wish, nproc, found):
+    assert chosen_devices(wish, list("0123"), nproc=nproc) == found.split()
+
+
+@pytest.mark.parametrize(
+    ("wish", "nproc", "there"),
+    [("4", None, "0123"), ("0,0", None, "0123"), ("0,1", 3, "0123"), ("auto", 5, "0123"), ("auto", None, ""),
+     ("", None, "0123"), ("all", None, "0123"), ("-1", None, "01")],
+)  # fmt: skip
+def test_devices_that_are_not_there_are_refused_with_those_that_are(wish, nproc, there):
+    named = ", ".join(there) or "none"
+    with pytest.raises(ContextError, match=rf"(?s)--devices {wish} cannot be used.*this machine: {named}\n.*fix: "):
+        chosen_devices(wish, list(there), nproc=nproc)
+
+
+def test_the_devices_of_a_launch_are_one_per_process(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert weft.cli.main(["launch", "--devices", "4,7", "--dry-run", "-m", "json.tool"]) == 0
+    out = capsys.readouterr().out
+    assert "world size: 2" in out and out.count("CUDA_VISIBLE_DEVICES=4,7 ") == 2
+    assert weft.cli.main(["launch", "--devices", "0", "--dry-run", "-m", "json.tool"]) == 2
+    assert "devices of this machine: 4, 5, 7" in capsys.readouterr().err
+    assert weft.cli.main(["launch", "--devices", "4", "--slurm", "job.sh", "--dry-run", "-m", "json.tool"]) == 2
+    assert "--devices has no effect with --slurm" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from weft.environments import cores_here, topology
 from weft.errors import ContextError
 from weft.peers.connect import interface_to
 
-__all__ = ["Verdict", "add_parser", "check_environment", "check_network", "run"]
+__all__ = ["Verdict", "add_parser", "check_environment", "check_nccl", "check_network", "numa_nodes", "run"]
 
 _LIMIT_S = 22.0
 _MODULE = "weft.cli.rank_checks"
@@ -87,6 +87,7 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     yield _devices()
     yield check_environment(os.environ)  # noqa: TID251  (it is checked)
     yield check_network(options.rdzv)
+    yield from check_nccl(os.environ, [name for _, name in socket.if_nameindex()])  # noqa: TID251  (as above)
     yield _disk(options.folder)
     yield from _ranks(options.nproc, options.folder, options.limit_s)
 
@@ -114,7 +115,51 @@ def _devices() -> Verdict:
     except RuntimeError as error:
         step = "see whether other programs use the device, and whether driver and torch fit together"
         return Verdict("devices", "FAIL", f"{kind}: {str(error).splitlines()[0]}", step)
-    return Verdict("devices", "ok", f"{number} x {kind}, {cores} CPU cores")
+    nodes = numa_nodes(_addresses(number)) if kind is not None and kind.type == "cuda" else []
+    numa = f", on NUMA nodes {' '.join(nodes)}" if nodes else ""
+    return Verdict("devices", "ok", f"{number} x {kind}{numa}, {cores} CPU cores")
+
+
+def _addresses(number: int) -> list[str]:
+    """Where the devices of CUDA are on the PCI bus."""
+    found = [torch.cuda.get_device_properties(index) for index in range(number)]
+    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in found]
+
+
+def numa_nodes(addresses: Sequence[str], devices: Path = Path("/sys/bus/pci/devices")) -> list[str]:
+    """The NUMA node of each PCI address, "?" if the system does not say; empty if it says nothing."""
+    files = [devices / address / "numa_node" for address in addresses]
+    texts = [file.read_text(encoding="ascii").strip() if file.is_file() else "?" for file in files]
+    return [] if all(text == "?" for text in texts) else [text.replace("-1", "?") for text in texts]
+
+
+def check_nccl(env: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Verdict]:
+    """What NCCL was told, if there is something it would be told; and whether the flight recorder is on."""
+    given = {
+        name: value for name, value in sorted(env.items()) if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR"))
+    }
+    if not given and not torch.cuda.is_available():
+        return
+    wish = given.get("NCCL_SOCKET_IFNAME", "^")
+    exact, names = wish.startswith("="), [name for name in wish.lstrip("=").split(",") if name]
+    fits = [one for one in interfaces for name in names if (one == name if exact else one.startswith(name))]
+    if not wish.startswith("^") and not fits:
+        found = f"NCCL_SOCKET_IFNAME={wish}; interfaces: {', '.join(interfaces) or 'none'}"
+        yield Verdict("nccl", "FAIL", found, "export NCCL_SOCKET_IFNAME with the beginning of one of these names")
+        return
+    text = " ".join(f"{name}={value}" for name, value in given.items()) or "defaults"
+    slow = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE") if given.get(name) == "1"]
+    if slow:
+        step = f"unset {' '.join(slow)}, unless NCCL hangs without: messages take a slower way"
+        yield Verdict("nccl", "note", text, step)
+    else:
+        yield Verdict("nccl", "ok", text)
+    sizes = [given.get(name, "") for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    if any(size.isdecimal() and int(size) > 0 for size in sizes):
+        yield Verdict("flight recorder", "ok", f"keeps the last {max(filter(None, sizes), key=len)} collectives")
+    else:
+        step = "export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1, to see where ranks wait for each other"
+        yield Verdict("flight recorder", "note", "not asked for", step)
 
 
 def check_environment(env: Mapping[str, str]) -> Verdict:

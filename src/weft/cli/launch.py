@@ -24,6 +24,7 @@ from weft.context.settings import CONFIG_VARIABLE
 from weft.environments import cores_here, end_with_parent
 from weft.errors import ContextError
 from weft.launching.agent import supervise
+from weft.launching.devices import chosen_devices, visible_devices
 from weft.launching.failures import Ending
 from weft.launching.plan import MEETING_S, Plan, make_plan
 from weft.launching.rank_main import run_target
@@ -45,6 +46,9 @@ def add_parser(commands: Any) -> None:
         "Options that are not given are taken from the table [launch] of --config FILE, if it is given.",
     )
     sub.add_argument("-n", "--nproc", type=int, help="processes on this node (default 1)")
+    sub.add_argument(
+        "--devices", metavar="IDS", help="accelerators of this node, one per process: auto for all, or ids such as 0,2"
+    )
     sub.add_argument("--nnodes", metavar="N", help="nodes of the job (default 1), or LEAST:MOST")
     sub.add_argument("--node-rank", type=int, metavar="R", help="rank of this node; default: as they come")
     sub.add_argument("--rdzv", metavar="HOST:PORT", help="where the nodes meet; needed for several nodes")
@@ -98,11 +102,24 @@ def run(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in LAUNCH}
     if options.slurm is not None:
         given["rdzv"] = "first:29500"  # the script finds out when it runs
+    devices = {}
+    if options.devices is not None and options.slurm is not None:
+        raise ContextError(
+            "launch: --devices has no effect with --slurm",
+            found=f"--devices {options.devices} --slurm {options.slurm}",
+            expected="the devices of a job of SLURM as SLURM gives them",
+            fix=f"weft launch --slurm {options.slurm} --sbatch=--gpus-per-node=2 -n 2 {words[0]}",
+        )
+    if options.devices is not None:
+        variable, there = visible_devices(os.environ)  # noqa: TID251
+        chosen = chosen_devices(options.devices, there, nproc=given["nproc"])
+        given["nproc"], devices = len(chosen), {variable: ",".join(chosen)}
     plan = make_plan(given, file, cores=len(cores_here()), omp_num_threads=os.environ.get("OMP_NUM_THREADS"))  # noqa: TID251
     if options.slurm is not None:
         return _submit(plan, words, kind, options)
     _check_target(plan, words[0], kind)
     named = {} if options.config is None else {CONFIG_VARIABLE: str(Path(options.config).resolve())}
+    named |= devices
     if options.dry_run:
         print(plan.text(words, kind=kind, cores=cores_here(), variables=named))  # noqa: T201
         return 0

@@ -8,6 +8,7 @@ replicas/           the replicas of an elastic job: each is started again alone
 rank_main.py        what a rank does first
 preload.py          what ranks find imported when they are forked
 plan.py             how many ranks, threads and cores
+devices.py          which accelerators they get
 slurm.py            the same for a cluster
 failures.py         which rank failed first, and with what
 """
