@@ -122,7 +122,7 @@ def _devices() -> Verdict:
 
 def _addresses(number: int) -> list[str]:
     """Where the devices of CUDA are on the PCI bus."""
-    found = [torch.cuda.get_device_properties(index) for index in range(number)]
+    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(number)]
     return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in found]
 
 
