@@ -18,6 +18,10 @@ def _draws():
 def test_the_same_seed_gives_the_same_numbers():
     weft.rng.set_seed(3, fake(0, 2))
     first = _draws()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    assert _draws() == first  # as everybody seeds them
+    weft.rng.set_seed(2**40, fake(0, 2))
+    assert _draws() != first
     weft.rng.set_seed(3, fake(1, 2))
     assert _draws() == first
     seen = []

@@ -69,7 +69,7 @@ class Seeds(NamedTuple):
     def apply(self) -> None:
         """Seed the generators of this process."""
         random.seed(self.python)
-        np.random.seed(self.numpy)
+        np.random.seed(self.numpy[0] if len(self.numpy) == 1 else self.numpy)  # the usual stream of a small seed
         torch.default_generator.manual_seed(self.torch)
 
 
@@ -188,7 +188,11 @@ def set_seed(
     for name, at in ctx.coordinates.items():
         place = place * sizes[name] + at if name in sizes else place
     plain = isinstance(ranks, str) and ranks == "same"
-    seeds = Seeds(seed, (seed % 2**32, seed >> 32), seed) if plain else seeds_for(seed, 0, place, 0)
+    seeds = (
+        Seeds(seed, (seed % 2**32, seed >> 32)[: 1 if seed < 2**32 else 2], seed)
+        if plain
+        else seeds_for(seed, 0, place, 0)
+    )
     seeds.apply()
     torch.manual_seed(seeds.torch)  # of all devices
     ctx.engine.seed(ctx.device, seeds.torch)
