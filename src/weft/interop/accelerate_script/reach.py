@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from weft.interop.accelerate_script.draft import Draft
 from weft.interop.accelerate_script.names import dotted
+from weft.interop.accelerate_script.translation import Draft
 
 __all__ = ["setting_at"]
 
