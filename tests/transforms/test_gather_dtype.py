@@ -1,5 +1,7 @@
 """Precision(gather=...): sharded modules gather in 16 bits what autocast would cast."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,36 @@ def test_layers_are_gathered_in_16_bits_and_the_rest_as_it_is():
         assert dtypes["blocks.0.norm"] == dtypes["embedding"] == {f32}
         rest = 4 * (10 * 16 + 3 * 32) / 2  # bytes per rank of embedding and norms
         assert half - rest == (wide - rest) / 2
+
+
+def _forward(ctx, policy):
+    model, here = Model(width=64, tied=False), ctx
+    if policy is not None:
+        model, here = weft.with_precision(model, here, policy)
+    model, here = weft.fully_shard(model, here, units=Block)
+    return lambda: model(torch.zeros(1, 2, dtype=torch.long)).sum()
+
+
+def test_forward_keeps_no_casts_of_what_was_gathered():
+    peaks = {
+        policy: weft.rehearse(partial(_forward, policy=policy), 2, steps=1).timeline[-1].peak.total
+        for policy in (None, "bf16")
+    }
+    assert peaks["bf16"] <= 1.1 * peaks[None], peaks
+
+
+def _changed(ctx):
+    model, here = weft.with_precision(_model(tied=False), ctx, "bf16")
+    model, here = weft.fully_shard(model, here, units=Block, ignored="head", unused="zero")
+    loss = model(torch.zeros(2, 2, dtype=torch.long)).sum()
+    with torch.no_grad():
+        model.head.weight.mul_(2)  # on every rank
+    with pytest.raises(RuntimeError, match=r"shape \(10, 16\) was changed in place"):
+        loss.backward()
+
+
+def test_a_cast_that_cannot_be_made_again_is_an_error():
+    run_ranks(_changed, 2)
 
 
 def _without_autocast(ctx):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from weft.engines.options import CastOptions
+from weft.engines.torch.amp.cast_again import casting_again
 from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.hooks.method_hooks import Removable, attach
@@ -101,24 +102,30 @@ class PreciseModule:
     def _leave(self) -> None:
         """Switch autocast back to what it was before the call."""
         if self._entered:
-            mode = self._entered.pop()
+            mode, again = self._entered.pop()
+            if again is not None:
+                again.__exit__()
             if mode is not None:
                 torch.amp.autocast_mode._exit_autocast(mode)
         if self.scale is not None and self._calls.depth:
             self._calls.depth -= 1
 
     def _enter(self, dtype: torch.dtype | None, *, enabled: bool = True) -> None:
-        mode = None
+        mode = again = None
         if dtype is not None:
-            cache = torch.is_autocast_cache_enabled() and not self._is_sharded()
+            is_sharded = self._is_sharded()
+            cache = torch.is_autocast_cache_enabled() and not is_sharded
             mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
-        self._entered.append(mode)
+            if is_sharded and enabled and torch.is_grad_enabled():
+                again = casting_again()
+                again.__enter__()
+        self._entered.append((mode, again))
 
     def _is_sharded(self) -> bool:
         """Whether the parameters are gathered for a moment only.
 
-        Autocast keeps what it has cast until the outermost module has computed: of all units, which are freed
-        one after the other for good reason.
+        Autocast keeps what it has cast until the outermost module has computed, and autograd until backward: of all
+        units, which are freed one after the other for good reason.
         """
         loaded: Any = sys.modules.get("torch.distributed.fsdp")
         return loaded is not None and isinstance(self._module(), loaded.FSDPModule)

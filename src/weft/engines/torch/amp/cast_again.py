@@ -1,0 +1,56 @@
+"""Parameters that autocast has cast, which backward casts again instead of keeping the casts.
+
+A linear layer keeps the weight that it has multiplied by for its backward: under autocast a copy in 16 bits. A unit
+that is gathered for a moment would leave such a copy of all its weights behind. The cast of a gathered parameter has
+the same bits whenever it is made, so the parameter is kept for it, which backward gathers in any case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["casting_again"]
+
+
+def casting_again() -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which autograd keeps parameters for the casts of them, and for views of these casts."""
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+class _Cast:
+    """How to make a cast, or a view of one, again."""
+
+    __slots__ = ("dtype", "parameter", "version", "view")
+
+    def __init__(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.version = parameter._version
+        self.dtype = tensor.dtype
+        self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    base = tensor if tensor._base is None else tensor._base
+    made_by: Any = base.grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return tensor
+    # Of a leaf, this is the node that accumulates its gradient.
+    parameter = getattr(made_by.next_functions[0][0], "variable", None)
+    if not isinstance(parameter, nn.Parameter) or parameter.device != tensor.device or base.dtype is not tensor.dtype:
+        return tensor
+    return _Cast(parameter, tensor)
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    if not isinstance(kept, _Cast):
+        return kept  # type: ignore[no-any-return]
+    parameter = kept.parameter
+    if parameter._version != kept.version:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} was changed in place after forward has cast it, "
+            f"and backward needs it as it was: version {parameter._version}, expected {kept.version}"
+        )
+    return parameter.detach().to(kept.dtype).as_strided(*kept.view)
