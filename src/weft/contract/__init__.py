@@ -12,6 +12,7 @@ objects and returns plain torch objects. `@transform` makes it keep the rules:
 
 transform.py       the decorator, and `compose`
 protocols.py       what transforms offer each other: GradSync, Placed with its Layout, Stateful, Undoable, ...
+no_sync.py         backward passes that do not communicate, for loops without windows
 layout.py          where each parameter lies: what cuts it, who owns it, what its gradient is summed over
 marks.py           what was applied to an object: the mark on it, and the record in the context
 module_checks.py   modules that a strategy cannot take
@@ -37,6 +38,7 @@ from weft.contract.module_checks import (
     reduce_dtype,
     wrapper_of_torch,
 )
+from weft.contract.no_sync import no_sync
 from weft.contract.protocols import (
     ComputesAlone,
     EndsBackward,
@@ -47,6 +49,7 @@ from weft.contract.protocols import (
     Placed,
     ReducesIn,
     ReducesOver,
+    ScattersGradients,
     Stateful,
     StepsApart,
     StreamsParts,
@@ -64,6 +67,7 @@ __all__ = [
     "Placed",
     "ReducesIn",
     "ReducesOver",
+    "ScattersGradients",
     "Stateful",
     "StepsApart",
     "StreamsParts",
@@ -83,6 +87,7 @@ __all__ = [
     "gradient_axes",
     "is_here",
     "layouts",
+    "no_sync",
     "offered",
     "owners",
     "part_axes",

@@ -18,6 +18,7 @@ __all__ = [
     "Placed",
     "ReducesIn",
     "ReducesOver",
+    "ScattersGradients",
     "Stateful",
     "StepsApart",
     "StreamsParts",
@@ -54,6 +55,17 @@ class GradSync(Protocol):
             left: It was left early, by `break` or an exception, perhaps on this rank alone: nothing may be sent now.
                 Otherwise gradients that no backward pass has reduced are reduced now, by the messages of a
                 backward pass, so that a rank that skipped its last micro-batch meets one that did not.
+        """
+
+
+@runtime_checkable
+class ScattersGradients(Protocol):
+    """Offered beside `GradSync` by transforms that shard gradients, and need not keep whole ones through a window."""
+
+    def begin_scattered_window(self) -> None:
+        """A window begins, in which every backward pass adds up gradients over the ranks that shard a parameter.
+
+        The last one also adds them up over the ranks that hold copies. Otherwise as `GradSync.begin_window`.
         """
 
 

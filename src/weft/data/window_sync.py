@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from weft.context import DistContext
-from weft.contract import GradSync
+from weft.contract import GradSync, ScattersGradients
 from weft.data.micro_batches import MicroBatches
 
-__all__ = ["WindowSync"]
+__all__ = ["Reduce", "WindowSync"]
+
+Reduce = Literal["last", "every", "scatter"]
 
 
 @dataclass
@@ -17,7 +19,8 @@ class WindowSync:
     """What the windows of one loader announce to its modules.
 
     Attributes:
-        reduce: Whether gradients are reduced in the last backward pass of a window or in every one.
+        reduce: Whether gradients are reduced in the last backward pass of a window or in every one, or scattered in
+            every one.
         syncs: What reduces them.
         mean_over: Number of ranks they are averaged over.
         ctx: Of `accumulate_grads`.
@@ -28,7 +31,7 @@ class WindowSync:
         warned: Whether the user was warned that `len(window)` is no normaliser for batches of different sizes.
     """
 
-    reduce: Literal["last", "every"]
+    reduce: Reduce
     syncs: list[GradSync]
     mean_over: int
     ctx: DistContext
@@ -43,7 +46,10 @@ class WindowSync:
         if window == self.handed_out:
             self.is_open = True
             for sync in self.syncs:
-                sync.begin_window()
+                if self.reduce == "scatter" and isinstance(sync, ScattersGradients):
+                    sync.begin_scattered_window()
+                else:
+                    sync.begin_window()
 
     def last_backward(self, window: int) -> None:
         """Announce to the modules that the next backward pass is the window's last."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,7 +23,7 @@ from weft.context import DistContext
 from weft.contract import GradSync, StepsApart, gradient_axes, offered, transform
 from weft.data.window_loader import Windows, known_length, windowed
 from weft.data.window_splitter import Remainder, Steps, WindowSplitter, check_steps
-from weft.data.window_sync import WindowSync
+from weft.data.window_sync import Reduce, WindowSync
 from weft.data.windows import Window
 from weft.engines.torch.stepping.backward_step import check_has_gradients
 from weft.errors import type_error, value_error
@@ -42,7 +42,7 @@ def accumulate_grads(
     *,
     steps: Steps,
     remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
+    reduce: Reduce = "last",
 ) -> tuple[M, Windows[B], DistContext]: ...
 @overload
 def accumulate_grads(
@@ -52,7 +52,7 @@ def accumulate_grads(
     *,
     steps: Steps,
     remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
+    reduce: Reduce = "last",
 ) -> tuple[M, Windows[B], DistContext]: ...
 @transform(after={"replicate", "fully_shard", "zero_partition", "shard_data"}, collective=True)
 def accumulate_grads(
@@ -62,7 +62,7 @@ def accumulate_grads(
     *,
     steps: Steps,
     remainder: Remainder = "step",
-    reduce: Literal["last", "every"] = "last",
+    reduce: Reduce = "last",
 ) -> tuple[Any, Any, DistContext]:
     """Let the loader yield windows of micro-batches: one optimizer step per window.
 
@@ -93,8 +93,9 @@ def accumulate_grads(
         steps: Micro-batches per window; or a function of the number of windows so far.
         remainder: Of an epoch that does not fill the last window. "step": a short window; "drop":
             leave it out; "carry": it begins the first window of the next epoch.
-        reduce: "last": gradients travel once per window; "every": in each backward (less memory
-            for sharded gradients).
+        reduce: "last": gradients travel once per window; "every": in each backward (less memory for sharded
+            gradients); "scatter": gradients of sharded parameters travel between the ranks that shard them in each
+            backward, everything else once per window (hybrid sharding: between the replicas).
 
     Returns:
         `modules` itself; the loader of windows, with `len` in windows; `ctx` with this transform
@@ -118,7 +119,7 @@ def accumulate_grads(
         check_steps(steps, "steps")
     for name, value, allowed in (
         ("remainder", remainder, ("step", "drop", "carry")),
-        ("reduce", reduce, ("last", "every")),
+        ("reduce", reduce, ("last", "every", "scatter")),
     ):
         fix = f"weft.accumulate_grads(model, loader, ctx, steps=4, {name}={allowed[0]!r})"
         check_choice("accumulate_grads", name, value, allowed, fix=fix)

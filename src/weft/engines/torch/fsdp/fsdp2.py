@@ -82,6 +82,15 @@ class ShardedModule(Strategy):
         self._held.settle()
         super().begin_window()
 
+    def begin_scattered_window(self) -> None:
+        """Backward passes scatter their gradients; the units add them up until the replicas do.
+
+        Without replicas nothing is left to be done later: every backward pass reduces.
+        """
+        if self._units.are_copied:
+            self.begin_window()
+            self._units.scatter_only()
+
     def end_window(self, *, left: bool = False) -> None:
         """Reduce what the window still owes; if it was left early, see [Note: gradients of a window].
 
@@ -206,7 +215,10 @@ class ShardedModule(Strategy):
         check_reduces(self._what, self._class_name, running, self._trained.ids() if running.returned else ())
         if self._only_inputs and self.enabled:  # no parameter gets a gradient that could be reduced
             self._units.synchronize(enabled=False)
-        self._unused.begin(self._trained.named() if self.finds_unused else None)
+        if self.enabled and not self._only_inputs:
+            self._held.settle()  # a window that was left early, and no new one
+        if not self._held.pending:
+            self._unused.begin(self._trained.named() if self.finds_unused else None)
 
     def _end(self) -> None:
         if self._only_inputs:

@@ -29,6 +29,7 @@ class Units:
 
     Attributes:
         alone: Whether this rank alone calls the module now.
+        are_copied: Whether other ranks hold copies of the shards of every unit.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, options: ShardOptions, removable: Removable) -> None:
@@ -44,6 +45,7 @@ class Units:
                     part.set_gradient_divide_factor(other.divide)
                     part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale on the way
         self.alone = False
+        self.are_copied = mesh.ndim > 1 and not options.other_meshes
         self._units = [weakref.ref(part) for part in module.modules() if isinstance(part, FSDPModule)]
         names = {id(p): name for name, p in module.named_parameters()}
         for parameter in self.parameters():
@@ -76,6 +78,12 @@ class Units:
         for unit in self:
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
+    def scatter_only(self) -> None:
+        """Let the next backward passes reduce over the ranks that shard a parameter, and not over its copies."""
+        for unit in self:
+            unit.set_requires_gradient_sync(requires_gradient_sync=True, recurse=False)
+            unit.set_requires_all_reduce(requires_all_reduce=False, recurse=False)
+
     def reshard(self) -> None:
         """Free what is gathered."""
         for unit in self:
@@ -88,6 +96,8 @@ class Units:
             full = getattr(parameter, "_unsharded_param", None)
             if full is not None:
                 full.grad = None
+        for group in self.groups():
+            group._partial_reduce_output = None
 
     def stands_in(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is one that FSDP2 has put into the module."""
