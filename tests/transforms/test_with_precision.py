@@ -1547,3 +1547,20 @@ def test_an_overflow_skips_the_optimizer_that_it_concerns(n):
             assert scale == (1 if bad == "none" else 0.5), (strategy, bad, first, clip)
             if n == 1 or strategy == "replicate":
                 assert moved == {name: not skip for name, skip in expected.items()}, (strategy, bad, first, clip)
+
+
+# -- code outside of a module -----------------------------------------------------------------------
+
+
+def test_code_outside_of_a_module_computes_by_its_policy():
+    ctx, x = weft.local(), torch.ones(2, 2)
+    for policy, inside in (("bf16", bf16), (Precision(), f32), ("fp32", f32), ("bf16-true", f32)):
+        with weft.precision.autocast(policy, ctx):
+            assert (x @ x).dtype is inside
+        with torch.autocast("cpu", bf16), weft.precision.autocast(policy, ctx):
+            assert (x @ x).dtype is (bf16 if policy == Precision() else inside)
+    with pytest.raises(ValueError, match=r"loss scale(.|\n)*methods="), weft.precision.autocast("fp16", ctx):
+        pass
+    with torch.no_grad(), weft.precision.autocast("fp16", ctx):
+        assert (x @ x).dtype is f16
+    assert (x @ x).dtype is f32

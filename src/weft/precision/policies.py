@@ -1,10 +1,8 @@
-"""Which dtype where: `Precision`, `LossScaling` and the policies with names; `PowerSGD`, for gradients on their way."""
+"""Which dtype where: `Precision`, `LossScaling` and the policies with names."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal
@@ -18,10 +16,8 @@ __all__ = [
     "NAMED",
     "LossScaling",
     "PolicyName",
-    "PowerSGD",
     "Precision",
     "PrecisionOffer",
-    "creation_dtype",
     "named_policy",
 ]
 
@@ -74,40 +70,6 @@ class LossScaling:
                 found=listed(wrong),
                 expected="powers of two; growth >= 1, backoff < 1; growth_every a whole number >= 1",
                 fix="LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PowerSGD:
-    """How gradients are approximated on their way between ranks, for `replicate(compress=...)`.
-
-    A matrix [rows, columns] travels as two thin ones, of `rank` columns; the error that is made is added to the next
-    gradient. Each rank keeps it, in memory of 1x the gradients.
-
-    Source: Vogels et al., "PowerSGD", NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
-
-    Attributes:
-        rank: Of the approximation, >= 1: 1 to 4 mostly, up to 32 for language models.
-        start_step: Steps before it without compression, >= 2.
-        min_rate: Matrices that would not become smaller by this factor travel as they are.
-        seed: Of the first approximation.
-    """
-
-    rank: int = 1
-    start_step: int = 1000
-    min_rate: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        wrong = [f"rank={self.rank!r}"] if type(self.rank) is not int or self.rank < 1 else []
-        wrong += [f"start_step={self.start_step!r}"] if type(self.start_step) is not int or self.start_step < 2 else []
-        wrong += [f"min_rate={self.min_rate!r}"] if type(self.min_rate) is not int or self.min_rate < 1 else []
-        if wrong:
-            raise value_error(
-                f"PowerSGD: {listed(wrong)} cannot be used",
-                found=listed(wrong),
-                expected="whole numbers: rank >= 1, start_step >= 2, min_rate >= 1",
-                fix="PowerSGD(rank=2, start_step=1000)",
             )
 
 
@@ -236,32 +198,3 @@ def named_policy(policy: PolicyName | Precision | None) -> Precision:
         expected=", ".join(repr(name) for name in NAMED) + ", or a weft.Precision",
         fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
     )
-
-
-@contextlib.contextmanager
-def creation_dtype(policy: PolicyName | Precision) -> Iterator[None]:
-    """Create parameters in the dtype in which the policy stores them.
-
-    Changes: torch's default dtype inside of the body; restored afterwards, also on an error.
-    Collectives: none.
-
-    Args:
-        policy: As for `with_precision`.
-
-    Raises:
-        ValueError: Unknown policy.
-
-    Example:
-        >>> with creation_dtype("bf16-true"):
-        ...     model = torch.nn.Linear(2, 2)
-        >>> model.weight.dtype
-        torch.bfloat16
-    """
-    before = torch.get_default_dtype()
-    dtype = named_policy(policy).param
-    try:
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
-        yield
-    finally:
-        torch.set_default_dtype(before)
