@@ -49,7 +49,7 @@ MODULES = {
 }
 PUBLIC = [*FACADE, *(f"{module}.{name}" for module, names in MODULES.items() for name in names.split())]
 PUBLIC += [f"monitoring.{name}" for name in ("logger", "peak_memory", "profile", "throughput", "watch_health")]
-PUBLIC += ["contract.offered", "precision.creation_dtype"]
+PUBLIC += ["contract.no_sync", "contract.offered", "precision.autocast", "precision.creation_dtype"]
 WHERE = {name.rpartition(".")[2]: name for name in reversed(PUBLIC)}  # in the facade, if it is there too
 
 

@@ -19,7 +19,7 @@ from weft.sharding.layers.tensor_layers import cut_layers
 from weft.sharding.layers.tensor_plan import TensorPlan, tensor_plan
 from weft.sharding.meta import WeightSource
 from weft.sharding.other_axes import broadcast_state, facts_of, reductions, step_meshes
-from weft.sharding.owner_step import check_owners, step_by_owners
+from weft.sharding.owner_step import check_divides_state, check_owners, step_by_owners
 from weft.sharding.shard_checks import check_optimizers, groups_of, optimizers_in
 from weft.sharding.shard_module import exchange_parameters, shard_module, sharding_axes
 from weft.sharding.stacked_copies import stacked_over
@@ -28,6 +28,7 @@ __all__ = [
     "TensorPlan",
     "WeightSource",
     "broadcast_state",
+    "check_divides_state",
     "check_optimizers",
     "check_owners",
     "cut_layers",

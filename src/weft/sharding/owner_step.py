@@ -14,12 +14,13 @@ from weft.contract import StepsApart, offered
 from weft.contract.layout import axes_of_dims
 from weft.engines.results import Undoable
 from weft.engines.torch.optim.flat_step import is_elementwise
+from weft.engines.torch.optim.full_param_step import is_of
 from weft.engines.torch.stepping.owners import Block
 from weft.errors import ContractError, OrderError, value_error
 from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.elsewhere import is_elsewhere
 
-__all__ = ["blocks_of", "check_owners", "step_by_owners"]
+__all__ = ["blocks_of", "check_divides_state", "check_owners", "step_by_owners"]
 
 
 def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
@@ -54,6 +55,23 @@ def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
             found="an optimizer with eval(), as those of schedulefree",
             expected="one that changes parameters in step() alone",
             fix=f'leave by="owner" out of the call of {what}',
+        )
+
+
+def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the state of an optimizer can be neither cut nor sent, so that it has to stay with one rank.
+
+    Raises:
+        ContractError: It is one of torchao, whose state is tensors of its own classes.
+    """
+    if is_of(optimizer, "torchao"):
+        raise ContractError(
+            f"{what}: the state of {type(optimizer).__name__} cannot be divided among ranks",
+            found="an optimizer of torchao, which keeps state in tensors of its own classes",
+            expected='by="owner", with which the state of a parameter lies whole on one rank',
+            fix='weft.gather_step(optimizer, ctx, by="owner")'
+            if what == "gather_step"
+            else f'weft.{what}(model, optimizer, ctx, stage=2, by="owner")',
         )
 
 

@@ -11,7 +11,7 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContractError
-from weft.sharding import check_owners, step_by_owners
+from weft.sharding import check_divides_state, check_owners, step_by_owners
 
 __all__ = ["gather_step"]
 
@@ -55,8 +55,8 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
 
     Raises:
         AlreadyApplied: It was applied before.
-        ContractError: LBFGS, which looks at all parameters at once. By owners: one that changes parameters outside
-            of `step`; and in `step`, if it got other parameters.
+        ContractError: LBFGS, which looks at all parameters at once; one of torchao, whose state cannot be cut, but by
+            owners. By owners: one that changes parameters outside of `step`; and in `step`, if it got other parameters.
         OrderError: By owners: not all ranks hold the parameters alike, as with `pipeline` and `local_steps`.
         TypeError: Not an optimizer.
         ValueError: `by` is unknown, or "owner" for an optimizer of single elements.
@@ -80,6 +80,8 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
     check_choice("gather_step", "by", by, ("all", "owner"))
     if by == "owner":
         check_owners("gather_step", optimizer)
+    else:
+        check_divides_state("gather_step", optimizer)
     if ctx.world_size == 1:
         return optimizer, ctx
     shapes = [[list(p.shape) for p in entry["params"]] for entry in optimizer.param_groups]

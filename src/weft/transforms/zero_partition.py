@@ -27,6 +27,7 @@ from weft.errors import ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
 from weft.sharding import (
     broadcast_state,
+    check_divides_state,
     check_owners,
     facts_of,
     groups_of,
@@ -150,6 +151,8 @@ def zero_partition(
     _check_trainable(module, optimizer, stage, engine)
     if by == "owner":
         _check_owners(optimizer, engine)
+    elif engine == "torch":
+        check_divides_state("zero_partition", optimizer)
     methods = tuple(methods)
     if engine == "deepspeed" and apart_axes(module):
         raise OrderError(

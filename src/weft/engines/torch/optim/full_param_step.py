@@ -22,7 +22,7 @@ from weft.engines.torch.optim.zero1_step import PartitionedStep
 from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
 
-__all__ = ["WholeStep", "check_steps_on_shards"]
+__all__ = ["WholeStep", "check_steps_on_shards", "is_of"]
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 _FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kernels for plain tensors only
@@ -88,6 +88,11 @@ class WholeStep(SwappedStep):
         return like(value, parameter) if layout is None else layout.dtensor(layout.part(value))
 
 
+def is_of(optimizer: torch.optim.Optimizer, library: str) -> bool:
+    """Whether an optimizer, or what it was derived from, is of a library, by name."""
+    return any(kind.__module__.partition(".")[0] == library for kind in type(optimizer).__mro__)
+
+
 def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer is known not to step on DTensors, or to come to other numbers on them.
 
@@ -108,6 +113,8 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
         problem = f"{kind} with fused=True cannot step on shards: torch has its kernel for plain tensors only"
     elif isinstance(optimizer, torch.optim.Rprop):
         problem = f"{kind} cannot step on shards: torch has its operations for plain tensors only"
+    elif is_of(optimizer, "bitsandbytes"):
+        problem = f"{kind} cannot step on shards: bitsandbytes has its kernels for plain tensors only"
     else:
         return
     couples_all = isinstance(optimizer, torch.optim.LBFGS)
