@@ -53,7 +53,7 @@ class Strategy:
         self._buffers_due = False
         self.finds_unused = options.unused == "zero"
         self._removable = Removable()
-        self._steps = Steps(self._what, self, group, peers)
+        self._steps = Steps(self._what, self, group, peers, module)
 
     def begin_window(self) -> None:
         """Backward passes keep their gradients on this rank from now on."""

@@ -1,27 +1,27 @@
 """See every step of the optimizers that hold the parameters of a strategy, before it changes anything.
 
 A strategy is given a module, and an optimizer may be made at any time; torch has no list of them. The living ones
-are found before the first backward pass, and again when parameters changed although no step was seen.
+are found before the first backward pass, and again when parameters changed although no step was seen. One that steps on
+a rank that has not called the module is seen by a hook for all optimizers: the other ranks may be in a backward pass.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.engines.peers import Peers
 from weft.engines.torch.optim.closures import replace_closure
-from weft.errors import NotSynchronized, OrderError, listed
+from weft.errors import NotSynchronized, listed
 from weft.tensors.dtensor import local
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
@@ -65,7 +65,18 @@ class Steps:
         number: How many were seen.
     """
 
-    def __init__(self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Peers) -> None:
+    def __init__(
+        self, what: str, owner: StepOwner, group: dist.ProcessGroup, peers: Peers, module: nn.Module | None = None
+    ) -> None:
+        """Begin to see steps.
+
+        Args:
+            what: Name of the strategy.
+            owner: The strategy.
+            group: Its ranks.
+            peers: The same ones.
+            module: Whose parameters an optimizer may hold that nobody has named; None: every one is attached.
+        """
         self.number = 0
         self._what = what
         self._owner = weakref.ref(owner)
@@ -76,6 +87,7 @@ class Steps:
         self._searches_left = _MAX_SEARCHES
         self._looked = False
         self._version = self._number = 0  # of a parameter, and of steps, at the last look
+        self._ignore_first_steps = None if module is None else _see_first_steps(self, module)
 
     def search(self, parameters: Iterable[nn.Parameter], *, again: bool = False) -> None:
         """Find the optimizers that hold `parameters`.
@@ -87,12 +99,7 @@ class Steps:
         if again and not self._searches_left:
             return
         self._searches_left -= again
-        owner = self._owner()
         for optimizer in optimizers_of(parameters):
-            if optimizer not in self._handles and _is_stepping(optimizer):
-                if owner is not None:
-                    owner.check_optimizer(optimizer)
-                _raise_too_late(self._what, optimizer)
             self.attach(optimizer)
 
     def look(self, first: nn.Parameter | None, parameters: Callable[[], Iterable[nn.Parameter]]) -> bool:
@@ -125,6 +132,8 @@ class Steps:
         for handle in list(self._handles.values()):
             handle.remove()
         self._handles.clear()
+        if self._ignore_first_steps is not None:
+            self._ignore_first_steps()
         self._group = None
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,24 +171,23 @@ class Steps:
         return mean if isinstance(loss, torch.Tensor) else float(mean)
 
 
-def _is_stepping(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is running, so that the module is called by a closure."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
+def _see_first_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:
+    """Attach the optimizers that hold parameters of the module, each before its first step; returns what ends that."""
+    to, of = weakref.ref(steps), weakref.ref(module)
+    known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
+    def first_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        watching, whole = to(), of()
+        if watching is None or whole is None or optimizer in known:
+            return
+        known.add(optimizer)
+        wanted = {id(p) for p in whole.parameters()}
+        if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
+            watching.attach(optimizer)
 
-def _raise_too_late(what: str, optimizer: torch.optim.Optimizer) -> NoReturn:
-    kind = type(optimizer).__name__
-    raise OrderError(
-        f"{what}: {kind} steps with a closure before it is known",
-        found=f"{kind}, made after {what}, whose first step is the first thing that calls the model",
-        expected=f"the closure's losses averaged over the ranks, by which {kind} decides",
-        fix=f"optimizer = torch.optim.{kind}(model.parameters(), ...)  # before weft.{what}",
-    )
+    ending = weakref.finalize(steps, register_optimizer_step_pre_hook(first_step).remove)
+    ending.atexit = False
+    return ending
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
