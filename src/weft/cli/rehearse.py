@@ -12,9 +12,11 @@ from weft.context.settings import parse_mesh
 from weft.errors import WeftError, value_error
 from weft.peers.liveness import exception_text
 from weft.rehearsal.changes import Change, applied, smallest
+from weft.rehearsal.distinct import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.script import rehearse_script
+from weft.rehearsal.simulation.tensors import Assumed
 from weft.rehearsal.table import size_text
 
 __all__ = ["add_parser", "run"]
@@ -34,13 +36,17 @@ def add_parser(commands: Any) -> None:
     )
     sub.add_argument("--ranks", type=int, required=True, metavar="N", help="of the job")
     sub.add_argument("--mesh", metavar="AXIS=N,...", help="if the script names none: replica=128,shard=8")
-    sub.add_argument("--rank", type=int, default=0, help="which one to be (default 0)")
+    sub.add_argument("--rank", default="0", help='which one to be (default 0), or "all": one of each kind')
     sub.add_argument("--steps", type=int, default=2, help="of the optimizer (default 2)")
     sub.add_argument("--per-node", type=int, default=8, metavar="N", help="ranks of a node (default 8)")
-    reads = "what the script reads of a tensor: train.py:41=0.5, or values=0.5 for all lines"
+    reads = (
+        "what the script reads of a tensor, train.py:41=0.5, or values=0.5 for all lines; choices=balanced of routers"
+    )
     sub.add_argument("--assume", action="append", default=[], metavar="LINE=NUMBER", help=reads)
     sub.add_argument("--limit", metavar="SIZE", help="memory of a rank, 80GB: exit with 1 if a step needs more")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the result there; `weft report` shows it")
+    sub.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result, of the largest rank, there; `weft report` shows it"
+    )
     sub.add_argument("script", help="and its arguments")
     sub.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     sub.set_defaults(run=run)
@@ -51,28 +57,34 @@ def run(options: argparse.Namespace) -> int:
     try:
         limit = None if options.limit is None else _size(options.limit)
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
-        assume = {line: float(number) for line, _, number in (each.rpartition("=") for each in options.assume)}
+        given = (each.rpartition("=") for each in options.assume)
+        assume: Assumed = {line: "balanced" if text == "balanced" else float(text) for line, _, text in given}
 
-        def rehearsed(change: Change) -> Rehearsal:
+        def rehearsed(change: Change, rank: int) -> Rehearsal:
             with applied(change):
                 return rehearse_script(
                     options.script,
                     options.arguments,
                     ranks=options.ranks,
                     mesh=mesh if change.mesh is None else dict(change.mesh),
-                    rank=options.rank,
+                    rank=rank,
                     steps=options.steps,
                     links=Links(per_node=options.per_node),
                     assume=assume,
                 )
 
-        found = rehearsed(Change())
-        print(found)  # noqa: T201
+        if options.rank == "all":
+            every = distinct_ranks(lambda rank: rehearsed(Change(), rank))
+        else:
+            every = (rehearsed(Change(), int(options.rank)),)
+        print("\n\n".join(map(str, every)))  # noqa: T201
+        found = max(every, key=lambda one: one.step_peak.total)
         if options.json is not None:
             options.json.write_text(found.to_json(), encoding="utf-8")
         if limit is None or found.step_peak.total <= limit:
             return 0
-        print(f"\n{_over(found, limit, smallest(limit, dict(found.mesh) if mesh else None, rehearsed))}")  # noqa: T201
+        fits = smallest(limit, dict(found.mesh) if mesh else None, lambda change: rehearsed(change, found.rank))
+        print(f"\n{_over(found, limit, fits)}")  # noqa: T201
     except (WeftError, OSError, ValueError) as error:
         print(f"weft rehearse: {exception_text(error)}", file=sys.stderr)  # noqa: T201
         return 2

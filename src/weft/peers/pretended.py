@@ -1,13 +1,15 @@
 """A process group whose other ranks are only pretended: nothing is sent, every message is written down.
 
 The others bring what this rank brings: a sum is the number of ranks times its own values, a gather is copies of
-them. Tensors without values (fake ones) have shapes alone, and those are right anyway.
+them. Tensors without values (fake ones) have shapes alone, and those are right anyway. Numbers that one rank sends to
+another are in its `Mail`: the sender has to have run before.
 """
 
 # ruff: noqa: D102  (the operations are torch's)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +20,60 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["BACKEND", "PretendedGroup"]
+__all__ = ["BACKEND", "Mail", "NotSent", "PretendedGroup"]
 
 BACKEND = "pretended_gloo"  # what depends on gloo, such as exchanges between pairs, is as on gloo
 Note = Callable[[str, "PretendedGroup", int], None]
 _Group: Any = dist.ProcessGroup  # whose operations have many overloads
+
+
+class NotSent(BaseException):
+    """A rank waits for numbers that another one has not sent yet. Not an Exception, which a program may catch.
+
+    Attributes:
+        source: Global rank of the other one.
+    """
+
+    def __init__(self, source: int) -> None:
+        super().__init__(source)
+        self.source = source
+
+
+class Mail:
+    """The numbers that ranks send each other, kept while they run one after the other, each from its start."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._counts: Counter[tuple[str, int, int]] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sent.values()))
+
+    def begin(self) -> None:
+        """A rank starts."""
+        self._counts.clear()
+
+    def send(self, source: int, target: int, values: torch.Tensor) -> None:
+        """Keep what a rank sends, if it did not in an earlier run."""
+        sent = self._sent.setdefault((source, target), [])
+        if self._next("sent", source, target) == len(sent):
+            sent.append(values)
+
+    def receive(self, source: int, target: int) -> torch.Tensor:
+        """The next message from one rank to another.
+
+        Raises:
+            NotSent: It was not sent yet.
+        """
+        sent = self._sent.get((source, target), [])
+        number = self._next("received", source, target)
+        if number >= len(sent):
+            raise NotSent(source)
+        return sent[number]
+
+    def _next(self, what: str, source: int, target: int) -> int:
+        self._counts[what, source, target] += 1
+        return self._counts[what, source, target] - 1
 
 
 class PretendedGroup(_Group):  # type: ignore[misc]
@@ -34,13 +85,14 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         axes: Names and sizes of the mesh that was asked for, and then of the one in use; None: not asked for.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, per_node: int, note: Note) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, per_node: int, note: Note, mail: Mail) -> None:
         super().__init__(rank, len(ranks))
         self.ranks = tuple(ranks)
         self.per_node = per_node
         self.axes: dict[str, int] | None = None
         self._name = BACKEND
         self._note = note
+        self._mail = mail
         self._members = rank, len(ranks)
 
     def rank(self) -> int:
@@ -118,16 +170,17 @@ class PretendedGroup(_Group):  # type: ignore[misc]
     def alltoall_base(
         self, output: Any, given: Any, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> dist.Work:
-        if output.shape == given.shape:
-            _put(output, given)
+        if output.shape == given.shape and not input_splits:
+            chunks = given.view(self.size(), -1)
+            _put(output.view(self.size(), -1), chunks[self.rank()].expand_as(chunks))
         return self._done("all_to_all", [given], [output])
 
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Any, given: Any, opts: Any = None) -> dist.Work:
-        for output, mine in zip(outputs, given, strict=True):
-            if output.shape == mine.shape:
-                _put(output, mine)
+        for output in outputs:
+            if output.shape == given[self.rank()].shape:
+                _put(output, given[self.rank()])
         return self._done("all_to_all", given, outputs)
 
     def gather(self, outputs: Any, given: Any, opts: Any = None) -> dist.Work:
@@ -141,9 +194,14 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return self._done("scatter", outputs, outputs)
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        for tensor in filter(_has_values, tensors):
+            with _disable_current_modes():
+                self._mail.send(self.ranks[self.rank()], self.ranks[peer], tensor.detach().clone())
         return self._done("send", tensors, tensors)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        for tensor in filter(_has_values, tensors):
+            _put(tensor, self._mail.receive(self.ranks[peer], self.ranks[self.rank()]))
         return self._done("recv", tensors, tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:

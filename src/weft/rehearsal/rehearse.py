@@ -7,27 +7,31 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch.utils import _device
 
 from weft.context import DistContext, adopt
 from weft.context.settings import mesh_axes
-from weft.errors import value_error
+from weft.errors import ContextError, value_error
+from weft.peers.pretended import Mail, NotSent
+from weft.rehearsal.distinct import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.lines import line_in
 from weft.rehearsal.simulation.observe import Observed, observing
 from weft.rehearsal.simulation.shortcuts import shortcuts
-from weft.rehearsal.simulation.tensors import Simulation, without_memory
+from weft.rehearsal.simulation.tensors import Assumed, Simulation, without_memory
 from weft.rehearsal.simulation.world import pretended_world
 
 __all__ = ["Program", "observe_steps", "rehearse", "simulated"]
 
+R = TypeVar("R")
 Program = Callable[[DistContext], Callable[[], object]]
 
 
+@overload
 def rehearse(
     program: Program,
     ranks: int,
@@ -35,9 +39,34 @@ def rehearse(
     mesh: Mapping[str, int] | None = None,
     rank: int = 0,
     steps: int = 2,
+    links: Links = ...,
+    assume: Assumed | None = None,
+) -> Rehearsal: ...
+
+
+@overload
+def rehearse(
+    program: Program,
+    ranks: int,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    rank: Literal["all distinct"],
+    steps: int = 2,
+    links: Links = ...,
+    assume: Assumed | None = None,
+) -> tuple[Rehearsal, ...]: ...
+
+
+def rehearse(
+    program: Program,
+    ranks: int,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    rank: int | Literal["all distinct"] = 0,
+    steps: int = 2,
     links: Links = Links(),  # noqa: B008  (frozen)
-    assume: Mapping[str, float] | None = None,
-) -> Rehearsal:
+    assume: Assumed | None = None,
+) -> Rehearsal | tuple[Rehearsal, ...]:
     """Run a program as one rank of a job would, and return what that rank holds and sends.
 
     The program is yours, with the transforms of weft. It runs in this process, on tensors that have shapes and no
@@ -57,13 +86,16 @@ def rehearse(
         program: Takes a context, builds model, optimizer and so on, and returns a function that makes one step.
         ranks: How many the job has.
         mesh: As for `weft.start`.
-        rank: Which one to be. Ranks differ where shards are uneven and between stages of a pipeline.
+        rank: Which one to be. Ranks differ where shards are uneven and between stages of a pipeline: "all distinct"
+            rehearses one of each kind, whose `same_as` has the others.
         steps: How many steps to make; what is reported is the last one. Optimizers make their state in the first.
         links: Of the cluster, for the model of time, and how many ranks a node has.
         assume: What the program reads on the host: by line, `{"train.py:41": 0.5}`, or `{"values": 0.5}` for all lines.
+            Which experts a router chooses: "balanced" at the line of its `topk`, or "choices" for all lines; or the
+            number of the expert that all rows choose first.
 
     Returns:
-        A value that prints as a table, compares, and becomes JSON.
+        A value that prints as a table, compares, and becomes JSON; with "all distinct", several.
 
     Raises:
         ValueError: There is no such rank, or no step.
@@ -96,7 +128,11 @@ def rehearse(
         return simulation
 
     name = getattr(program, "__qualname__", type(program).__name__)
-    return simulated(name, run, ranks, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
+
+    def of(rank: int) -> Rehearsal:
+        return simulated(name, run, ranks, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
+
+    return distinct_ranks(of) if rank == "all distinct" else of(rank)
 
 
 def simulated(
@@ -108,16 +144,22 @@ def simulated(
     rank: int,
     steps: int,
     links: Links,
-    assume: Mapping[str, float] | None,
+    assume: Assumed | None,
 ) -> Rehearsal:
     """Call `run` as one rank of a pretended job; it enters what it is given, in which tensors have no memory."""
-    axes = _checked(ranks, mesh, rank, steps)
-    found = Observed()
-    with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, found.traffic.note) as group, shortcuts():
-        group.axes = None if mesh is None else axes
-        with _located(rank, ranks):
-            simulation = run(found, without_memory(assume or {}))
-        axes = group.axes or axes
+    asked = _checked(ranks, mesh, rank, steps)
+    mail = Mail()
+
+    def run_as(rank: int) -> tuple[Observed, Simulation, dict[str, int]]:
+        found = Observed()
+        note = found.traffic.note
+        with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, note, mail) as group, shortcuts():
+            group.axes = None if mesh is None else asked
+            with _located(rank, ranks):
+                simulation = run(found, without_memory(assume or {}))
+            return found, simulation, group.axes or asked
+
+    found, simulation, axes = _with_peers(run_as, rank, mail)
     moments = found.allocations.moments()
     return Rehearsal(
         program=name,
@@ -135,6 +177,26 @@ def simulated(
         links=links,
         same_as=(rank,),
     )
+
+
+def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tuple[int, ...] = ()) -> R:
+    """Run one rank; if it waits for numbers of another one, that one first, as far as it gets."""
+    while True:
+        known = len(mail)
+        try:
+            return run_as(rank)
+        except NotSent as missing:
+            if missing.source in waiting:
+                raise  # it goes on with what has been sent until here
+            with contextlib.suppress(NotSent):
+                _with_peers(run_as, missing.source, mail, (*waiting, rank))
+            if len(mail) == known:
+                raise ContextError(
+                    f"rehearse: rank {rank} waits for numbers that rank {missing.source} never sends",
+                    found="a receive without a send",
+                    expected="as many sends as receives of integers between two ranks",
+                    fix="torch.distributed.send(tensor, dst) on the other rank",
+                ) from None
 
 
 def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observed, *call: Any) -> None:

@@ -19,7 +19,7 @@ from weft.rehearsal.messages import Links
 from weft.rehearsal.rehearse import simulated
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.observe import Observed, observing
-from weft.rehearsal.simulation.tensors import Simulation
+from weft.rehearsal.simulation.tensors import Assumed, Simulation
 
 __all__ = ["rehearse_script"]
 
@@ -37,7 +37,7 @@ def rehearse_script(
     rank: int = 0,
     steps: int = 2,
     links: Links = Links(),  # noqa: B008  (frozen)
-    assume: Mapping[str, float] | None = None,
+    assume: Assumed | None = None,
 ) -> Rehearsal:
     """As `weft.rehearse`, for a script as it is; `weft.start()` in it returns the pretended context.
 

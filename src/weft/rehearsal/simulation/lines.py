@@ -18,6 +18,7 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _WEFT = str(Path(__file__).parents[2]) + "/"
 _OWN = str(Path(__file__).parents[1]) + "/"
 _STDLIB = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
+_UNSEEN = tuple(f"{_TORCH}{name}" for name in ("_subclasses/", "_dynamo/", "_compile.py", "_ops.py"))  # simulate
 _STRATEGIES = ("/distributed/fsdp/", "/distributed/_composable/", "/engines/torch/ddp/", "/engines/torch/fsdp/")
 
 
@@ -58,7 +59,7 @@ def line_in(error: BaseException) -> str | None:
 
 @functools.cache
 def _owner(file: str) -> str:
-    if file.startswith((_OWN, "<")) or (file.startswith(_STDLIB) and "-packages/" not in file):
+    if file.startswith((_OWN, "<", *_UNSEEN)) or (file.startswith(_STDLIB) and "-packages/" not in file):
         return "python"
     if not file.startswith((_TORCH, _WEFT)):
         return "user"

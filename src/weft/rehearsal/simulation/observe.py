@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
 import torch
@@ -85,6 +87,41 @@ def _shapes_unseen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _imports_unseen() -> Iterator[None]:
+    """Let modules that are imported meanwhile have tensors as ever: they stay when this is over."""
+    loader: Any = SourceFileLoader
+    execute = loader.exec_module  # of a base class
+
+    def exec_module(self: Any, module: Any) -> None:
+        with _disable_current_modes():
+            execute(self, module)
+
+    with _disable_current_modes():
+        pass  # it imports modules itself
+    loader.exec_module = exec_module
+    try:
+        yield
+    finally:
+        del loader.exec_module
+
+
+@contextlib.contextmanager
+def _nothing_freed_by_chance() -> Iterator[None]:
+    """Free what cycles keep when a part of the program ends, and not at some time; look at new objects alone."""
+    was_enabled, is_frozen = gc.isenabled(), bool(gc.get_freeze_count())
+    gc.disable()
+    if not is_frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*args, **kwargs)) -> Iterator[None]:
     """Note what the program does that runs inside."""
 
@@ -102,7 +139,7 @@ def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*arg
 
     storage.resize_ = resize_
     try:
-        with _shapes_unseen(), Observer(found, call):
+        with _nothing_freed_by_chance(), _imports_unseen(), _shapes_unseen(), Observer(found, call):
             yield
     finally:
         if was_own:

@@ -4,6 +4,10 @@
 memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens. What is computed from values
 alone has values, everything else has none. Reading a number of a tensor without values is an error with the line of the
 program, unless `assume` answers it. Where weft itself reads one, all is finite and in order.
+
+[Note: choices] A router chooses experts by values, and sizes of tensors and messages follow from its choices. So they
+may be declared, at the line of the `topk`, `max` or `argmax`: "balanced", every expert as often, or the number of the
+expert that all rows choose first.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import copy
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from weft.errors import ContextError
 from weft.rehearsal.simulation.lines import place
 
-__all__ = ["Simulation", "without_memory"]
+__all__ = ["Assumed", "Simulation", "without_memory"]
 
 _MOST = 2**22  # elements of a tensor that has values
 _SIZED = (
@@ -47,7 +51,11 @@ _SIZED = (
     "empty_strided",
 )
 _COUNTED = ("randperm", "arange")
+_CHOOSING = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+Assumed = Mapping[str, float | Literal["balanced"]]
 
 
 class Simulation:
@@ -57,10 +65,10 @@ class Simulation:
         assumed: What was taken for granted.
     """
 
-    def __init__(self, fake: FakeTensorMode, assume: Mapping[str, float]) -> None:
+    def __init__(self, assume: Assumed) -> None:
         self.assumed: dict[str, None] = {}
-        self._fake = fake
         self._assume = assume
+        self._choosing: str | None = None  # the last line that chose without values
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do one operation."""
@@ -69,14 +77,16 @@ class Simulation:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         except DataDependentOutputException:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return self._read(tensors[0])
             raise _no_values(f"the values of {_described(tensors[0])} are needed by {func}") from None
         except DynamicOutputShapeException:
             problem = f"the size of what {func} returns depends on the values of {_described(tensors[0])}"
-            raise _no_values(problem) from None
+            raise _no_values(problem, chosen=self._choosing) from None
+        chooses = func._schema.name.partition("::")[2] in _CHOOSING
+        return self._chosen(func, out, args, kwargs) if chooses else out
 
     def _has_values(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
@@ -100,6 +110,32 @@ class Simulation:
         if not tensors:
             return False
         return math.prod(map(max, *_padded(tensors))) <= _MOST if len(tensors) > 1 else True
+
+    def _chosen(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation returns whose indices are declared; see [Note: choices]."""
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        dim = given.get(
+            "dim", next((each.default_value for each in func._schema.arguments if each.name == "dim"), None)
+        )
+        *others, index = (out,) if isinstance(out, torch.Tensor) else out
+        if dim is None or not isinstance(index, FakeTensor) or index.numel() > _MOST:
+            return out
+        line, ways = place().line, given["self"].shape[dim]
+        declared = next((self._assume[key] for key in (line, "choices") if key in self._assume), None)
+        if declared is None:
+            self._choosing = line
+            return out
+        self.assumed[f"{line}: choices among {ways} are {declared}"] = None
+        with unset_fake_temporarily():
+            numbers = torch.arange(index.numel())
+            if index.dim() < given["self"].dim():
+                rows = numbers if declared == "balanced" else numbers * 0 + int(declared)
+                values = (rows % ways).view(index.shape)
+            else:
+                shape = list(index.movedim(dim, -1).shape)
+                rows = numbers if declared == "balanced" else numbers % shape[-1] + int(declared)
+                values = (rows % ways).view(shape).movedim(-1, dim).contiguous()
+        return (*others, values) if others else values
 
     def _read(self, tensor: torch.Tensor) -> Any:
         """A number that the program wants to know."""
@@ -149,9 +185,10 @@ def _described(tensor: torch.Tensor) -> str:
     return f"a tensor {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _no_values(problem: str, line: str = "") -> ContextError:
+def _no_values(problem: str, line: str = "", *, chosen: str | None = None) -> ContextError:
     line = line or place().line
-    answer = f'weft.rehearse(..., assume={{"{line or "values"}": 1.0}}), or --assume {line or "values"}=1.0'
+    key, value, option = (line or "values", "1.0", "1.0") if chosen is None else (chosen, '"balanced"', "balanced")
+    answer = f'weft.rehearse(..., assume={{"{key}": {value}}}), or --assume {key}={option}'
     return ContextError(
         "rehearse: tensors have shapes and no values, and the program reads one",
         found=problem + (f", at {line}" if line and line not in problem else ""),
@@ -161,10 +198,10 @@ def _no_values(problem: str, line: str = "") -> ContextError:
 
 
 @contextlib.contextmanager
-def without_memory(assume: Mapping[str, float]) -> Iterator[Simulation]:
+def without_memory(assume: Assumed) -> Iterator[Simulation]:
     """Let tensors have no memory inside."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    simulation = Simulation(fake, assume)
+    simulation = Simulation(assume)
     memo: weakref.WeakKeyDictionary[nn.Parameter, nn.Parameter] = weakref.WeakKeyDictionary()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Backend
+from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.peers.pretended import BACKEND, Note, PretendedGroup
+from weft.peers.pretended import BACKEND, Mail, Note, PretendedGroup
 from weft.tensors.dtensor import forget_groups
 
 __all__ = ["pretended_world"]
@@ -19,7 +20,7 @@ _FIRST_NAME = 10**9  # torch numbers its groups; a real one of the same name mus
 
 
 @contextlib.contextmanager
-def pretended_world(size: int, rank: int, per_node: int, note: Note) -> Iterator[PretendedGroup]:
+def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail) -> Iterator[PretendedGroup]:
     """Let torch.distributed see one rank of a pretended job; what there was is put back afterwards."""
     c10d: Any = dist.distributed_c10d
     before = {name: getattr(c10d, name) for name in (*_OF_GROUPS, "_tags_to_pg")}
@@ -30,14 +31,20 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note) -> Iterator
     c10d._world.group_count = _FIRST_NAME
 
     def create(options: Any, _: Any) -> PretendedGroup:
-        return PretendedGroup(options.global_ranks_in_group, options.group_rank, per_node, note)
+        return PretendedGroup(options.global_ranks_in_group, options.group_rank, per_node, note, mail)
 
+    def to_tensor(*args: Any) -> Any:
+        with _disable_current_modes():
+            return pickled(*args)
+
+    pickled, c10d._object_to_tensor = c10d._object_to_tensor, to_tensor
+    mail.begin()
     Backend._plugins[BACKEND.upper()] = Backend._BackendPlugin(create, True)  # noqa: FBT003
     Backend.backend_list.append(BACKEND)
     Backend.backend_capability[BACKEND] = ["cpu"]
     Backend.backend_type_map[BACKEND] = dist.ProcessGroup.BackendType.CUSTOM
     try:
-        group = PretendedGroup(range(size), rank, per_node, note)
+        group = PretendedGroup(range(size), rank, per_node, note, mail)
         store = dist.HashStore()
         names: dict[int, int] = {each: each for each in range(size)}
         c10d._update_default_pg(group)
@@ -49,6 +56,7 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note) -> Iterator
                 c10d._unregister_process_group(name)
         for name, value in before.items():
             setattr(c10d, name, value)
+        c10d._object_to_tensor = pickled
         c10d._world.group_count = count
         c10d._update_default_pg(default)
         Backend.backend_list.remove(BACKEND)

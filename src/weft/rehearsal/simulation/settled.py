@@ -1,0 +1,58 @@
+"""Messages of a real run that are over when they are made, so that what is alive is no matter of chance.
+
+A thread of gloo lets go of a message some time after it has arrived, sooner or later from run to run. Here a message is
+waited for until nobody but the program holds its tensors; the program gets a work that is done, as from ranks that are
+only pretended. Sends and receives are left alone: they wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["settled"]
+
+_PAIRED = ("send", "recv_", "recv_any_source_")
+_LONGEST_S = 10.0
+
+
+def settled(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Do one operation; if it is a message, until it is over."""
+    name = func._schema.name.partition("::")[2]
+    if func.namespace == "_c10d_functional" and name != "wait_tensor":
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+            _until_held_by(tensor, 1)
+        return out
+    if func.namespace != "c10d" or name in _PAIRED:
+        return func(*args, **kwargs)
+    tensors: list[Any] = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    holders = [each._use_count() for each in tensors]
+    out = func(*args, **kwargs)
+    *results, work = out if isinstance(out, tuple) else (out,)
+    if not isinstance(work, torch._C.ScriptObject):
+        return out
+    dist.Work.unbox(work).wait()
+    del out, work
+    for tensor, count in zip(tensors, holders, strict=True):
+        _until_held_by(tensor, count)
+    future: Any = Future()
+    future.set_result([each for each in tree_leaves(results) if isinstance(each, torch.Tensor)])
+    done = _create_work_from_future(future).boxed()
+    return (*results, done) if results else done
+
+
+def _until_held_by(tensor: Any, count: int) -> None:
+    end = time.monotonic() + _LONGEST_S
+    while tensor._use_count() > count:
+        if time.monotonic() > end:
+            raise AssertionError(f"a message {list(tensor.shape)} is held by {tensor._use_count()}, not {count}")
+        time.sleep(1e-4)
