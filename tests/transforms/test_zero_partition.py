@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.engines.torch.optim import zero1_step
 from weft.testing import largest_difference, run_ranks
 
 STAGES = (1, 2, 3)
@@ -408,3 +409,24 @@ def test_one_rank_changes_nothing():
         _step(model, optimizer, _mine(None))
         _step(plain, plainly, _mine(None))
         assert type(model) is Net and largest_difference(_parameters(model), _parameters(plain)) == 0
+
+
+def _rows_of_many(ctx, few):
+    zero1_step._FEW_RANKS, before = few, zero1_step._FEW_RANKS
+    try:
+        model = _net(size=10)  # 3 rows on each rank but the last, which has one
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)
+        for _ in range(2):
+            _step(model, optimizer, _mine(ctx))
+        return _parameters(model)
+    finally:
+        zero1_step._FEW_RANKS = before
+
+
+@pytest.mark.slow
+def test_rows_of_many_ranks_are_copied_together():
+    one_by_one, together = (run_ranks(_rows_of_many, 4, few) for few in (16, 1))
+    assert all(
+        torch.equal(a, b) for ranks in zip(one_by_one, together, strict=True) for a, b in zip(*ranks, strict=True)
+    )

@@ -34,6 +34,7 @@ __all__ = ["PartitionedStep"]
 
 _BUCKET_BYTES = 25 * 2**20
 _LARGE_BYTES = 2**17
+_FEW_RANKS = 16
 _KEPT_BYTES = 2**20  # messages of small parameters, kept from step to step
 
 
@@ -340,13 +341,22 @@ class _Message:
             part[: mine.numel()].view(mine.shape)
             for mine, part in zip(self._mine, everyone.view(size, -1)[rank].split(widths), strict=True)
         ]
+        # Copies from one rank are contiguous, and one kernel makes many of them; from many ranks, one copy is less.
+        together = 1 if size <= _FEW_RANKS else size
         self._theirs: list[torch.Tensor] = []
         self._received: list[torch.Tensor] = []
         for rows, whole, parts in zip(bucket, wholes, everyone.view(size, -1).split(widths, dim=1), strict=True):
-            for sender, theirs in enumerate(whole.split(rows.per_rank)):
-                if sender != rank:
+            full = whole.shape[0] // max(rows.per_rank, 1)  # ranks with as many rows
+            for first in range(0, full, together):
+                last = min(first + together, full)
+                if (first, last) != (rank, rank + 1):
+                    theirs = whole[first * rows.per_rank : last * rows.per_rank].unflatten(0, (last - first, -1))
                     self._theirs.append(theirs)
-                    self._received.append(parts[sender, : theirs.numel()].view(theirs.shape))
+                    self._received.append(parts[first:last].view(theirs.shape))
+            rest = whole[full * rows.per_rank :]
+            if rest.numel() and full != rank:
+                self._theirs.append(rest)
+                self._received.append(parts[full, : rest.numel()].view(rest.shape))
 
     @torch.no_grad()
     def gather(self) -> None:
