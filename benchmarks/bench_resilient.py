@@ -4,7 +4,7 @@ Both live in the same processes and take turns in blocks of steps, in a new orde
 as "flat" and as "control": what these two differ by is what the run cannot resolve. Compared is the CPU time of all
 threads, summed over the ranks.
 
-    weft launch -n 2 --min-replicas 2 benchmarks/bench_resilient.py [--rounds 40] [--steps 5] [--models wide mlp]
+    weft launch -n 2 --min-replicas 2 benchmarks/bench_resilient.py [--model wide] [--rounds 40] [--steps 5]
 """
 
 from __future__ import annotations
@@ -79,44 +79,45 @@ def main(one: weft.DistContext, rank: int, ranks: int) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--models", nargs="+", default=["wide", "mlp"])
+    parser.add_argument("--model", default="wide", choices=["wide", *MODELS])
     options = parser.parse_args()
     file = Path(f"/tmp/weft-bench-{os.environ['MASTER_PORT']}")
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     group = weft.adopt(device="cpu")
     torch.set_num_threads(1)
-    for name in options.models:
-        torch.manual_seed(0)
-        original = wide() if name == "wide" else MODELS[name][0]()
-        x, y, size = samples(name)
-        models = {each: copy.deepcopy(original) for each in ("flat", "control", "resilient")}
-        data = TensorDataset(x, y)
-        runs = {each: flat(models[each], data, size, group) for each in ("flat", "control")}
-        runs["resilient"] = resilient(models["resilient"], data, size, one)
-        blocks = torch.zeros(3, options.rounds, dtype=torch.float64)
-        order = random.Random(0)  # the same on all ranks
-        gc.collect()
-        gc.freeze()
-        for number in range(-WARM_UP, options.rounds):
-            for each in order.sample(list(runs), 3):
-                dist.barrier()
-                begin = time.process_time_ns()
-                for _ in range(options.steps):
-                    next(runs[each])
-                if number >= 0:
-                    blocks[list(runs).index(each), number] = (time.process_time_ns() - begin) / options.steps / 1000
-        gc.unfreeze()
-        least = blocks.min(dim=1).values
-        dist.all_reduce(blocks)
-        dist.all_reduce(least)
-        if rank == 0:
-            print(f"\n{name}: CPU us per step, of {ranks} ranks; ratio to flat: of the least, and paired median")
-            for index, each in enumerate(runs):
-                paired = statistics.median((blocks[index] / blocks[0]).tolist())
-                print(f"  {each:10}{least[index]:10.0f}{least[index] / least[0]:8.3f}{paired:8.3f}")
-            values = [[p.detach() for p in model.parameters()] for model in models.values()]
-            far = max(float((a - b).abs().max()) for a, b in zip(values[0], values[2], strict=True))
-            print(f"  largest difference of a parameter: {far:.1e}")
+    name = options.model
+    torch.manual_seed(0)
+    original = wide() if name == "wide" else MODELS[name][0]()
+    x, y, size = samples(name)
+    models = {each: copy.deepcopy(original) for each in ("flat", "control", "resilient")}
+    data = TensorDataset(x, y)
+    runs = {each: flat(models[each], data, size, group) for each in ("flat", "control")}
+    runs["resilient"] = resilient(models["resilient"], data, size, one)
+    blocks = torch.zeros(3, options.rounds, dtype=torch.float64)
+    order = random.Random(0)  # the same on all ranks
+    gc.collect()
+    gc.freeze()
+    for number in range(-WARM_UP, options.rounds):
+        for each in order.sample(list(runs), 3):
+            dist.barrier()
+            begin = time.process_time_ns()
+            for _ in range(options.steps):
+                next(runs[each])
+            if number >= 0:
+                blocks[list(runs).index(each), number] = (time.process_time_ns() - begin) / options.steps / 1000
+    gc.unfreeze()
+    least = blocks.min(dim=1).values
+    dist.all_reduce(blocks)
+    dist.all_reduce(least)
+    if rank == 0:
+        print(f"\n{name}: CPU us per step, of {ranks} ranks; ratio to flat: of the least, and paired median")
+        for index, each in enumerate(runs):
+            paired = statistics.median((blocks[index] / blocks[0]).tolist())
+            print(f"  {each:10}{least[index]:10.0f}{least[index] / least[0]:8.3f}{paired:8.3f}")
+        values = [[p.detach() for p in model.parameters()] for model in models.values()]
+        far = max(float((a - b).abs().max()) for a, b in zip(values[0], values[2], strict=True))
+        print(f"  largest difference of a parameter: {far:.1e}")
+    group.close()
     dist.destroy_process_group()
     file.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ import random
 import runpy
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -205,7 +206,9 @@ def test_one_replica_equals_the_plain_loop_bit_for_bit():
     ctx.close()
 
 
-def test_the_example_learns(capsys):
+def test_the_example_learns(capsys, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)  # its tensors are small
     path = pathlib.Path(__file__).parents[2] / "examples" / "resilient.py"
     with weft.start(elastic="replica", device="cpu") as ctx:
         runpy.run_path(str(path), run_name="example")["main"](ctx)

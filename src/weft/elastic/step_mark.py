@@ -31,7 +31,8 @@ class StepMark:
         objects = state.objects.values()
         self.position: dict[str, Any] = {}
         self._loader, self._ctx, self._has_rng = loader, ctx, state.rng
-        self._modules = [obj for obj in objects if isinstance(obj, nn.Module)]
+        # Walking through a model costs more than all the rest; its modules are those of now.
+        self._modules = [part for obj in objects if isinstance(obj, nn.Module) for part in obj.modules()]
         self._optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
         apart = (nn.Module, torch.optim.Optimizer)
         self._others = [obj for obj in objects if not isinstance(obj, apart) and obj is not loader]
@@ -44,15 +45,11 @@ class StepMark:
         """Note the state of this moment."""
         self.position = self._loader.state_dict()
         self._values = [_value_of(obj) for obj in self._others]
-        self._options = [
-            [
-                {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-                for group in optimizer.param_groups
-            ]
-            for optimizer in self._optimizers
-        ]
+        self._options = [[_options_of(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._random = RngState.capture(self._ctx.device, self._ctx.engine) if self._has_rng else None
-        buffers = [buffer for module in self._modules for buffer in module.buffers()]
+        parts = (module._buffers for module in self._modules if module._buffers)
+        found = {id(b): b for buffers in parts for b in buffers.values() if b is not None}  # each once
+        buffers = list(found.values())
         if len(buffers) != len(self._buffers) or any(a is not b for a, (b, _) in zip(buffers, self._buffers)):  # noqa: B905
             self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         elif buffers:
@@ -71,6 +68,11 @@ class StepMark:
                 buffer.copy_(kept)
         if self._random is not None:
             self._random.apply(self._ctx.device, self._ctx.engine)
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    plain = (int, float, str, type(None))
+    return {n: v if isinstance(v, plain) else copy.deepcopy(v) for n, v in group.items() if n != "params"}
 
 
 def _value_of(obj: Any) -> Any:

@@ -1,11 +1,11 @@
 """The folders of one or several runs as one page of HTML, with nothing else to load.
 
-read_run.py      what trackers wrote: JSON lines, CSV, event files of TensorBoard
-trace_events.py  what profiles say: the operations that took most time
-rehearsals.py    what `weft rehearse` found: memory by kind, messages by axis
-replicas.py      who was lost in an elastic job, and who joined
-charts.py        which series share a chart, and in which unit
-page.py          everything on one page
+read_run.py       what trackers wrote: JSON lines, CSV, event files of TensorBoard
+trace_events.py   what profiles say: the operations that took most time
+rehearsals.py     what `weft rehearse` found: memory by kind, messages by axis
+lost_replicas.py  who was lost in an elastic job, and who joined
+charts.py         which series share a chart, and in which unit
+page.py           everything on one page
 
 `page.js` draws the charts with plotly, `page.css` is how the page looks. `weft report DIR` is the command;
 `write_report(folder)` is what it does.
