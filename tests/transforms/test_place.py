@@ -1,11 +1,14 @@
 """place: units on the CPU and on a disk, streamed; the same bits as in memory, or one clear error before any change."""
 
 import copy
+import io
 import json
+import pickle
 import re
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -309,6 +312,44 @@ def test_it_cannot_be_moved(files, move):
         move(model)
     with torch.no_grad():
         assert torch.equal(model(X), plain(X))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, pickle.dumps, lambda part: torch.save(part, io.BytesIO())]
+)
+def test_what_is_streamed_cannot_be_copied(files, copied):
+    plain, paths = files
+    model, ctx = _placed(paths["file"])
+    for part in (model.blocks, model.blocks[0]):
+        if copied is not copy.copy or part is model.blocks[0]:
+            with pytest.raises(weft.errors.ContractError, match="nor copied" + FORM):
+                copied(part)
+    model, ctx = weft.undo(model, ctx)
+    copied(model)
+    whole, _ = weft.place(copy.deepcopy(plain), weft.local(), {"cpu": None})
+    assert torch.equal(copy.deepcopy(whole)(X), plain(X))
+
+
+def test_it_cannot_be_exported(files):
+    _, paths = files
+    model, _ = _placed(paths["file"])
+    with torch.no_grad(), pytest.raises(weft.errors.ContractError, match="cannot be exported" + FORM):
+        torch.export.export(model, (X,))
+
+
+def test_threads_take_turns(files):
+    plain, paths = files
+    model, _ = _placed(paths["file"])
+
+    def call(i):
+        with torch.no_grad():
+            if i % 4 == 3:
+                with pytest.raises(KeyError, match="mine"):
+                    model(X, fail=True)
+            return torch.equal(model(X + i), plain(X + i))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(call, range(12)))
 
 
 def test_what_needs_all_values_is_refused(files):

@@ -46,8 +46,8 @@ def place(
     result has the same bits as that of the module in memory. Calls are without gradients: to train, use a strategy.
 
     Changes: `module` in place. What is streamed is on meta between calls, and keeps its names and `state_dict` keys;
-    `to()`, `half()`, `load_state_dict()` and the like raise. `weft.undo` gives back what was there: tensors on meta,
-    others with their values and on their devices.
+    `to()`, `half()`, `load_state_dict()` and the like raise, and so does a copy or a pickle of what is streamed.
+    `weft.undo` gives back what was there: tensors on meta, others with their values and on their devices.
     Collectives: none; each rank places a copy of its own, and an error on one rank is one on all.
 
     Args:
@@ -66,7 +66,7 @@ def place(
     Raises:
         CheckpointError: The files cannot be used or trusted, or do not fit the module.
         ValueError: The plan is for another module or other devices, does not fit, or values are missing.
-        ContractError: In calls with gradients, and of parts within parts that are streamed.
+        ContractError: In calls with gradients, of parts within parts that are streamed, and in `torch.export`.
         OrderError: A strategy was applied; or `with_precision` comes after.
         OSError: A file cannot be read.
         TypeError: Not a module.
@@ -140,8 +140,8 @@ class _Placement:
 
 def _refuse(call: Any, args: Any, kwargs: Any) -> NoReturn:
     raise ContractError(
-        "place: the tensors of a placed module cannot be moved, cast or loaded",
-        found="a call of to(), half(), cuda(), load_state_dict() or the like",
+        "place: the tensors of a placed module cannot be moved, cast or loaded, nor copied where they are streamed",
+        found="a call of to(), half(), cuda(), load_state_dict() or the like; or copy.deepcopy, pickle, torch.save",
         expected="the devices and dtypes of the plan",
         fix="model, ctx = weft.undo(model, ctx)",
     )

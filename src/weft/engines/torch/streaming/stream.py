@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -56,7 +57,7 @@ class StreamOptions(NamedTuple):
         ahead: Whether the next part is read while one computes.
         devices: Parts, and the devices to which what they are given is brought; for several devices.
         refusing: Modules whose tensors may not be moved or replaced.
-        refuse: Called in place of their methods for that; raises.
+        refuse: Called in place of their methods for that, and of those that copy what is streamed; raises.
     """
 
     parts: tuple[StreamedPart, ...]
@@ -81,12 +82,15 @@ class Streamed:
         parts = self._parts = options.parts
         wanted = [[Wanted(t.source, tuple(t.stand_in.shape), t.stand_in.dtype) for t in part.tensors] for part in parts]
         self._slots = Slots(wanted, options.device, options.room, fill, ahead=options.ahead) if parts else None
+        self._turn = threading.Lock()  # held while a part has values: calls from several threads take turns
+        self._thread: int | None = None
         self._removable = Removable()
         for module, device in options.devices:
             attach(module, self._removable, before=partial(_bring, device), first=True)
         for index, part in enumerate(parts):
             attach(part.module, self._removable, before=partial(self._enter, index), first=True)
             attach(part.module, self._removable, after=partial(self._leave, index), always=True)
+            attach(part.module, self._removable, around=options.refuse, methods=("__reduce_ex__",))
         for module in options.refusing:
             attach(module, self._removable, around=options.refuse, methods=("_apply", "load_state_dict"))
 
@@ -99,11 +103,11 @@ class Streamed:
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         part, slots = self._parts[index], self._slots
         assert slots is not None
-        if slots.in_use is not None:
+        if self._thread == threading.get_ident() and slots.in_use is not None:
             raise ContractError(
                 f"place: {part.name} is called while {self._parts[slots.in_use].name} computes",
                 found="two parts that are streamed, one within the call of the other",
-                expected="parts that are called one after the other, by one thread",
+                expected="parts that are called one after the other",
                 fix=f'weft.weights.plan_placement(model, budgets, keep="{part.name}")',
             )
         if torch.is_grad_enabled() and _has_gradients(part, (args, kwargs)):
@@ -113,18 +117,36 @@ class Streamed:
                 expected="calls without gradients: parameters are gone before a backward pass could use them",
                 fix="with torch.no_grad(): ...  # to train: weft.zero_partition(..., engine='deepspeed', offload=...)",
             )
-        for tensor, values in zip(part.tensors, slots.enter(index), strict=True):
+        if torch.compiler.is_exporting():
+            raise ContractError(
+                f"place: {part.name} is streamed, and cannot be exported",
+                found="torch.export of a placed module",
+                expected="a module that has its values",
+                fix="model, ctx = weft.undo(model, ctx)",
+            )
+        self._turn.acquire()
+        try:
+            entered = slots.enter(index)
+        except BaseException:
+            self._turn.release()
+            raise
+        self._thread = threading.get_ident()
+        for tensor, values in zip(part.tensors, entered, strict=True):
             parameter = nn.Parameter(values, requires_grad=False)
             for owner, name in tensor.owners:
                 setattr(owner, name, parameter)
 
     def _leave(self, index: int, *_: Any) -> None:
-        if self._slots is None or self._slots.in_use != index:
+        if self._slots is None or self._slots.in_use != index or self._thread != threading.get_ident():
             return  # its call failed before it began
         for tensor in self._parts[index].tensors:
             for owner, name in tensor.owners:
                 setattr(owner, name, tensor.stand_in)
-        self._slots.leave()
+        self._thread = None
+        try:
+            self._slots.leave()
+        finally:
+            self._turn.release()
 
 
 def _has_gradients(part: StreamedPart, inputs: Any) -> bool:
