@@ -95,7 +95,7 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     model = ByteLM(options.width, options.depth, context=options.context)
     # Batch sizes are those of all ranks together, so that the curve does not depend on their number.
     loader = DataLoader(train_set, batch_size=options.batch, shuffle=True, drop_last=True)
-    held_out = DataLoader(held_out_set, batch_size=64)
+    held_out = DataLoader(held_out_set, batch_size=math.lcm(64, ctx.world_size))
 
     loader, ctx = weft.shard_data(loader, ctx, mode="split", seed=options.seed)
     held_out, ctx = weft.shard_data(held_out, ctx, mode="split", uneven="empty")
