@@ -16,7 +16,7 @@ from weft.rehearsal.distinct import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.script import rehearse_script
-from weft.rehearsal.simulation.tensors import Assumed
+from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.table import size_text
 
 __all__ = ["add_parser", "run"]

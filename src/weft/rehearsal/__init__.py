@@ -5,13 +5,15 @@ distinct.py  which ranks are alike, and one of each kind
 script.py    the same for a script as it is
 changes.py   what would make it smaller, rehearsed
 simulation/  what it runs in: pretended ranks, tensors without memory, and what sees them
+memory.py    what a rank holds, by kind and by line
 messages.py  what ranks send each other, and a model of the time it takes
 result.py    `Rehearsal`: memory by kind, messages by axis, as a value that prints
 table.py     how it prints
 estimate.py  memory from the shapes of parameters alone
 """
 
+from weft.rehearsal.memory import Holder, Memory, Moment
 from weft.rehearsal.messages import Links, Message, sent_bytes
-from weft.rehearsal.result import Difference, Holder, Memory, Moment, Rehearsal
+from weft.rehearsal.result import Difference, Rehearsal
 
 __all__ = ["Difference", "Holder", "Links", "Memory", "Message", "Moment", "Rehearsal", "sent_bytes"]

@@ -7,7 +7,8 @@ import itertools
 import math
 from collections.abc import Callable
 
-from weft.rehearsal.result import KINDS, Memory, Rehearsal
+from weft.rehearsal.memory import KINDS, Memory
+from weft.rehearsal.result import Rehearsal
 
 __all__ = ["distinct_ranks"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft.errors import listed, value_error
-from weft.rehearsal.result import Memory
+from weft.rehearsal.memory import Memory
 from weft.rehearsal.table import columns, size_text
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "TRAINABLE", "WIDTHS", "Block", "Estimate", "estimate"]

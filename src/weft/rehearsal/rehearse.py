@@ -21,9 +21,9 @@ from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.lines import line_in
 from weft.rehearsal.simulation.observe import Observed, observing
+from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation, without_memory
+from weft.rehearsal.simulation.pretended_world import pretended_world
 from weft.rehearsal.simulation.shortcuts import shortcuts
-from weft.rehearsal.simulation.tensors import Assumed, Simulation, without_memory
-from weft.rehearsal.simulation.world import pretended_world
 
 __all__ = ["Program", "observe_steps", "rehearse", "simulated"]
 

@@ -9,79 +9,12 @@ from typing import Any
 
 from weft.errors import value_error
 from weft.rehearsal import table
+from weft.rehearsal.memory import KINDS, Holder, Memory, Moment
 from weft.rehearsal.messages import Links, Message
 
-__all__ = ["KINDS", "Difference", "Holder", "Memory", "Moment", "Rehearsal"]
+__all__ = ["Difference", "Rehearsal"]
 
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other")
 _FORMAT = "weft rehearsal 1"
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Live bytes of one kind that one line of the program made.
-
-    Attributes:
-        kind: One of the kinds of `Memory`.
-        bytes: Their sum.
-        where: The line of the user's program, "train.py:41"; None if it is not known.
-    """
-
-    kind: str
-    bytes: int
-    where: str | None = None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Live bytes of tensors on one rank, by kind. Not the process: no code, no allocator, no workspaces of kernels.
-
-    Attributes:
-        parameters: This rank's parts of the parameters.
-        gradients: Of its parts.
-        optimizer: State of optimizers.
-        gathered: Whole parameters, gradients and buckets that a strategy holds for a while.
-        activations: What the forward keeps for the backward, and what is computed in between.
-        buffers: Of modules.
-        other: Everything else, such as batches.
-        where: The line of the user's program that was running, "train.py:41".
-        holders: Which lines made the most of it, largest first.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    gathered: int = 0
-    activations: int = 0
-    buffers: int = 0
-    other: int = 0
-    where: str | None = None
-    holders: tuple[Holder, ...] = ()
-
-    @property
-    def total(self) -> int:
-        """The sum of all kinds.
-
-        Example:
-            >>> Memory(parameters=400, gradients=400, optimizer=800).total
-            1600
-        """
-        return sum(getattr(self, kind) for kind in KINDS)
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A part of the program.
-
-    Attributes:
-        label: "build", "step 1", ...
-        at_rest: What is live at its end.
-        peak: The highest within it.
-    """
-
-    label: str
-    at_rest: Memory
-    peak: Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +124,19 @@ class Rehearsal:
         )
 
     def __str__(self) -> str:
-        return table.rehearsal(self)
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
+        alike = f"; the same on ranks {table.ranges(self.same_as)}" if len(self.same_as) > 1 else ""
+        place = f"rank {self.rank} of {self.world_size} ({mesh}), {self.device}"
+        memory = table.memory(self.at_rest, self.step_peak, self.peak)
+        parts = [f"{self.program}: {place}, {self.steps} steps{alike}", memory]
+        if self.step_peak.holders:
+            parts.append(table.holders(self.step_peak.holders))
+        if self.messages:
+            parts.append(table.messages(self.messages, self.sent, self.communication_s))
+        for title, texts in (("assumed", self.assumed), ("errors", self.errors)):
+            if texts:
+                parts.append("\n".join([title, *(f"  {line}" for text in texts for line in text.splitlines())]))
+        return "\n\n".join(parts)
 
 
 @dataclass(frozen=True)

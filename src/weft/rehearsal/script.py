@@ -19,7 +19,7 @@ from weft.rehearsal.messages import Links
 from weft.rehearsal.rehearse import simulated
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.observe import Observed, observing
-from weft.rehearsal.simulation.tensors import Assumed, Simulation
+from weft.rehearsal.simulation.pretended_tensors import Assumed, Simulation
 
 __all__ = ["rehearse_script"]
 

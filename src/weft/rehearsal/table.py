@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from weft.rehearsal.messages import Message
-    from weft.rehearsal.result import Rehearsal
+from weft.rehearsal.memory import KINDS, Holder, Memory
+from weft.rehearsal.messages import Message
 
-__all__ = ["columns", "difference", "ranges", "rehearsal", "size_text"]
+__all__ = ["columns", "difference", "holders", "memory", "messages", "ranges", "size_text"]
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _HOLDERS = 5
@@ -56,48 +54,34 @@ def ranges(ranks: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def rehearsal(result: Rehearsal) -> str:
-    """A rehearsal as a table: memory, who holds it, messages, what was assumed, what fails."""
-    mesh = ", ".join(f"{name}={size}" for name, size in result.mesh)
-    alike = f"; the same on ranks {ranges(result.same_as)}" if len(result.same_as) > 1 else ""
-    place = f"rank {result.rank} of {result.world_size} ({mesh}), {result.device}"
-    parts = [f"{result.program}: {place}, {result.steps} steps{alike}", _memory(result)]
-    holders = result.step_peak.holders[:_HOLDERS]
-    if holders:
-        rows = [(f"  {each.where or '?'}", each.kind, size_text(each.bytes)) for each in holders]
-        parts.append("largest at the peak of a step\n" + columns(rows, left=2))
-    if result.messages:
-        seconds = f"{result.communication_s:.3g} s (a model: alpha-beta, nothing overlaps)"
-        parts.append(f"{_messages(result.messages)}\n  sent in a step: {size_text(result.sent)}, {seconds}")
-    for title, texts in (("assumed", result.assumed), ("errors", result.errors)):
-        if texts:
-            parts.append("\n".join([title, *(f"  {line}" for text in texts for line in text.splitlines())]))
-    return "\n\n".join(parts)
-
-
-def _memory(result: Rehearsal) -> str:
-    names = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers", "other", "total")
-    peak = result.step_peak
+def memory(at_rest: Memory, step_peak: Memory, peak: Memory) -> str:
+    """Bytes by kind between two steps and at the peak of a step, and the peak before the first step if it is higher."""
     rows: list[tuple[str, ...]] = [("tensors", "at rest", "peak of a step")]
-    for name in names:
-        numbers = int(getattr(result.at_rest, name)), int(getattr(peak, name))
+    for name in (*KINDS, "total"):
+        numbers = int(getattr(at_rest, name)), int(getattr(step_peak, name))
         if any(numbers) or name == "total":
             rows.append((f"  {name}", *map(size_text, numbers)))
     text = columns(rows)
-    if peak.where:
-        text += f"  at {peak.where}"
-    if result.peak.total > peak.total:
-        text += f"\nthe peak before the first step is {size_text(result.peak.total)}"
-        text += f", at {result.peak.where}" if result.peak.where else ""
+    if step_peak.where:
+        text += f"  at {step_peak.where}"
+    if peak.total > step_peak.total:
+        text += f"\nthe peak before the first step is {size_text(peak.total)}"
+        text += f", at {peak.where}" if peak.where else ""
     return text
 
 
-def _messages(messages: Iterable[Message]) -> str:
+def holders(found: Sequence[Holder]) -> str:
+    """The lines of the program that made the most of a peak."""
+    rows = [(f"  {each.where or '?'}", each.kind, size_text(each.bytes)) for each in found[:_HOLDERS]]
+    return "largest at the peak of a step\n" + columns(rows, left=2)
+
+
+def messages(found: Iterable[Message], sent: int, seconds: float) -> str:
+    """The messages of a step, with the bytes that a rank sends and the time of the model."""
     rows: list[tuple[str, ...]] = [("messages of a step", "axis", "ranks", "count", "whole", "sent")]
-    rows += [
-        (f"  {m.kind}", m.axis, str(m.ranks), str(m.count), size_text(m.bytes), size_text(m.sent)) for m in messages
-    ]
-    return columns(rows, left=2)
+    rows += [(f"  {m.kind}", m.axis, str(m.ranks), str(m.count), size_text(m.bytes), size_text(m.sent)) for m in found]
+    model = f"{seconds:.3g} s (a model: alpha-beta, nothing overlaps)"
+    return f"{columns(rows, left=2)}\n  sent in a step: {size_text(sent)}, {model}"
 
 
 def difference(rows: Sequence[tuple[str, int, int]]) -> str:

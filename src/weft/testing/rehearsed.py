@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from weft.context import DistContext
+from weft.rehearsal.memory import Memory, Moment
 from weft.rehearsal.messages import Message
 from weft.rehearsal.rehearse import observe_steps, rehearse
-from weft.rehearsal.result import Memory, Moment, Rehearsal
+from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.simulation.observe import Observed
+from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.simulation.settled import settled
-from weft.rehearsal.simulation.tensors import Assumed
 from weft.testing.ranks import run_ranks
 
 __all__ = ["assert_rehearsed"]

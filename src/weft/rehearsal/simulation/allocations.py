@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.rehearsal.result import Holder, Memory, Moment
+from weft.rehearsal.memory import Holder, Memory, Moment
 from weft.rehearsal.simulation.lines import place
 
 __all__ = ["Allocations", "plain_parts"]
