@@ -32,7 +32,8 @@ nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(?!weft\.).*"),
     # Type variables, and what is not public.
-    ("py:class", r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|WindowSync|MicroBatches|MemoryCopy|Engine|TorchEngine|World|ReplicaGroup)"),
+    ("py:class", r"weft\..*\.(_\w+|[A-Z]|WindowSplitter|WindowSync|MicroBatches|MemoryCopy)"),
+    ("py:class", r"weft\..*\.(Engine|TorchEngine|World|ReplicaGroup)"),
 ]
 
 _OWN_FIELDS = re.compile(r"(Changes|Collectives|Source): (.*)")
