@@ -240,7 +240,7 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
         {'loss': tensor(0.5000, dtype=torch.float64)}
     """
     wide = torch.float32 if ctx.device.type == "mps" else torch.float64
-    weights = torch.as_tensor(weight).detach().to(ctx.device, wide).sum()
+    weights = _as_tensor(weight).to(ctx.device, wide).sum()
     usable = bool((weights >= 0) & torch.isfinite(weights))
     factor = weights if usable else torch.full_like(weights, torch.nan)
 
@@ -312,7 +312,7 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[st
         )
     # Counts are exact in float64 up to 2**53; some devices have none, so add on the CPU there.
     device = ctx.device if ctx.device.type != "mps" else torch.device("cpu")
-    mine = torch.stack([torch.as_tensor(count).detach().to(device).double().sum() for count in counts])
+    mine = torch.stack([_as_tensor(count).to(device).double().sum() for count in counts])
     # A bad count on one rank has to be seen by all: not-a-number survives the sum.
     part = torch.where((mine >= 0).all(), mine.sum(), torch.nan)
     total = float(reduce(part, ctx.on((*ctx.data_axes, *parts)), "sum"))
@@ -324,6 +324,11 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[st
             fix=fix,
         )
     return total
+
+
+def _as_tensor(count: Count) -> torch.Tensor:
+    """A count as it is: torch would round a Python float to 32 bits."""
+    return torch.tensor(count, dtype=torch.float64) if isinstance(count, float) else torch.as_tensor(count).detach()
 
 
 def per_rank(total: float, mean_over: int) -> float:

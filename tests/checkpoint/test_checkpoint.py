@@ -684,6 +684,7 @@ def test_values_and_tensors_that_differ_between_ranks_are_refused(tmp_path):
     assert run_ranks(saves, 2, tmp_path)[0] == [[".saving"]] * 3
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_waited_for(tmp_path):
     def saves(ctx, folder):
         state = _state(ctx, box=Box())

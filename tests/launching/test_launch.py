@@ -150,6 +150,7 @@ printf '%s|' "$@" > "arguments-$LOCAL_RANK"
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_is_no_python_and_the_environment_of_the_plan(tmp_path):
     _write(tmp_path, "run.toml", "[start]\nseed = 3\n")
     _write(tmp_path, "show it.sh", SHOWS).chmod(0o755)

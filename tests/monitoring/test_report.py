@@ -199,6 +199,7 @@ def test_a_spike_is_not_lost_when_points_are_many():
     assert len(drawn) < 2500 and drawn[77_777] == 50.0 and drawn[0] == drawn[99_999] == 1.0
 
 
+@pytest.mark.slow
 def test_the_page_stays_small_whatever_was_logged(tmp_path):
     steps = range(20_000)
     series = {f"metric_{index}": dict(zip(steps, map(float, steps), strict=True)) for index in range(100)}

@@ -289,7 +289,7 @@ def test_two_backward_passes_of_one_graph_with_buffers(strategy):
 # -- closures ----------------------------------------------------------------------------------------
 
 
-def _lbfgs(ctx, line_search, late=False):
+def _lbfgs(ctx, line_search, late, as_number):
     model = net()
     if late:
         model, ctx = weft.replicate(model, ctx)
@@ -303,15 +303,16 @@ def _lbfgs(ctx, line_search, late=False):
             optimizer.zero_grad()
             loss = (model(batch(step, 0, ctx.rank)) - ctx.rank).square().sum() / 10  # very different losses
             loss.backward()
-            return loss
+            return loss.item() if as_number else loss
 
-        losses.append(optimizer.step(closure).item())
+        losses.append(float(optimizer.step(closure)))
     return values(model), losses
 
 
+@pytest.mark.parametrize("as_number", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs_decides_by_the_loss_of_all_ranks(line_search, late):
+def test_lbfgs_decides_by_the_loss_of_all_ranks(line_search, late, as_number):
     model, expected = net(), []
     optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=5, line_search_fn=line_search)
     for step in range(3):
@@ -323,7 +324,7 @@ def test_lbfgs_decides_by_the_loss_of_all_ranks(line_search, late):
             return sum(losses)
 
         expected.append(optimizer.step(closure).item())
-    for found, losses in run_ranks(_lbfgs, 2, line_search, late):
+    for found, losses in run_ranks(_lbfgs, 2, line_search, late, as_number):
         assert largest_difference(found, values(model)) < 1e-10  # 15 steps, each of which divides by small numbers
         assert losses == pytest.approx(expected, rel=1e-10)
 

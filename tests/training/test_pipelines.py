@@ -323,7 +323,7 @@ def one_thread():
 
 
 @settings(
-    max_examples=int(_EXAMPLES or 25),
+    max_examples=int(_EXAMPLES or 15),
     derandomize=_EXAMPLES is None,
     database=None,
     deadline=None,

@@ -499,6 +499,7 @@ def test_denominators_of_all_kinds_of_counts():
 def test_denominator_of_a_number_on_one_rank():
     window = next(iter(_windows([1, 2])))
     assert window.denominator(6) == 6 and window.denominator(0) == 1
+    assert window.denominator(2.0**25 + 1) == 2**25 + 1  # more digits than a float32 has
     assert next(iter(window)) == 1 and window.denominator(torch.tensor(2.5)) == 2.5
 
 

@@ -488,6 +488,7 @@ def _strategies_over_compiled(ctx, how):
     return found
 
 
+@pytest.mark.slow
 def test_strategies_take_what_torch_compiled_before():
     plain = run_ranks(_strategies_over_compiled, 2, "")
     for how in ("wrapper", "in place", "part"):

@@ -142,6 +142,7 @@ def _taken_back(ctx, skips, strategy):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate", "zero1")])
 def test_undo_gives_every_rank_all_experts(strategy):
     (expected,) = run_ranks(_taken_back, 1, True, None)

@@ -144,7 +144,7 @@ class Steps:
         owner.before_step(optimizer)
         self.number += 1
         self._compare(optimizer, owner)
-        return self._with_common_loss(args, kwargs)
+        return self._with_common_loss(optimizer, args, kwargs)
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
         """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
@@ -158,17 +158,22 @@ class Steps:
         else:
             self._peers.compare(what, facts)
 
-    def _with_common_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_common_loss(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
-        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure()))
+        device = next(p.device for entry in optimizer.param_groups for p in entry["params"])
+        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), device))
 
-    def _mean(self, loss: Any) -> Any:
+    def _mean(self, loss: Any, device: torch.device) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):
             return loss
-        mean = torch.as_tensor(loss).detach().clone()
+        # A Python float has 64 bits; with fewer, a line search would decide otherwise than in one process.
+        if isinstance(loss, float):
+            mean = torch.tensor(loss, dtype=torch.float64, device=device)
+        else:
+            mean = loss.detach().clone()
         dist.all_reduce(mean, group=self._group)
         mean /= dist.get_world_size(self._group)
-        return mean if isinstance(loss, torch.Tensor) else float(mean)
+        return float(mean) if isinstance(loss, float) else mean
 
 
 def _see_first_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:

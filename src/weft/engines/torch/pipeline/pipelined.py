@@ -217,7 +217,9 @@ class PipelinedModule:
             form, value = 1, output.loss
         count = None
         if isinstance(value, (tuple, list)) and len(value) == 2 and self._options.loss is not None:
-            value, count = value[0], torch.as_tensor(value[1], device=self._device)
+            value, terms = value
+            wide = torch.float64 if isinstance(terms, float) else None  # torch would round it to 32 bits
+            count = torch.as_tensor(terms, dtype=wide, device=self._device)
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise type_error(
