@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["casting_again"]
 
@@ -31,9 +32,17 @@ class _Cast:
         self.dtype = tensor.dtype
         self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
 
+    def again(self) -> torch.Tensor:
+        cast = self.parameter.detach().to(self.dtype)
+        if isinstance(cast, DTensor):  # has no `as_strided`
+            return cast if self.view[0] == cast.size() and self.view[1] == cast.stride() else cast.t()
+        return cast.as_strided(*self.view)
+
 
 def _pack(tensor: torch.Tensor) -> Any:
     base = tensor if tensor._base is None else tensor._base
+    if isinstance(tensor, DTensor) and not _is_whole_or_transposed(tensor, base):
+        return tensor
     made_by: Any = base.grad_fn
     if made_by is None or made_by.name() != "ToCopyBackward0":
         return tensor
@@ -53,4 +62,13 @@ def _unpack(kept: Any) -> torch.Tensor:
             f"a parameter of shape {tuple(parameter.shape)} was changed in place after forward has cast it, "
             f"and backward needs it as it was: version {parameter._version}, expected {kept.version}"
         )
-    return parameter.detach().to(kept.dtype).as_strided(*kept.view)
+    return kept.again()
+
+
+def _is_whole_or_transposed(view: torch.Tensor, base: torch.Tensor) -> bool:
+    if view.storage_offset() != base.storage_offset():
+        return False
+    ways = [(base.size(), base.stride())]
+    if base.dim() == 2:
+        ways.append((base.size()[::-1], base.stride()[::-1]))
+    return (view.size(), view.stride()) in ways
