@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+\.\d+")
 def _output(script, ranks, *arguments):
     command = [WEFT, "launch", "-n", str(ranks), str(script), *arguments]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}  # otherwise Accelerate makes no group without an accelerator
-    options = {"capture_output": True, "text": True, "cwd": script.parent, "timeout": 50, "env": env}
+    options = {"capture_output": True, "text": True, "cwd": script.parent, "timeout": 100, "env": env}
     try:
         done = subprocess.run(command, check=False, **options)
     except subprocess.TimeoutExpired:
