@@ -27,9 +27,8 @@ def _output(script, ranks, *arguments):
     except subprocess.TimeoutExpired:
         if script.parent.name == "weft_program":
             raise
-        done = subprocess.run(
-            command, check=False, **options
-        )  # without a barrier, groups of gloo do not always come to an end
+        # Without a barrier, groups of gloo do not always come to an end.
+        done = subprocess.run(command, check=False, **options)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     # DeepSpeed, where it is installed and Accelerate imports it, logs to stdout.
     return "".join(line for line in done.stdout.splitlines(keepends=True) if "[real_accelerator.py" not in line)
