@@ -35,7 +35,6 @@ def result(**changes):
             Message("all_reduce", "replica", 2, 1, GIB, GIB, nodes=2),
         ),
         "assumed": ("finite",),
-        "errors": ("train.py:9: heads not divisible",),
         "same_as": (0, 1, 2, 3, 9),
     }
     return Rehearsal(**{**values, **changes})
@@ -61,7 +60,6 @@ def test_it_prints_every_fact():
         "all_gather        shard        8      4  8 GiB  7 GiB",
         "sent in a step: 8 GiB",
         "a model",
-        "heads not divisible",
         "finite",
     ):
         assert fact in text, text

@@ -34,7 +34,6 @@ class Rehearsal:
         setup: Messages before the last step.
         messages: Messages of the last step.
         assumed: What the rehearsal could not know, and took for granted.
-        errors: What would fail, with the line of the user's program.
         links: What the time model was computed with.
         same_as: Ranks that were found, or are known, to hold and send the same, this one included.
     """
@@ -51,7 +50,6 @@ class Rehearsal:
     setup: tuple[Message, ...] = ()
     messages: tuple[Message, ...] = ()
     assumed: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()
     links: Links = Links()  # noqa: RUF009  (frozen)
     same_as: tuple[int, ...] = ()
 
@@ -133,9 +131,8 @@ class Rehearsal:
             parts.append(table.holders(self.step_peak.holders))
         if self.messages:
             parts.append(table.messages(self.messages, self.sent, self.communication_s))
-        for title, texts in (("assumed", self.assumed), ("errors", self.errors)):
-            if texts:
-                parts.append("\n".join([title, *(f"  {line}" for text in texts for line in text.splitlines())]))
+        if self.assumed:
+            parts.append("\n".join(["assumed", *(f"  {line}" for text in self.assumed for line in text.splitlines())]))
         return "\n\n".join(parts)
 
 

@@ -48,7 +48,6 @@ def facts(found: Rehearsed) -> dict[str, str]:
         "peak of a step": with_unit("bytes", _total(peak)) + (f", at {peak['where']}" if peak["where"] else ""),
         "sent in a step": with_unit("bytes", sum(each["sent"] for each in found["messages"])),
         **({"assumed": "; ".join(found["assumed"])} if found["assumed"] else {}),
-        **({"errors": "; ".join(found["errors"])} if found["errors"] else {}),
     }
 
 
