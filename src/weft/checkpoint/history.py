@@ -49,7 +49,7 @@ class History:
         self._seen: set[int] = set()  # steps that were there when this job restored
         self._own: set[int] = set()  # steps that it saved since
         self._damaged: set[str] = set()  # names of folders
-        self._sizes: dict[Path, tuple[Any, dict[str, int]]] = {}
+        self._sizes: dict[Path, tuple[Any, dict[Path, int]]] = {}
 
     def restored(self, run: str | None, there: Iterable[Path], damaged: Iterable[Path]) -> None:
         """Note what was restored, and what else was there.
@@ -135,9 +135,9 @@ class History:
             facts = (stamp.st_ino, stamp.st_mtime_ns, stamp.st_size)
             known, sizes = self._sizes.get(folder, (None, {}))
             if known != facts:
-                sizes = read_head(folder).sizes
+                sizes = {folder / name: size for name, size in read_head(folder).sizes.items()}
                 self._sizes[folder] = facts, sizes
-            return all((folder / name).lstat().st_size == size for name, size in sizes.items())
+            return all(file.lstat().st_size == size for file, size in sizes.items())
         except (Damage, FileNotFoundError):
             return False
 

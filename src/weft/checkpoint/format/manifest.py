@@ -329,13 +329,13 @@ def _is(kind: type[T], value: Any) -> T:
 
 
 def _size(value: Any) -> int:
-    if not 0 <= _is(int, value) < 2**62:
+    if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"the number {value!r:.20}")
-    return int(value)
+    return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    return tuple(_size(size) for size in _is(list, value))
+    return tuple(map(_size, _is(list, value)))
 
 
 def _dtype(value: Any) -> str:

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -79,8 +79,7 @@ class TensorFiles:
             OSError: It cannot be read.
         """
         for piece, _, _ in _common(entry, block):
-            with self._piece(name, entry.dtype, piece):
-                pass
+            self._place(name, entry.dtype, piece)
 
     def read(self, name: str, entry: TensorEntry, block: Block, out: torch.Tensor) -> None:
         """Read a block of a tensor into `out`: on the CPU, contiguous, of the stored dtype.
@@ -91,9 +90,12 @@ class TensorFiles:
         """
         memory, width = memory_of(out), DTYPES[entry.dtype][1]
         for piece, common, source in _common(entry, block):
-            with self._piece(name, entry.dtype, piece) as (handle, start):
+            handle, start = self._place(name, entry.dtype, piece)
+            try:
                 for there, here, length in _runs(common, source, block):
                     read_into(handle, memory[here * width : (here + length) * width], start + there * width)
+            except (OSError, ValueError) as error:
+                self._refuse(name, entry.dtype, piece, error)
 
     def _open(self, file: str) -> tuple[int, dict[str, Slot]]:
         with self._opening:
@@ -102,12 +104,9 @@ class TensorFiles:
                 self._handles.callback(os.close, self._opened[file][0])
             return self._opened[file]
 
-    @contextlib.contextmanager
-    def _piece(self, name: str, dtype: str, piece: Piece) -> Iterator[tuple[int, int]]:
-        """The file a piece lies in, and where; what cannot be read names both, the file and the tensor."""
-        size = piece.shape
-        if isinstance(piece, NamedPiece):
-            name, size = piece.name, piece.stored
+    def _place(self, name: str, dtype: str, piece: Piece) -> tuple[int, int]:
+        """The file a piece lies in, and where."""
+        name, size = _stored_as(name, piece)
         try:
             handle, slots = self._open(piece.file)
             if name not in slots:
@@ -115,15 +114,25 @@ class TensorFiles:
             found, shape, start = slots[name]
             if (found, shape) != (dtype, size):
                 raise ValueError(f"{found} of shape {shape}")
-            yield handle, start
         except (OSError, ValueError) as error:
-            raise_if_unreadable(error)
-            raise CheckpointError(
-                f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
-                found=f"{type(error).__name__}: {error}",
-                expected=f"{dtype} of shape {size}",
-                fix="an older checkpoint, or a whole copy of the file",
-            ) from error
+            self._refuse(name, dtype, piece, error)
+        return handle, start
+
+    def _refuse(self, name: str, dtype: str, piece: Piece, error: Exception) -> NoReturn:
+        """Raise what names both, the file and the tensor."""
+        raise_if_unreadable(error)
+        name, size = _stored_as(name, piece)
+        raise CheckpointError(
+            f"{self._what}: {name} cannot be read from {self._places[piece.file]}",
+            found=f"{type(error).__name__}: {error}",
+            expected=f"{dtype} of shape {size}",
+            fix="an older checkpoint, or a whole copy of the file",
+        ) from error
+
+
+def _stored_as(name: str, piece: Piece) -> tuple[str, tuple[int, ...]]:
+    """The name and shape that a piece has in its file."""
+    return (piece.name, piece.stored) if isinstance(piece, NamedPiece) else (name, piece.shape)
 
 
 # -- blocks ------------------------------------------------------------------------------------------
