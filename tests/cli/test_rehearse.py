@@ -77,6 +77,33 @@ def test_more_than_the_limit_names_the_smallest_change_that_fits(script, capsys)
     assert "no change that was rehearsed fits" in capsys.readouterr().out
 
 
+def test_a_search_shows_what_fits_and_what_fails(script, tmp_path, capsys):
+    out = tmp_path / "runs" / "found.json"
+    out.parent.mkdir()
+    command = ["rehearse", "--ranks", "2", "--search", "replica,shard", "--vary", "width=32,33", "--limit", "5.5MiB"]
+    assert main([*command, "--json", str(out), script, "{width}", "divide"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] + line.split()[-1:] for line in lines[1:3]] == [
+        ["*", "replica=1,", "shard=2,", "yes"],
+        ["*", "replica=2,", "shard=1,", "no"],
+    ]
+    assert lines[-2].startswith("  replica=2, shard=1, width=33: ValueError")
+    assert lines[-1] == "  replica=1, shard=2, width=33: ValueError: 33 cannot be divided by 2"
+    assert [dict(each["mesh"]) for each in json.loads(out.read_text())] == [
+        {"replica": 2, "shard": 1},
+        {"replica": 1, "shard": 2},
+    ]
+    assert main(["report", str(out.parent)]) == 0
+    assert "2 rehearsals" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_search_in_which_nothing_fits_or_all_fails_ends_with_a_code(script, capsys):
+    assert main(["rehearse", "--ranks", "2", "--vary", "w=8", "--limit", "1KB", script, "{w}"]) == 1
+    assert "nothing stays within 1KB" in capsys.readouterr().out
+    assert main(["rehearse", "--ranks", "2", "--vary", "w=9", script, "{w}", "divide"]) == 2
+
+
 @pytest.mark.slow
 def test_an_error_of_so_many_ranks_is_that_of_a_real_run(script, capsys):
     assert main(["rehearse", "--ranks", "16", script, "40", "divide"]) == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import re
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from weft.rehearsal.distinct import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
 from weft.rehearsal.script import rehearse_script
+from weft.rehearsal.search import Choice, choices, rehearsed, table
 from weft.rehearsal.simulation.pretended_tensors import Assumed
 from weft.rehearsal.table import size_text
 
@@ -33,9 +36,17 @@ def add_parser(commands: Any) -> None:
         description="Run an unmodified script as one rank of a pretended job, in this process, on tensors without "
         "memory; print what that rank holds and sends. The script is left after some steps of its optimizer. What it "
         "prints goes to stderr; files that it writes are written.",
+        epilog="With --search or --vary, {NAME}, {AXIS} and {mesh} among the arguments stand for each value: "
+        "weft rehearse --ranks 64 --search replica,shard --vary batch=8,16 train.py --batch {batch} --mesh {mesh}",
     )
     sub.add_argument("--ranks", type=int, required=True, metavar="N", help="of the job")
     sub.add_argument("--mesh", metavar="AXIS=N,...", help="if the script names none: replica=128,shard=8")
+    sub.add_argument(
+        "--search", metavar="AXIS,...", help="every mesh of these axes, in one table: replica,shard; see {mesh} below"
+    )
+    sub.add_argument(
+        "--vary", action="append", default=[], metavar="NAME=A,B,...", help="every value for {NAME} in the arguments"
+    )
     sub.add_argument("--rank", default="0", help='which one to be (default 0), or "all": one of each kind')
     sub.add_argument("--steps", type=int, default=2, help="of the optimizer (default 2)")
     sub.add_argument("--per-node", type=int, default=8, metavar="N", help="ranks of a node (default 8)")
@@ -53,42 +64,83 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print; returns 0, 1 if a step needs more than the limit, 2 if the script or an option cannot be used."""
+    """Print; returns 0, 1 if nothing stays within the limit, 2 if the script or an option cannot be used."""
     try:
-        limit = None if options.limit is None else _size(options.limit)
-        mesh = None if options.mesh is None else parse_mesh(options.mesh)
-        given = (each.rpartition("=") for each in options.assume)
-        assume: Assumed = {line: "balanced" if text == "balanced" else float(text) for line, _, text in given}
-
-        def rehearsed(change: Change, rank: int) -> Rehearsal:
-            with applied(change):
-                return rehearse_script(
-                    options.script,
-                    options.arguments,
-                    ranks=options.ranks,
-                    mesh=mesh if change.mesh is None else dict(change.mesh),
-                    rank=rank,
-                    steps=options.steps,
-                    links=Links(per_node=options.per_node),
-                    assume=assume,
-                )
-
-        if options.rank == "all":
-            every = distinct_ranks(lambda rank: rehearsed(Change(), rank))
-        else:
-            every = (rehearsed(Change(), int(options.rank)),)
-        print("\n\n".join(map(str, every)))  # noqa: T201
-        found = max(every, key=lambda one: one.step_peak.total)
-        if options.json is not None:
-            options.json.write_text(found.to_json(), encoding="utf-8")
-        if limit is None or found.step_peak.total <= limit:
-            return 0
-        fits = smallest(limit, dict(found.mesh) if mesh else None, lambda change: rehearsed(change, found.rank))
-        print(f"\n{_over(found, limit, fits)}")  # noqa: T201
+        limit = math.inf if options.limit is None else _size(options.limit)
+        if options.search or options.vary:
+            return _search(options, limit)
+        return _rehearse(options, limit)
     except (WeftError, OSError, ValueError) as error:
         print(f"weft rehearse: {exception_text(error)}", file=sys.stderr)  # noqa: T201
         return 2
+
+
+def _rehearse(options: argparse.Namespace, limit: float) -> int:
+    """One mesh, and over the limit what would fit."""
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    every = _ranks(options, Choice(tuple(options.arguments), None if mesh is None else tuple(mesh.items()), ""))
+    print("\n\n".join(map(str, every)))  # noqa: T201
+    found = _largest(every)
+    if options.json is not None:
+        options.json.write_text(found.to_json(), encoding="utf-8")
+    if found.step_peak.total <= limit:
+        return 0
+
+    def changed(change: Change) -> Rehearsal:
+        with applied(change):
+            return _one(options, Choice(tuple(options.arguments), change.mesh or found.mesh, ""), found.rank)
+
+    fits = smallest(limit, dict(found.mesh) if mesh else None, changed)
+    print(f"\n{_over(found, limit, fits)}")  # noqa: T201
     return 1
+
+
+def _search(options: argparse.Namespace, limit: float) -> int:
+    """Every choice in one table."""
+    axes = [] if options.search is None else [name.strip() for name in options.search.split(",")]
+    varied = {name: values.split(",") for name, _, values in (each.partition("=") for each in options.vary)}
+    every = choices(options.arguments, options.ranks, axes, varied)
+    given = None if options.mesh is None else tuple(parse_mesh(options.mesh).items())
+    trials = []
+    for number, choice in enumerate(every, 1):
+        print(f"weft rehearse: {number} of {len(every)}, {choice.label}", file=sys.stderr)  # noqa: T201
+        meant = dataclasses.replace(choice, mesh=choice.mesh or given)
+        trials.append(rehearsed(meant, lambda choice: _largest(_ranks(options, choice))))
+    print(table(trials, limit))  # noqa: T201
+    found = [each.found for each in trials if each.found is not None]
+    if options.json is not None:
+        options.json.write_text(f"[{', '.join(each.to_json() for each in found)}]", encoding="utf-8")
+    if any(each.step_peak.total <= limit for each in found):
+        return 0
+    if found:
+        print(f"\nnothing stays within {options.limit}; without --search, the smallest change is looked for")  # noqa: T201
+    return 1 if found else 2
+
+
+def _ranks(options: argparse.Namespace, choice: Choice) -> tuple[Rehearsal, ...]:
+    """The rank that was asked for, or one of each kind."""
+    if options.rank == "all":
+        return distinct_ranks(lambda rank: _one(options, choice, rank))
+    return (_one(options, choice, int(options.rank)),)
+
+
+def _one(options: argparse.Namespace, choice: Choice, rank: int) -> Rehearsal:
+    given = (each.rpartition("=") for each in options.assume)
+    assume: Assumed = {line: "balanced" if text == "balanced" else float(text) for line, _, text in given}
+    return rehearse_script(
+        options.script,
+        choice.arguments,
+        ranks=options.ranks,
+        mesh=None if choice.mesh is None else dict(choice.mesh),
+        rank=rank,
+        steps=options.steps,
+        links=Links(per_node=options.per_node),
+        assume=assume,
+    )
+
+
+def _largest(every: tuple[Rehearsal, ...]) -> Rehearsal:
+    return max(every, key=lambda one: one.step_peak.total)
 
 
 def _over(found: Rehearsal, limit: float, fits: tuple[Change, Rehearsal] | None) -> str:

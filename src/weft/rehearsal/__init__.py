@@ -4,6 +4,7 @@ rehearse.py  `rehearse`: run a program, and say what it holds and sends
 distinct.py  which ranks are alike, and one of each kind
 script.py    the same for a script as it is
 changes.py   what would make it smaller, rehearsed
+search.py    meshes and options of a script side by side, in one table
 simulation/  what it runs in: pretended ranks, tensors without memory, and what sees them
 memory.py    what a rank holds, by kind and by line
 messages.py  what ranks send each other, and a model of the time it takes

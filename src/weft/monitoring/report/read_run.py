@@ -259,21 +259,21 @@ def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, l
 def _read_json(run: Run, path: Path) -> None:
     """Read a profile or a rehearsal; what is neither is left alone."""
     try:
-        trace, rehearsed = read_trace(path), _rehearsal(path)
+        trace, rehearsals = read_trace(path), _rehearsals(path)
     except ValueError as error:
         run.problems.append(f"{path.relative_to(run.folder)}: {error}")
         return
     run.traces += [trace] if trace is not None else []
-    run.rehearsals += [rehearsed] if rehearsed is not None else []
-    if trace is not None or rehearsed is not None:
+    run.rehearsals += rehearsals
+    if trace is not None or rehearsals:
         run.sources.append(str(path.relative_to(run.folder)))
 
 
-def _rehearsal(path: Path) -> Rehearsed | None:
-    """What `weft rehearse` wrote; None if the file is something else."""
+def _rehearsals(path: Path) -> list[Rehearsed]:
+    """What `weft rehearse` wrote, several of a search; none if the file is something else."""
     with path.open(encoding="utf-8", errors="replace") as file:
         if _REHEARSAL not in file.read(64):
-            return None
+            return []
         file.seek(0)
-        found: Rehearsed = json.load(file)
-    return found
+        found: Rehearsed | list[Rehearsed] = json.load(file)
+    return found if isinstance(found, list) else [found]
