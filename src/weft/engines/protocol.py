@@ -1,4 +1,6 @@
-"""`Engine`: what transforms ask of an engine. `Spmd`: what is asked, besides, where one process drives several devices.
+"""`Engine`: what transforms ask of an engine; `Devices`: the part of it about devices.
+
+`Spmd` is what is asked, besides, where one process drives several devices.
 
 What needs no device is not asked of an engine: it is a function in `weft.tensors`, or beside the work it is about.
 """
@@ -40,11 +42,11 @@ if TYPE_CHECKING:  # an engine is imported when it is chosen
     from weft.engines.torch.streaming.stream import StreamOptions
     from weft.precision import PowerSGD
 
-__all__ = ["Engine", "Spmd"]
+__all__ = ["Devices", "Engine", "Spmd"]
 
 
-class Engine(Protocol):
-    """Who does the work of the transforms; held by a context as a value.
+class Devices(Protocol):
+    """Where a rank computes: the devices of an engine, what is brought there, and their random numbers.
 
     Attributes:
         name: Shown to users.
@@ -54,8 +56,6 @@ class Engine(Protocol):
     def name(self) -> str:
         """Shown to users."""
         ...
-
-    # -- devices and batches
 
     def device(self, request: str | None, local_rank: int, world_size: int) -> torch.device:
         """The device of a rank."""
@@ -77,6 +77,25 @@ class Engine(Protocol):
     def prefetch(self, batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         """Yield batches on `device`, copied ahead of use."""
         ...
+
+    def check_devices(self, what: str, places: Sequence[str]) -> None:
+        """Raise if there is no such device."""
+
+    def seed(self, device: torch.device, number: int) -> None:
+        """Seed what `torch.manual_seed` does not reach."""
+
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """The random state of a device, uint8 on the CPU; None if that is the CPU's own."""
+
+    def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Raise if this is no random state of the device."""
+
+    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Resume from a random state."""
+
+
+class Engine(Devices, Protocol):
+    """Who does the work of the transforms; held by a context as a value."""
 
     # -- strategies
 
@@ -258,26 +277,9 @@ class Engine(Protocol):
         """Compile the forward of each part."""
         ...
 
-    def check_devices(self, what: str, places: Sequence[str]) -> None:
-        """Raise if there is no such device."""
-
     def stream(self, options: StreamOptions, fill: Fill) -> Undoable:
         """Give parts of a module memory for their parameters while they are called."""
         ...
-
-    # -- random numbers
-
-    def seed(self, device: torch.device, number: int) -> None:
-        """Seed what `torch.manual_seed` does not reach."""
-
-    def rng_state(self, device: torch.device) -> torch.Tensor | None:
-        """The random state of a device, uint8 on the CPU; None if that is the CPU's own."""
-
-    def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Raise if this is no random state of the device."""
-
-    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Resume from a random state."""
 
 
 @runtime_checkable

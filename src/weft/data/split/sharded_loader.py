@@ -36,15 +36,10 @@ class ShardedLoader(Extension[T]):
     weft_ctx: DistContext
 
     def __len__(self) -> int:
-        reading, cursor = self.weft_reading, self.weft_cursor
+        reading = self.weft_reading
         if reading.endless:
-            raise type_error(
-                "len: a loader over a stream of unknown length has none",
-                found=f"{type(self.dataset).__name__} without __len__",
-                expected="a dataset that knows its length",
-                fix="for batch in loader: ...  # without len(loader)",
-            )
-        return reading.steps_in(cursor.todo)
+            raise _no_length(self.dataset)
+        return reading.steps_in(self.weft_cursor.todo)
 
     @property
     def epoch(self) -> int:
@@ -233,6 +228,15 @@ class ShardedLoader(Extension[T]):
             self.__dict__["_iterator"] = None  # workers that stay cannot be sent a state
         self.weft_cursor.go_to(state["epoch"], todo)
         self.weft_cursor.loaded = True
+
+
+def _no_length(dataset: object) -> TypeError:
+    return type_error(
+        "len: a loader over a stream of unknown length has none",
+        found=f"{type(dataset).__name__} without __len__",
+        expected="a dataset that knows its length",
+        fix="for batch in loader: ...  # without len(loader)",
+    )
 
 
 def _on_device(read: Iterator[tuple[Any, ...]], ctx: DistContext) -> Iterator[tuple[Any, ...]]:

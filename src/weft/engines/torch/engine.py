@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,7 @@ from weft.engines.torch.compute.compile_module import Compiled
 from weft.engines.torch.ddp.power_sgd import PowerSgdHook
 from weft.engines.torch.ddp.reducer import GradientReducer
 from weft.engines.torch.ddp.sync_batch_norm import synchronize_batch_norms
-from weft.engines.torch.device.choose import choose_device, default_backend, select_device
-from weft.engines.torch.device.prefetch import move, prefetch
+from weft.engines.torch.device.devices import TorchDevices
 from weft.engines.torch.optim.ema import WeightAverages
 from weft.engines.torch.optim.flat_step import FlatStep, flat_buffer_of
 from weft.engines.torch.optim.grad_norm import Gradients
@@ -60,34 +59,10 @@ def _mine(value: Any, rank: int) -> Any:
 
 
 @dataclass(frozen=True)
-class TorchEngine:
+class TorchEngine(TorchDevices):
     """Plain torch on whatever device it has; the same code for CPU, CUDA, MPS and XPU."""
 
     name: str = "torch"
-
-    def device(self, request: str | None, local_rank: int, world_size: int) -> torch.device:
-        """The device of a rank; see `choose_device`."""
-        return choose_device(request, local_rank, world_size)
-
-    def select(self, device: torch.device) -> None:
-        """Make `device` the current one; see `select_device`."""
-        select_device(device)
-
-    def backend(self, device: torch.device) -> str:
-        """The process-group backend for tensors on `device`."""
-        return default_backend(device)
-
-    def place(self, module: nn.Module, device: torch.device) -> None:
-        """Bring a module to `device`; its parameters stay the same objects."""
-        module.to(device)
-
-    def move(self, value: Any, device: torch.device, *, skip: frozenset[str] = frozenset()) -> Any:
-        """Put a nested value on `device`."""
-        return move(value, device, skip=skip)
-
-    def prefetch(self, batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-        """Yield batches on `device`, copied ahead of use."""
-        return prefetch(batches, device)
 
     def reduce_gradients(
         self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers
@@ -258,27 +233,6 @@ class TorchEngine:
     def recompute(self, blocks: Mapping[str, nn.Module], options: RecomputeOptions) -> Undoable:
         """Compute what `blocks` compute again in backward, instead of keeping it."""
         return Recomputed(blocks, options)
-
-    def seed(self, device: torch.device, number: int) -> None:
-        """Seed what `torch.manual_seed` does not reach: nothing."""
-
-    def rng_state(self, device: torch.device) -> torch.Tensor | None:
-        """The random state of a device, uint8 on the CPU; None if that is the CPU's own."""
-        return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device).cpu()
-
-    def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Raise if this is no random state of the device."""
-        torch.Generator(device).set_state(state)
-
-    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Resume from a random state."""
-        torch.get_device_module(device).set_rng_state(state, device)
-
-    def check_devices(self, what: str, places: Sequence[str]) -> None:
-        """Raise if there is no such device."""
-        from weft.engines.torch.streaming.stream import check_devices  # noqa: PLC0415  (few programs need it)
-
-        check_devices(what, places)
 
     def stream(self, options: StreamOptions, fill: Fill) -> Undoable:
         """Give parts of a module memory for their parameters while they are called; see `Streamed`."""

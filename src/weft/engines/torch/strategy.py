@@ -64,6 +64,12 @@ class Strategy:
         """The next backward pass reduces the gradients of the window."""
         self._synchronize(enabled=True)
 
+    def _close_window(self) -> bool:
+        """The window has ended: whether it owes a reduction."""
+        self._synchronize(enabled=True)
+        owes, self._due = self.owes, False
+        return owes
+
     def _synchronize(self, *, enabled: bool) -> None:
         self.enabled = enabled
 

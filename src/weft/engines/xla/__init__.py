@@ -1,11 +1,12 @@
 """torch-xla under a plain loop: one process per host, whose devices are one mesh (SPMD).
 
-library.py      torch-xla itself, if it is there and fits torch
-device_layout.py       which device holds which part of a tensor
-device_transfer.py     modules, batches and values to the devices and back
-step_end.py     where a step ends, and with it the graph that XLA compiles
+library.py                torch-xla itself, if it is there and fits torch
+devices.py                what an engine answers about devices
+device_layout.py          which device holds which part of a tensor
+device_transfer.py        modules, batches and values to the devices and back
+step_end.py               where a step ends, and with it the graph that XLA compiles
 activation_checkpoint.py  activations computed again
-engine.py       what transforms ask
+engine.py                 what transforms ask
 
 Nothing of torch-xla is imported before a context on the device "xla" is made.
 

@@ -34,7 +34,7 @@ from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.ddp.trained import Trained, check_hooks
 from weft.engines.torch.ddp.transport import Transport
-from weft.engines.torch.ddp.zero_gradients import bring_zeros, zeros_for
+from weft.engines.torch.ddp.zero_gradients import anchor_of, bring_zeros, zeros_for
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
@@ -77,8 +77,7 @@ class GradientReducer(Strategy):
 
         Collectives: those of one backward pass, if none of the window has communicated.
         """
-        self.enabled = True
-        owes, self._due = self.owes, False
+        owes = self._close_window()
         if left:
             self._trained.note_left()
         elif owes:
@@ -97,8 +96,7 @@ class GradientReducer(Strategy):
     def _undo(self) -> None:
         self._trained.release()
         self._apart.release()
-        if self.transport.channel is not None:
-            self.transport.channel.undo()
+        self.transport.undo()
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -187,9 +185,7 @@ class GradientReducer(Strategy):
         lacking = trained.named(missing, besides=self._apart.named) if missing else []
         if lacking and not self._options.flat:
             # Peers wait for the buckets of these parameters, and shall not find out by waiting.
-            self._session.flag[0] = 1  # it is no pass of its own
-            bring_zeros(lacking)
-            self._session.flag[0] = 0
+            bring_zeros(lacking, self._session.flag)
         transport.end(trained.got)
         if self._apart.named:
             self._apart.average(forget_unused=self.finds_unused)
@@ -218,7 +214,8 @@ class GradientReducer(Strategy):
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
             bucketed = [] if self._options.flat else trained.named(used, besides=self._apart.named)
-            zeros = zeros_for(bucketed, self._anchor(), self._session.enter)
+            anchor = anchor_of(trained.named(trained.names, besides=self._apart.named))
+            zeros = zeros_for(bucketed, anchor, self._session.enter)
             if not transport.armed:
                 transport.arm([zeros])
             enabled, due, self.enabled = self.enabled, self._due, True  # it may be in the middle of a window
@@ -229,12 +226,6 @@ class GradientReducer(Strategy):
                 trained.parameters[i].grad = None
         elif pending and without and not self.finds_unused:
             self._raise_unused([trained.names[i] for i in without])
-
-    def _anchor(self) -> torch.Tensor:
-        """A tensor from which a backward pass can come: a parameter, unless all are reduced apart, as DTensors are."""
-        trained = self._trained
-        plain = trained.named(trained.names, besides=self._apart.named)
-        return plain[0] if plain else torch.zeros((), requires_grad=True)
 
     # -- one step --------------------------------------------------------------------------------
 

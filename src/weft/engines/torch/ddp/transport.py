@@ -132,6 +132,11 @@ class Transport:
         if module is not None and isinstance(self.channel, Buckets) and self._group is not None:
             self.channel = self._make_channel(module)
 
+    def undo(self) -> None:
+        """Take the channel off the parameters."""
+        if self.channel is not None:
+            self.channel.undo()
+
     def release(self) -> None:
         """Let the process group go."""
         self._group = self.channel = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bring_zeros", "zeros_for"]
+__all__ = ["anchor_of", "bring_zeros", "zeros_for"]
 
 
 def zeros_for(parameters: Sequence[torch.Tensor], anchor: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
@@ -23,11 +23,23 @@ def zeros_for(parameters: Sequence[torch.Tensor], anchor: torch.Tensor, enter: C
     return number
 
 
-def bring_zeros(parameters: Sequence[torch.Tensor]) -> None:
-    """Bring parameters gradients of zeros in a backward pass inside of the one that is ending."""
+def anchor_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor from which a backward pass can come: one of these plain parameters, if there are any."""
+    return parameters[0] if parameters else torch.zeros((), requires_grad=True)
+
+
+def bring_zeros(parameters: Sequence[torch.Tensor], flag: bytearray) -> None:
+    """Bring parameters gradients of zeros in a backward pass inside of the one that is ending.
+
+    Args:
+        parameters: At least one.
+        flag: Of the `BackwardSession` that is ending, of which this pass is a part.
+    """
     with torch.enable_grad():
         number = zeros_for(parameters, parameters[0], lambda: None)
+    flag[0] = 1
     number.backward()
+    flag[0] = 0
 
 
 class _Zeros(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Devices of this machine.
 
 choose.py    which device, which backend
+devices.py   what an engine answers about devices
 prefetch.py  batches to the device ahead of use
 """

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from weft.engines.options import Reduction, ShardOptions
 from weft.engines.peers import Peers
@@ -34,9 +33,9 @@ from weft.engines.torch.fsdp.refusals import (
     check_without_gradients,
     refuse_copies,
 )
-from weft.engines.torch.fsdp.remove import replace_parameters, take_fsdp_off, unsharded_parameter
+from weft.engines.torch.fsdp.remove import remove_fsdp
 from weft.engines.torch.fsdp.trained import Trained
-from weft.engines.torch.fsdp.units import Units, without_views
+from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import attach
@@ -61,19 +60,18 @@ class ShardedModule(Strategy):
         self._retains_graph = False  # another one may follow through the same graph
         self._calls: list[Any] = []  # of the module: where the order goes back to after an evaluation, or None
         self._session = BackwardSession(self._begin, self._end, rounds=1)
+        self._entrance = _entrance(self._session.flag, weakref.ref(self))
         self._units = Units(module, mesh, options, self._removable)
         hooks: dict[str, Any] = {"before": self._before, "after": self._after, "around": self._around}
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
         refuse_copies(self._what, module)
         self._held = HeldGradients(self._what, self._class_name, self._units, peers)
         self._unused = Unused(mesh.device_type)
-        whole = Reduction(group, self.mean_over)
-        how = {name: options.apart.get(name, whole) for name in options.ignored}
-        unsharded = ReducedApart(how, options.dtype)
-        self._trained = Trained(self._what, module, self._units, unsharded, self._entrance)
-        groups = list(self._units.groups())
-        self._order = watch_order(self._what, module, groups, group, peers, mesh.device_type)
-        watch_reductions(groups, weakref.ref(self))
+        how = {name: options.apart.get(name, Reduction(group, self.mean_over)) for name in options.ignored}
+        apart = ReducedApart(how, options.dtype)
+        self._trained = Trained(self._what, module, self._units, apart, lambda: self._entrance)
+        self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
+        watch_reductions(self._units.groups(), weakref.ref(self))
 
     # -- what others may ask ---------------------------------------------------------------------
 
@@ -97,8 +95,7 @@ class ShardedModule(Strategy):
         Collectives: if no backward pass of the window has communicated, a meeting, and the reduce-scatters of a
         backward pass if a rank has gradients.
         """
-        self._synchronize(enabled=True)
-        owes, self._due = self.owes, False
+        owes = self._close_window()
         if left and self._held.pending:
             self._held.leave(next(iter(self._trained.named().values())))
         elif owes and not left:
@@ -121,13 +118,7 @@ class ShardedModule(Strategy):
         self._units.reshard()
         self._trained.unsharded.release()
         self._removable.remove()
-        specs = {one._param_fqn: spec_of(one) for one in self._units.parameters()}
-        sharded = [
-            (p, specs[name]) for name, p in module.named_parameters() if name in specs and isinstance(p, DTensor)
-        ]
-        replace_parameters(module, {p: unsharded_parameter(p, spec) for p, spec in sharded})
-        for part in module.modules():
-            take_fsdp_off(part)
+        remove_fsdp(module, {one._param_fqn: spec_of(one) for one in self._units.parameters()})
         allow_copies(module)
         self.release()
 
@@ -143,9 +134,9 @@ class ShardedModule(Strategy):
             return
         if self._trained.on_meta:
             self._trained.take_loaded(self._class_name, module)
-        torn = self._session.was_torn()
-        if torn or module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
-            self._start_anew(module)
+        if self._session.was_torn() or module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+            self._order.tear()
+            self._units.start_anew(module)
             self._held.drop()
         self._send_buffers()
         if torch.is_grad_enabled() and self._group is not None and not self._calls:
@@ -160,13 +151,10 @@ class ShardedModule(Strategy):
         place = self._calls.pop() if self._calls else None
         if module._get_fsdp_state()._training_state.name == "FORWARD":
             explain_read(self._what, module, sys.exception())
-            self._start_anew(module)
+            self._order.tear()
+            self._units.start_anew(module)
         elif torch.is_grad_enabled():
-            # Learn when backward comes back through this output.
-            entrance = self._entrance()
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(entrance)
+            _watch_backward(output, self._entrance)
         else:
             # No backward will free what was gathered, and `parameters()` shall be what is trained.
             self._units.reshard()
@@ -174,15 +162,12 @@ class ShardedModule(Strategy):
 
     def _around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A listed method is called: the same as around forward."""
-        module: Any = self._module()
-        state = module._get_fsdp_state()
         self._before()
         output = None
         try:
-            args, kwargs = state._pre_forward(module, args, kwargs)
-            output = state._post_forward(module, args, without_views(call(*args, **kwargs)))
+            output = called_as_forward(self._module(), call, args, kwargs)
         finally:
-            self._after(module, args, output)
+            self._after(self._module(), args, output)
         return output
 
     def _synchronize(self, *, enabled: bool) -> None:
@@ -190,14 +175,7 @@ class ShardedModule(Strategy):
             self.enabled = enabled
             self._units.synchronize(enabled=enabled)
 
-    def _start_anew(self, module: nn.Module) -> None:
-        self._order.tear()
-        self._units.start_anew(module)
-
     # -- one backward pass -----------------------------------------------------------------------
-
-    def _entrance(self) -> Callable[[torch.Tensor], None]:
-        return _entrance(self._session.flag, weakref.ref(self))
 
     def enter(self) -> None:
         """The first gradient of a backward pass is here."""
@@ -232,9 +210,7 @@ class ShardedModule(Strategy):
         self._order.end()
         self._note_reduction()
         self._held.pending = False
-        unused = self._unused.names()
-        if self._trained.unsharded.named:
-            unused = unused.union(self._trained.unsharded.average())
+        unused = self._unused.names().union(self._trained.unsharded.average())
         if self.finds_unused:
             self._unused.forget(unused, self._trained.named(), self._trained.every, self._group)
         self._pass_on_buffers(lambda: self._retains_graph)
@@ -273,6 +249,13 @@ class ShardedModule(Strategy):
             self._raise_in_window()
         if self._held.pending and self._held.settle():
             self._reduce_now("a step after a window that was left early")
+
+
+def _watch_backward(output: Any, entrance: Callable[[torch.Tensor], None]) -> None:
+    """Learn when backward comes back through this output."""
+    for tensor in tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(entrance)
 
 
 def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[[torch.Tensor], None]:

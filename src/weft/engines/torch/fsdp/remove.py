@@ -7,6 +7,7 @@ applied, and methods that were routed through it. All of it is found by where it
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.tensors.dtensor import whole_along
 
-__all__ = ["replace_parameters", "take_fsdp_off", "unsharded_parameter"]
+__all__ = ["remove_fsdp", "replace_parameters", "unsharded_parameter"]
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 _HOOKS = (
@@ -26,6 +27,19 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+
+
+def remove_fsdp(module: nn.Module, specs: Mapping[str, Any]) -> None:
+    """Make parameters what they were, and take FSDP2 off. Collectives: one all-gather per parameter.
+
+    Args:
+        module: What FSDP2 was applied to, with its parts.
+        specs: By the name of each sharded parameter, what it was before, see `unsharded_parameter`.
+    """
+    sharded = [(p, specs[name]) for name, p in module.named_parameters() if name in specs and isinstance(p, DTensor)]
+    replace_parameters(module, {p: unsharded_parameter(p, spec) for p, spec in sharded})
+    for part in module.modules():
+        _take_fsdp_off(part)
 
 
 def unsharded_parameter(parameter: DTensor, spec: Any) -> nn.Parameter:
@@ -52,7 +66,7 @@ def replace_parameters(module: nn.Module, new: dict[Any, nn.Parameter]) -> None:
                 part._parameters[name] = by_id[id(old)]
 
 
-def take_fsdp_off(part: nn.Module) -> None:
+def _take_fsdp_off(part: nn.Module) -> None:
     """Make one module what it was before FSDP2."""
     for kind in _HOOKS[:5]:
         ours = [key for key, hook in part.__dict__[kind].items() if _comes_from_fsdp(hook)]

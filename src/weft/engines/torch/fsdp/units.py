@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from weft.tensors.dtensor import groups_of, reset_units, set_spec_of
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["Units", "without_views"]
+__all__ = ["Units", "called_as_forward"]
 
 
 class Units:
@@ -143,7 +143,7 @@ def _shard_unit(
             if not isinstance(p, DTensor) and not p.is_contiguous():
                 p.data = p.data.contiguous()  # FSDP2 takes no others
         # Before FSDP2's own hook, which an in-place operation on a view would lose.
-        attach(part, removable, after=lambda *call: without_views(call[-1]))
+        attach(part, removable, after=lambda *call: _without_views(call[-1]))
     # By name: those of a module on meta are other objects by now.
     ignored = set(options.ignored)
     named = root.named_parameters(remove_duplicate=False)
@@ -167,7 +167,14 @@ def offload_policy(device_type: str, *, offload: bool) -> OffloadPolicy:
     return CPUOffloadPolicy() if offload and device_type != "cpu" else OffloadPolicy()
 
 
-def without_views(output: Any) -> Any:
+def called_as_forward(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a method of a unit as FSDP2 calls its forward."""
+    state = module._get_fsdp_state()
+    args, kwargs = state._pre_forward(module, args, kwargs)
+    return state._post_forward(module, args, _without_views(call(*args, **kwargs)))
+
+
+def _without_views(output: Any) -> Any:
     """The same values, in tensors that are no views for autograd."""
     if not torch.is_grad_enabled() or not any(t._base is not None for t in tensors(output)):
         return output

@@ -9,11 +9,9 @@ gradients in the backward pass that the user calls, and never those of a micro-b
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,36 +21,24 @@ from weft.engines.options import PipelineOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
+from weft.engines.torch.pipeline.losses import (
+    FORMS,
+    Loss,
+    Result,
+    check_whole,
+    combined,
+    loss_of,
+    told,
+    with_gradients,
+)
+from weft.engines.torch.pipeline.outputs import as_output, form_of, joined, sendable
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
 from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, units_whole
-from weft.errors import ContractError, type_error
-from weft.tensors.dtensor import local
-from weft.tensors.nested import map_tensors, tensors
+from weft.errors import ContractError
 
 __all__ = ["PipelinedModule"]
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_FORMS = ("tensor", "output", "dict")
-
-
-class Result(NamedTuple):
-    """What the ranks are told of a pass.
-
-    Attributes:
-        loss: Of the batch, 0-d.
-        scale: What gradients are multiplied by.
-        form: Index into `_FORMS`: what the call returns.
-        is_mean: Whether it is the mean over the micro-batches.
-        whole: The loss that the last stage computed of the whole batch at once; the same as `loss` if it did not.
-    """
-
-    loss: torch.Tensor
-    scale: torch.Tensor
-    form: int
-    is_mean: bool
-    whole: torch.Tensor
 
 
 class PipelinedModule:
@@ -131,11 +117,14 @@ class PipelinedModule:
             raise
         if result.is_mean:
             batches.check_mean()
-        self._check_whole(result)
+        try:
+            check_whole(result)
+        except ContractError:
+            self._schedules.clear()
+            raise
         kept = Kept([gradient for _, gradient in with_gradient], result.scale)
-        anchor = torch.zeros((), device=self._device, requires_grad=True)
-        loss: torch.Tensor = _Loss.apply(result.loss, kept, anchor, *(p for p, _ in with_gradient))  # type: ignore[no-untyped-call]
-        return _formed(loss, _FORMS[result.form])
+        loss = with_gradients(result.loss, kept, [p for p, _ in with_gradient])
+        return form_of(loss, FORMS[result.form])
 
     def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> Result:
         number = len(batches.parts)
@@ -160,12 +149,12 @@ class PipelinedModule:
                 stage.begin(self._module)
             target = {"target": torch.arange(number)} if self._last in self.here else {}
             self._schedules[batches.key].step(**target)
-            found = self._combined(is_sum=is_sum) if self._last in self.here else None
+            found = self._found(is_sum=is_sum) if self._last in self.here else None
         except RuntimeError as error:  # torch wraps what forward raises
             raise (self._pass.error or error) from None
         finally:
             self._pass = None
-        return self._told(found)
+        return told(found, self._device, self._group, self.owners[self._last])
 
     def _probe(self, batches: MicroBatches) -> None:
         """Let each stage see once what it receives: the forward of the first micro-batch."""
@@ -174,7 +163,7 @@ class PipelinedModule:
                 received = self._borders.receive(batches.key, stage)
                 output = self._compute(stage, batches.parts[0], received)
                 if stage == self._last:
-                    output = self._loss_of(output, batches.parts[0])[0].reshape(1)
+                    output = self._loss_of(output, batches.parts[0]).value.reshape(1)
                 self._borders.send(batches.key, stage, output)
 
     def _compute(self, stage: int, part: Inputs, received: Any) -> Any:
@@ -193,95 +182,31 @@ class PipelinedModule:
             output = self._compute(stage, part, self._borders.rebuilt(key, stage - 1, received))
             if stage < self._last:
                 return self._borders.flat(key, stage, output)
-            total, count, running.form = self._loss_of(output, part)
-            running.losses.append(total.detach())
-            running.counts.append(count)
-            return total.reshape(1)
+            loss = self._loss_of(output, part)
+            running.losses.append(loss._replace(value=loss.value.detach()))
+            return loss.value.reshape(1)
         except Exception as error:
             running.error = error
             raise
 
     # -- the loss --------------------------------------------------------------------------------
 
-    def _loss_of(self, output: Any, part: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        """The loss of a micro-batch; its number of terms, if it tells that; and the form in which it came."""
-        form, value = 0, output
-        if self._options.loss is not None:
-            # As after the call of a module with a precision: in float32, and without autocast.
-            output = _wide(output) if torch.is_autocast_enabled(self._device.type) else output
-            with torch.autocast(self._device.type, enabled=False):
-                value = self._options.loss(output, part.target)
-        elif isinstance(output, Mapping):
-            form, value = (1 if hasattr(output, "loss") else 2), output.get("loss")
-        elif hasattr(output, "loss"):
-            form, value = 1, output.loss
-        count = None
-        if isinstance(value, (tuple, list)) and len(value) == 2 and self._options.loss is not None:
-            value, terms = value
-            wide = torch.float64 if isinstance(terms, float) else None  # torch would round it to 32 bits
-            count = torch.as_tensor(terms, dtype=wide, device=self._device)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-            raise type_error(
-                "pipeline: the call gives no loss",
-                found=type(value).__name__ + shape,
-                expected="a forward that returns the loss (for transformers: labels=...), or loss=fn(output, target), "
-                "which returns one number, or a sum and the number of its terms",
-                fix="weft.pipeline(model, ctx, loss=torch.nn.functional.cross_entropy); model(x, y)",
-            )
-        return value, count, form
-
-    def _combined(self, *, is_sum: bool) -> Result:
-        running = self._pass
-        assert running is not None
-        total, counts = torch.stack([loss.reshape(()) for loss in running.losses]), running.counts
-        if is_sum:
-            scale = torch.ones((), device=total.device, dtype=torch.float64)
-        elif counts[0] is not None:
-            scale = (
-                1 / torch.stack([count.reshape(()).to(torch.float64) for count in counts if count is not None]).sum()
-            )
-        else:
-            scale = torch.full((), 1 / len(total), device=total.device, dtype=torch.float64)
-        loss = (total.sum() * scale).to(total.dtype)
-        is_mean = not is_sum and counts[0] is None
-        return Result(loss, scale, running.form, is_mean, self._of_whole(loss) if running.keeps else loss)
+    def _loss_of(self, output: Any, part: Inputs) -> Loss:
+        return loss_of(output, part, self._options.loss, self._device)
 
     @torch.no_grad()
-    def _of_whole(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of the whole batch, as the last stage computes it at once."""
+    def _found(self, *, is_sum: bool) -> Result:
+        """What the last stage tells the others; of a new schedule, with the loss of the whole batch at once."""
         running = self._pass
         assert running is not None
-        parts = zip(*running.received, strict=True)
-        received = self._borders.rebuilt(running.batches.key, self._last - 1, tuple(torch.cat(part) for part in parts))
-        total, count, _ = self._loss_of(
-            self._compute(self._last, running.batches.whole, received), running.batches.whole
-        )
-        return total.reshape(()) if count is None else (total.reshape(()) / count).to(loss.dtype)
-
-    def _told(self, found: Result | None) -> Result:
-        """Tell all ranks what the last stage found: one message."""
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
-        words = torch.zeros(6, dtype=wide, device=self._device)
-        if found is not None:
-            words[0], words[1], words[2], words[3] = found.loss, found.scale, found.form, found.whole
-            words[4], words[5] = _DTYPES.index(found.loss.dtype), found.is_mean
-        dist.broadcast(words, group=self._group, group_src=self.owners[self._last])
-        _, _, form, _, dtype, is_mean = words.tolist()
-        loss, whole = (words[n].to(_DTYPES[int(dtype)]) for n in (0, 3))
-        return Result(loss, words[1], int(form), bool(is_mean), whole)
-
-    def _check_whole(self, result: Result) -> None:
-        loss, whole = float(result.loss), float(result.whole)
-        low = result.loss.dtype in _DTYPES[2:]
-        if abs(loss - whole) > (0.05 if low else 1e-3) * max(abs(loss), abs(whole)):
-            self._schedules.clear()
-            raise ContractError(
-                "pipeline: the mean over the micro-batches is not the loss of the batch",
-                found=f"{loss:.6g} over the micro-batches, {whole:.6g} of the whole batch",
-                expected="a loss that is a mean over rows, or one that tells its number of terms",
-                fix="weft.pipeline(..., loss=lambda out, y: (cross_entropy(out, y, reduction='sum'), y.numel()))",
-            )
+        whole = None
+        if running.keeps:
+            parts = zip(*running.received, strict=True)
+            whole_inputs = tuple(torch.cat(part) for part in parts)
+            received = self._borders.rebuilt(running.batches.key, self._last - 1, whole_inputs)
+            batch = running.batches.whole
+            whole = self._loss_of(self._compute(self._last, batch, received), batch).mean()
+        return combined(running.losses, whole, is_sum=is_sum)
 
     # -- without gradients -----------------------------------------------------------------------
 
@@ -301,27 +226,20 @@ class PipelinedModule:
                         received = self._borders.receive(None, stage)
                         output = self._compute(stage, part, received)
                         if stage == self._last:
-                            outputs.append(self._plain(output, part, is_sum=count is not None))
+                            outputs.append(self._sendable(output, part, is_sum=count is not None))
                         else:
                             self._borders.send(None, stage, output)
                 self._borders.wait()
-                return _as_output(self._share(_joined(outputs) if outputs else None, self.owners[self._last]))
+                return as_output(self._share(joined(outputs) if outputs else None, self.owners[self._last]))
         except Exception as error:
             self._peers.report(error)
             raise
         finally:
             self._pass = None
 
-    def _plain(self, output: Any, part: Inputs, *, is_sum: bool) -> Any:
-        """The output of a micro-batch, in containers that can be sent."""
-        if self._options.loss is not None and part.target is not NOTHING:
-            total, count, _ = self._loss_of(output, part)
-            return [total.reshape(()), torch.ones((), device=total.device) if count is None else count]
-        if isinstance(output, Mapping):
-            found = {key: value for key, value in output.items() if any(True for _ in tensors(value))}
-            kind = "output" if hasattr(output, "to_tuple") else "dict"
-            return {"form": kind, "is_sum": is_sum, "values": found}
-        return output
+    def _sendable(self, output: Any, part: Inputs, *, is_sum: bool) -> Any:
+        has_loss = self._options.loss is not None and part.target is not NOTHING
+        return sendable(output, self._loss_of(output, part) if has_loss else None, is_sum=is_sum)
 
 
 class _Pass:
@@ -332,9 +250,7 @@ class _Pass:
         self.batches = batches
         self.keeps = keeps
         self.received: list[list[torch.Tensor]] = []
-        self.losses: list[torch.Tensor] = []
-        self.counts: list[torch.Tensor | None] = []
-        self.form = 0
+        self.losses: list[Loss] = []
         self.error: Exception | None = None
 
 
@@ -364,83 +280,3 @@ class _StageModule(nn.Module):
         """The stage, for the next micro-batch."""
         index, self._index = self._index, self._index + 1
         return self._compute(self._number, index, received)
-
-
-class _Loss(torch.autograd.Function):
-    """The loss as a function of the parameters of this rank, whose gradients are known."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: torch.Tensor, kept: Kept, anchor: torch.Tensor, *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        del anchor, parameters  # that the loss depends on them is all
-        ctx.kept = kept
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, arrived: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradients, scale = ctx.kept.gradients, ctx.kept.scale
-        if torch.is_grad_enabled() or gradients is None:
-            raise ContractError(
-                "pipeline: a loss has one backward pass, without a graph of its own",
-                found="a second backward pass of one loss" if gradients is None else "create_graph=True",
-                expected="one backward pass per call: the call computes the gradients, and this one uses them up",
-                fix="loss = model(x, y); loss.backward()",
-            )
-        ctx.kept.gradients = None
-        factor = arrived * scale.to(arrived.dtype)
-        with torch.no_grad():
-            for gradient in gradients:
-                local(gradient).mul_(factor)
-        return None, None, None, *gradients
-
-
-def _wide(output: Any) -> Any:
-    return map_tensors(lambda t: t.float() if t.dtype in _DTYPES[2:] else t, output)
-
-
-def _formed(loss: torch.Tensor, form: str) -> Any:
-    """The loss as the module returns it."""
-    return loss if form == "tensor" else _output({"loss": loss}, form)
-
-
-def _output(values: dict[str, Any], form: str) -> Any:
-    if form == "dict":
-        return values
-    kind: Any = getattr(sys.modules.get("transformers.utils"), "ModelOutput", None)
-    return types.SimpleNamespace(**values) if kind is None else kind(**values)
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """The output of the batch, from those of its micro-batches."""
-    first = outputs[0]
-    if isinstance(first, dict) and set(first) == {"form", "is_sum", "values"}:
-        names = list(first["values"])
-        values = {
-            name: _joined_tensors([one["values"][name] for one in outputs], is_sum=first["is_sum"]) for name in names
-        }
-        return {**first, "values": values}
-    if isinstance(first, list) and len(first) == 2 and all(isinstance(t, torch.Tensor) and not t.dim() for t in first):
-        totals, counts = zip(*outputs, strict=True)
-        return torch.stack(totals).sum() / torch.stack(counts).sum().to(totals[0].dtype)
-    return _joined_tensors(outputs, is_sum=False)
-
-
-def _joined_tensors(parts: list[Any], *, is_sum: bool) -> Any:
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        if first.dim():
-            return torch.cat(parts)
-        stacked = torch.stack(parts)
-        return stacked.sum() if is_sum else stacked.mean()
-    if isinstance(first, Mapping):
-        return {key: _joined_tensors([part[key] for part in parts], is_sum=is_sum) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_joined_tensors(list(one), is_sum=is_sum) for one in zip(*parts, strict=True))
-    return first
-
-
-def _as_output(value: Any) -> Any:
-    if isinstance(value, dict) and set(value) == {"form", "is_sum", "values"}:
-        return _output(value["values"], value["form"])
-    return value

@@ -146,7 +146,7 @@ class LocalSteps:
         for name in names:
             anchor = self._anchors[name]
             anchor.grad = anchor.detach() - parameters[name].detach()
-        self._average(local(self._anchors[name].grad) for name in names)  # type: ignore[arg-type]
+        _average((local(self._anchors[name].grad) for name in names), self._group)  # type: ignore[arg-type]
         self._outer.step()
         for name in names:
             anchor = self._anchors[name]
@@ -154,20 +154,6 @@ class LocalSteps:
             anchor.grad = None
         if number == 0:
             self._share_buffers()
-
-    def _average(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Average tensors over the ranks, in place; one message per dtype."""
-        together: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            together.setdefault(real.dtype, []).append(real)
-        for alike in together.values() if self._group is not None else ():
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.all_reduce(flat, group=self._group)
-            flat /= self.ranks_apart
-            parts = flat.split([tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
 
     def _share_buffers(self) -> None:
         module = self._module()
@@ -182,7 +168,7 @@ class LocalSteps:
         """Give the parameters the mean over the ranks; returns what they were, for `put_back`."""
         parameters = self._parameters()
         before = {name: p.detach().clone() for name, p in parameters.items()}
-        self._average(local(p.detach()) for p in parameters.values())
+        _average((local(p.detach()) for p in parameters.values()), self._group)
         self._is_averaged = True
         return before
 
@@ -306,6 +292,21 @@ def check_same_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -
             fix="optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)",
         )
     return trained
+
+
+def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Average tensors over the ranks of a group, in place; one message per dtype."""
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        together.setdefault(real.dtype, []).append(real)
+    for alike in together.values() if group is not None else ():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        parts = flat.split([tensor.numel() for tensor in alike])
+        for tensor, part in zip(alike, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def _check_named(parameters: Mapping[str, object], anchors: Mapping[str, object]) -> None:

@@ -173,10 +173,6 @@ class _Flat:
     def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
         """Take the values of the tensors, multiplied by a factor."""
         self._tensors = [tensors[index] for index in self._which]
-        if factor not in (0.0, 1.0) and self.is_grad:
-            for part, tensor in zip(self._parts, self._tensors, strict=True):
-                torch.mul(tensor, factor, out=part)
-            return
         torch._foreach_copy_(self._parts, self._tensors)
         if factor == 0:
             self.values.zero_()

@@ -1,0 +1,188 @@
+"""The loss of a pass over the micro-batches: what the last stage computes, and what the other ranks are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.engines.torch.pipeline.batch_parts import Inputs
+from weft.engines.torch.pipeline.stage_parameters import Kept
+from weft.errors import ContractError, type_error
+from weft.tensors.dtensor import local
+from weft.tensors.nested import map_tensors
+
+__all__ = ["FORMS", "Loss", "Result", "check_whole", "combined", "loss_of", "told", "with_gradients"]
+
+LossFunction = Callable[[Any, Any], Any]
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FORMS = ("tensor", "output", "dict")
+
+
+class Loss(NamedTuple):
+    """The loss of one micro-batch.
+
+    Attributes:
+        value: One number: a mean, or the sum of `terms` terms.
+        terms: The number of its terms, if it tells that.
+        form: Index into `FORMS`: how it came.
+    """
+
+    value: torch.Tensor
+    terms: torch.Tensor | None
+    form: int
+
+    def mean(self) -> torch.Tensor:
+        """The mean over its terms, 0-d."""
+        value = self.value.reshape(())
+        return value if self.terms is None else (value / self.terms).to(value.dtype)
+
+
+class Result(NamedTuple):
+    """What the ranks are told of a pass.
+
+    Attributes:
+        loss: Of the batch, 0-d.
+        scale: What gradients are multiplied by.
+        form: Index into `FORMS`: what the call returns.
+        is_mean: Whether it is the mean over the micro-batches.
+        whole: The loss that the last stage computed of the whole batch at once; the same as `loss` if it did not.
+    """
+
+    loss: torch.Tensor
+    scale: torch.Tensor
+    form: int
+    is_mean: bool
+    whole: torch.Tensor
+
+
+def loss_of(output: Any, part: Inputs, function: LossFunction | None, device: torch.device) -> Loss:
+    """The loss of a micro-batch.
+
+    Args:
+        output: Of the last stage.
+        part: The micro-batch.
+        function: Of the output and the target; None: the output has the loss.
+        device: Of this rank.
+
+    Raises:
+        TypeError: There is no loss.
+    """
+    form, value = 0, output
+    if function is not None:
+        # As after the call of a module with a precision: in float32, and without autocast.
+        output = _wide(output) if torch.is_autocast_enabled(device.type) else output
+        with torch.autocast(device.type, enabled=False):
+            value = function(output, part.target)
+    elif isinstance(output, Mapping):
+        form, value = (1 if hasattr(output, "loss") else 2), output.get("loss")
+    elif hasattr(output, "loss"):
+        form, value = 1, output.loss
+    count = None
+    if isinstance(value, (tuple, list)) and len(value) == 2 and function is not None:
+        value, terms = value
+        wide = torch.float64 if isinstance(terms, float) else None  # torch would round it to 32 bits
+        count = torch.as_tensor(terms, dtype=wide, device=device)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise type_error(
+            "pipeline: the call gives no loss",
+            found=type(value).__name__ + shape,
+            expected="a forward that returns the loss (for transformers: labels=...), or loss=fn(output, target), "
+            "which returns one number, or a sum and the number of its terms",
+            fix="weft.pipeline(model, ctx, loss=torch.nn.functional.cross_entropy); model(x, y)",
+        )
+    return Loss(value, count, form)
+
+
+def combined(losses: Sequence[Loss], whole: torch.Tensor | None, *, is_sum: bool) -> Result:
+    """The loss of the batch.
+
+    Args:
+        losses: Of the micro-batches.
+        whole: The loss of the whole batch at once, if it was computed.
+        is_sum: Whether the losses are parts of one sum.
+    """
+    total, counts = torch.stack([loss.value.reshape(()) for loss in losses]), [loss.terms for loss in losses]
+    if is_sum:
+        scale = torch.ones((), device=total.device, dtype=torch.float64)
+    elif counts[0] is not None:
+        scale = 1 / torch.stack([count.reshape(()).to(torch.float64) for count in counts if count is not None]).sum()
+    else:
+        scale = torch.full((), 1 / len(total), device=total.device, dtype=torch.float64)
+    loss = (total.sum() * scale).to(total.dtype)
+    is_mean = not is_sum and counts[0] is None
+    return Result(loss, scale, losses[0].form, is_mean, loss if whole is None else whole.to(loss.dtype))
+
+
+def told(found: Result | None, device: torch.device, group: dist.ProcessGroup, source: int) -> Result:
+    """Tell all ranks what the last stage found, on the rank `source` of the group. Collectives: one broadcast."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    words = torch.zeros(6, dtype=wide, device=device)
+    if found is not None:
+        words[0], words[1], words[2], words[3] = found.loss, found.scale, found.form, found.whole
+        words[4], words[5] = _DTYPES.index(found.loss.dtype), found.is_mean
+    dist.broadcast(words, group=group, group_src=source)
+    _, _, form, _, dtype, is_mean = words.tolist()
+    loss, whole = (words[n].to(_DTYPES[int(dtype)]) for n in (0, 3))
+    return Result(loss, words[1], int(form), bool(is_mean), whole)
+
+
+def check_whole(result: Result) -> None:
+    """Raise if the mean over the micro-batches is not the loss of the whole batch.
+
+    Raises:
+        ContractError: It is not.
+    """
+    loss, whole = float(result.loss), float(result.whole)
+    low = result.loss.dtype in _DTYPES[2:]
+    if abs(loss - whole) > (0.05 if low else 1e-3) * max(abs(loss), abs(whole)):
+        raise ContractError(
+            "pipeline: the mean over the micro-batches is not the loss of the batch",
+            found=f"{loss:.6g} over the micro-batches, {whole:.6g} of the whole batch",
+            expected="a loss that is a mean over rows, or one that tells its number of terms",
+            fix="weft.pipeline(..., loss=lambda out, y: (cross_entropy(out, y, reduction='sum'), y.numel()))",
+        )
+
+
+def with_gradients(loss: torch.Tensor, kept: Kept, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A loss whose backward brings parameters the gradients that were computed already."""
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    made: torch.Tensor = _LossOfParameters.apply(loss, kept, anchor, *parameters)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _LossOfParameters(torch.autograd.Function):
+    """The loss as a function of the parameters of this rank, whose gradients are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, kept: Kept, anchor: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        del anchor, parameters  # that the loss depends on them is all
+        ctx.kept = kept
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, arrived: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradients, scale = ctx.kept.gradients, ctx.kept.scale
+        if torch.is_grad_enabled() or gradients is None:
+            raise ContractError(
+                "pipeline: a loss has one backward pass, without a graph of its own",
+                found="a second backward pass of one loss" if gradients is None else "create_graph=True",
+                expected="one backward pass per call: the call computes the gradients, and this one uses them up",
+                fix="loss = model(x, y); loss.backward()",
+            )
+        ctx.kept.gradients = None
+        factor = arrived * scale.to(arrived.dtype)
+        with torch.no_grad():
+            for gradient in gradients:
+                local(gradient).mul_(factor)
+        return None, None, None, *gradients
+
+
+def _wide(output: Any) -> Any:
+    return map_tensors(lambda t: t.float() if t.dtype in _DTYPES[2:] else t, output)
