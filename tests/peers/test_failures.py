@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.processes import until
+from tests.variants import slow_cases
 
 SCRIPT = """
 import os, signal, sys, time
@@ -154,11 +155,12 @@ def _kill(pid):
     ("launcher", "where"),
     [
         ("variables", "backward"),
-        *(
-            pytest.param(launcher, where, marks=pytest.mark.slow)
-            for launcher in ("variables", "torchrun", "weft")
-            for where in ("barrier", "reduce", "backward")
-            if (launcher, where) != ("variables", "backward")
+        *slow_cases(
+            ("variables", "barrier"),
+            ("torchrun", "reduce"),
+            ("torchrun", "backward"),
+            ("weft", "barrier"),
+            ("weft", "backward"),
         ),
     ],
 )
