@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from weft.context import DistContext, World
 from weft.context.guards import line_outside
-from weft.engines.torch.ddp.pairwise import in_pairs, pair_rounds
 from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import compare, exchange
 from weft.peers.board import StoreLost
 from weft.peers.liveness import absent, check_failed, culprit, is_communication_error, late, peer_error
 from weft.tensors.nested import leaves, map_tensors
+from weft.tensors.pairwise import in_pairs, pair_rounds
 
 __all__ = [
     "HEADER_WORDS",

@@ -1,6 +1,6 @@
 """Which replicas make the next steps together: decided by the launcher, from what replicas ask and which of them live.
 
-Pure: no store, no process, no clock. `launching/replicas.py` has these; `replica_groups.py` is the side of a replica.
+Pure: no store, no process, no clock. `launching/replicas/` has these; `replica_groups.py` is the side of a replica.
 
 [Note: quorum] A *quorum* is a set of replicas that make steps together; each one has a number. A replica that has
 lost another one in a step asks for the next quorum, and so does a new one. The next quorum begins when all that live of

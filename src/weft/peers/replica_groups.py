@@ -34,6 +34,7 @@ from weft.errors import ContextError
 from weft.peers.board import Board
 from weft.peers.quorum import Answer, Ask
 from weft.peers.world import World, arrives
+from weft.tensors.pairwise import SmallSum
 
 __all__ = ["LAUNCHED", "MEMORY", "STORE", "ReplicaGroup", "has_replicas"]
 
@@ -85,7 +86,8 @@ class ReplicaGroup:
         self.exchanges = 0
         self.inside = inside
         self._board, self._store, self._device = board, store, device
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
+        self._sums: dict[tuple[torch.dtype, int], SmallSum] = {}  # of this group
         self._looked_s = 0.0
         self._meetings = 0
 
@@ -160,6 +162,7 @@ class ReplicaGroup:
     def release(self) -> None:
         """Let the group go; the others' operations fail."""
         self._group = None
+        self._sums.clear()
 
     # -- in a step -------------------------------------------------------------------------------
 
@@ -176,13 +179,19 @@ class ReplicaGroup:
         for tensor in found if room else (signal, *found):
             if self._group is not None and not self.broken:
                 try:
-                    self._group.allreduce([tensor]).wait()
+                    self._sum(tensor)
                 except RuntimeError:
                     self._lose()
         self.called |= bool(signal) and not self.broken
         self.exchanges += 1
         self.vote()
         return not self.broken
+
+    def _sum(self, tensor: torch.Tensor) -> None:
+        key = tensor.dtype, tensor.numel()
+        if key not in self._sums:
+            self._sums[key] = SmallSum(self._group, tensor)
+        self._sums[key](tensor)
 
     def vote(self) -> bool:
         """Whether no rank of this replica has lost another one; they come here together."""

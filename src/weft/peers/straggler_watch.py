@@ -46,7 +46,7 @@ _SURE_S = 1.5  # how long a rank has to stand still
 _STUCK_S = 4.0  # how long before it asks whether all the others do, too
 _STUCK_TOGETHER_S = 2.0  # and for how long they have to
 _RANKS_PER_S = 4000.0  # that may ask the store for news
-_CALL_THE_GROUP = ("weft.engines.torch.ddp.pairwise", "weft.engines.torch.ddp.flat_buffer")  # not torch's functions
+_CALL_THE_GROUP = ("weft.tensors.pairwise", "weft.engines.torch.ddp.flat_buffer")  # not torch's functions
 
 
 def watch(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Questions about tensors that know no device, rank or strategy.
+"""Tensors, without knowledge of devices and strategies.
 
 nested.py          nested values: their tensors, and their rows
 sequence_order.py  which places of a sequence each rank holds
@@ -6,5 +6,6 @@ dtensor.py         is it sharded? its local part; without importing DTensor
 elsewhere.py       tensors on meta that stand for what another rank has
 sharded_grad.py    a gradient that lies in the memory of another library
 quantized.py       weights that other libraries have quantized
+pairwise.py        small tensors, summed and gathered between pairs of ranks
 rng_state.py       the random states of this process
 """

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import Reduction
-from weft.engines.torch.ddp.pairwise import as_real
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.pairwise import as_real
 
 __all__ = ["ReducedApart"]
 

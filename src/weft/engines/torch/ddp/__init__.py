@@ -7,6 +7,5 @@ buckets.py          gradients in buckets, with torch's DDP reducer
 power_sgd.py        gradients as products of thin matrices on their way
 flat_buffer.py      gradients in one flat buffer
 zero_gradients.py   gradients of zeros, for hooks that wait for gradients
-pairwise.py         sums of small buffers between pairs of ranks
 sync_batch_norm.py  batch statistics over all ranks
 """

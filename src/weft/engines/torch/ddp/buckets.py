@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import Compress
-from weft.engines.torch.ddp.pairwise import as_real
+from weft.tensors.pairwise import as_real
 
 __all__ = ["Buckets", "sparse_gradients"]
 

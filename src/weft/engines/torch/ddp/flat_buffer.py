@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.torch.ddp.pairwise import SmallSum, as_real
 from weft.errors import ContractError
+from weft.tensors.pairwise import SmallSum, as_real
 
 __all__ = ["FlatBuffer", "FlatPiece"]
 

@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.engines.options import StepMeshes
-from weft.engines.torch.ddp.pairwise import PairGather, as_real
 from weft.engines.torch.optim.closures import after_closure
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.optim.state_layout import StateLayout, state_layout
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
+from weft.tensors.pairwise import PairGather, as_real
 
 __all__ = ["PartitionedStep"]
 

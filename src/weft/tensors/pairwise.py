@@ -13,6 +13,7 @@ MPICH", 2005, section 4.4.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,11 @@ def as_real(buffer: torch.Tensor) -> torch.Tensor:
 class SmallSum:
     """Sums buffers of one size over a group in place; by an all-reduce where exchanges do not pay."""
 
-    def __init__(self, group: dist.ProcessGroup, like: torch.Tensor) -> None:
-        self._group = group
-        self._rank = dist.get_rank(group)
-        size = dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup | dist.ProcessGroupGloo, like: torch.Tensor) -> None:
+        self._group: Any = group
+        rank, size = group.rank(), group.size()
         self._exchanges = like.numel() * like.element_size() <= _MAX_BYTES and in_pairs(group, like, size)
-        peers = [self._rank ^ 1 << bit for bit in range(size.bit_length() - 1)]
+        peers = [rank ^ 1 << bit for bit in range(size.bit_length() - 1)]
         self._splits = [[like.numel() if rank == peer else 0 for rank in range(size)] for peer in peers]
         self._received = torch.empty_like(like) if self._exchanges else like
 
@@ -90,6 +90,9 @@ def pair_rounds(blocks: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor,
         yield blocks[wanted : wanted + width].view(-1), blocks[held : held + width].view(-1), splits
 
 
-def in_pairs(group: dist.ProcessGroup, buffer: torch.Tensor, size: int) -> bool:
+def in_pairs(group: Any, buffer: torch.Tensor, size: int) -> bool:
     """Whether messages between pairs of ranks can be sent, and cost less than gloo's collectives."""
-    return size & (size - 1) == 0 and buffer.device.type == "cpu" and dist.get_backend(group).endswith("gloo")
+    if size & (size - 1) or buffer.device.type != "cpu":
+        return False
+    # Groups that were made past torch's list of groups, as those of replicas, are backends themselves.
+    return (dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else group.name()).endswith("gloo")
