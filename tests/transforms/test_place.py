@@ -263,14 +263,19 @@ def test_undo_gives_back_what_had_values(files):
 
 
 def _on_ranks(ctx, path, budget):
-    model, ctx = weft.place(_meta(), ctx, {"cpu": budget if ctx.rank == 0 else 6000, "disk": None}, weights=path)
+    """Does it give what a plain model gives in this process? In another one, torch may choose other kernels."""
+    plain, model = Net(), _meta()
+    weft.load_weights(plain, path, ctx)
+    model, ctx = weft.place(model, ctx, {"cpu": budget if ctx.rank == 0 else 6000, "disk": None}, weights=path)
     with torch.no_grad():
-        return model(X)
+        return torch.equal(model(X), plain(X)), model(X)
 
 
 def test_each_rank_places_its_own_copy_and_one_error_is_one_on_all(files):
     plain, paths = files
-    assert all(torch.equal(found, plain(X)) for found in run_ranks(_on_ranks, 2, str(paths["file"]), 9000))
+    for is_equal, found in run_ranks(_on_ranks, 2, str(paths["file"]), 9000):
+        assert is_equal
+        torch.testing.assert_close(found, plain(X))
     with pytest.raises(weft.testing.RanksFailed, match="(?s)does not fit.*PeerError"):
         run_ranks(_on_ranks, 2, str(paths["file"]), 10)
 

@@ -56,7 +56,7 @@ def place(
         plan: Of `weft.weights.plan_placement`; or its budgets, for a plan with defaults.
         weights: What `weft.load_weights` reads: files, folders and checkpoints. None: the module has its values, and
             nothing is to lie on a disk.
-        ahead: 1 reads the next part while one computes, as far as the room of the plan allows; 0 does not.
+        ahead: 1 reads the next part while one computes, as far as the budget of the plan allows; 0 does not.
         strict: Raise if the names in the files differ. What is on meta has to be there always.
         rename: From a name in the files to one in the module; None leaves the tensor out.
 

@@ -150,7 +150,7 @@ def test_a_plan_keeps_within_its_budgets_or_names_the_number_that_does(sizes, bu
 
 def test_a_plan_prints_as_a_table():
     text = str(plan_placement(_net(), {"cpu": "20KiB", "disk": None}))
-    assert "embed, head" in text and "(all else)" in text and "room for what is streamed" in text
+    assert "embed, head" in text and "(all else)" in text and "reserved for streamed units" in text
 
 
 def test_check_names_what_does_not_fit():

@@ -8,7 +8,7 @@ loops.py        a loop with `accumulate` becomes a loop over windows
 calls.py        one row per call: what it is in weft; hints for the others
 reach.py        settings that a function reads of the accelerator become parameters of it
 names.py        what is what in a script: accelerators, models, loaders, loops
-translation.py        what these share, and what is to be told
+translation.py        what these share, and what is to be reported
 edits.py        edits of a text that keep every other character
 """
 

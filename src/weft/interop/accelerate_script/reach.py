@@ -20,7 +20,7 @@ def setting_at(draft: Draft, name: str, node: ast.AST, default: str) -> str | No
         default: Its value if the script does not give it.
 
     Returns:
-        None if it cannot be told.
+        None if it cannot be decided.
     """
     value = draft.setting(name)
     if value is None:

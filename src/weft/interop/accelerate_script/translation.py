@@ -1,4 +1,4 @@
-"""A translation in progress: names, edits, and what is to be told about it."""
+"""A translation in progress: names, edits, and what is to be reported about it."""
 
 from __future__ import annotations
 

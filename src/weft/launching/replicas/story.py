@@ -69,10 +69,10 @@ class Story:
         who = f"; new: {', '.join(map(str, new))}" if answer.number > 1 and new else ""
         say(f"from step {answer.step} on with {len(answer.members)} of {self._most} replicas{after}{who}")
         self._step, self._count = answer.step, len(answer.members)
-        told = tuple(map(str, self._lost))
+        lost = tuple(map(str, self._lost))
         self._write({"new": list(new) if answer.number > 1 else [], "again": answer.again, "seconds": seconds})
         self._since = None
-        return told
+        return lost
 
     def end(self, living: int) -> None:
         """The job is over; what was lost after the last quorum is written down."""

@@ -152,7 +152,7 @@ class PlacementPlan:
         for unit in self.units:
             size = unit.num_bytes + unit.buffer_bytes
             rows += [f"{unit.place:8} {size:15,}   {_said(unit)}"] if size else []
-        rows += [f"{place:8} {size:15,}   (room for what is streamed)" for place, size in self.room]
+        rows += [f"{place:8} {size:15,}   (reserved for streamed units)" for place, size in self.room]
         return "\n".join(rows)
 
 

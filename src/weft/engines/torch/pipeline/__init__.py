@@ -1,7 +1,7 @@
 """The layers of a module on several ranks, one stage after the other.
 
 pipelined.py         the calls of the module: forwards and backwards of a whole schedule
-losses.py            the loss of a pass: of its micro-batches, told to all ranks, with gradients that are known
+losses.py            the loss of a pass: combined from its micro-batches, shared with all ranks
 outputs.py           what a call without gradients returns
 stage_forward.py     the forward of the module, of which a rank computes one stage
 stage_borders.py     what leaves one stage and enters the next

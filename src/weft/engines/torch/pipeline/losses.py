@@ -1,4 +1,4 @@
-"""The loss of a pass over the micro-batches: what the last stage computes, and what the other ranks are told of it."""
+"""The loss of a pass over the micro-batches: what the last stage computes, and how all ranks learn of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.errors import ContractError, type_error
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors
 
-__all__ = ["FORMS", "Loss", "Result", "check_whole", "combined", "loss_of", "told", "with_gradients"]
+__all__ = ["FORMS", "Loss", "Result", "check_whole", "combined", "loss_of", "share_result", "with_gradients"]
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the ranks are told of a pass.
+    """What all ranks learn of a pass.
 
     Attributes:
         loss: Of the batch, 0-d.
@@ -118,7 +118,7 @@ def combined(losses: Sequence[Loss], whole: torch.Tensor | None, *, is_sum: bool
     return Result(loss, scale, losses[0].form, is_mean, loss if whole is None else whole.to(loss.dtype))
 
 
-def told(found: Result | None, device: torch.device, group: dist.ProcessGroup, source: int) -> Result:
+def share_result(found: Result | None, device: torch.device, group: dist.ProcessGroup, source: int) -> Result:
     """Tell all ranks what the last stage found, on the rank `source` of the group. Collectives: one broadcast."""
     wide = torch.float32 if device.type == "mps" else torch.float64
     words = torch.zeros(6, dtype=wide, device=device)

@@ -28,7 +28,7 @@ from weft.engines.torch.pipeline.losses import (
     check_whole,
     combined,
     loss_of,
-    told,
+    share_result,
     with_gradients,
 )
 from weft.engines.torch.pipeline.outputs import as_output, form_of, joined, sendable
@@ -154,7 +154,7 @@ class PipelinedModule:
             raise (self._pass.error or error) from None
         finally:
             self._pass = None
-        return told(found, self._device, self._group, self.owners[self._last])
+        return share_result(found, self._device, self._group, self.owners[self._last])
 
     def _probe(self, batches: MicroBatches) -> None:
         """Let each stage see once what it receives: the forward of the first micro-batch."""
