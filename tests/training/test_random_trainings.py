@@ -470,6 +470,7 @@ def may_be_refused(t):
         "fused": several and "fused" in t.optimizer,
         "rprop": several and sharded and t.optimizer == "rprop",
         "complex": several and t.parameters == "complex",
+        "torch.complex128": bool(t.resumed) and t.parameters == "complex",  # safetensors has complex64 only
         "empty": several and t.parameters == "empty" and t.strategy == "flat",
     }
     return [name for name, holds in reasons.items() if holds]
