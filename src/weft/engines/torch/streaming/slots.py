@@ -7,6 +7,7 @@ enough, and memory for two lets all of it be read ahead.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -46,32 +47,6 @@ def slot_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Reading(threading.Thread):
-    """One reading in a thread of its own, after the one before; no thread is left when nothing is read."""
-
-    def __init__(self, read: Callable[[], None], before: _Reading | None) -> None:
-        super().__init__(name="weft-place")  # joined at exit: a daemon in C++ would abort
-        self._read, self._before = read, before
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Read."""
-        try:
-            if self._before is not None:
-                self._before.result()
-                self._before = None
-            self._read()
-        except BaseException as error:  # noqa: BLE001  (raised by `result`, where the part is needed)
-            self._error = error
-
-    def result(self) -> None:
-        """Wait, and raise what reading raised."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-
 class _Loaded:
     """A part at one end of the memory; tensors of it are there, or on their way, from the first one on."""
 
@@ -81,6 +56,50 @@ class _Loaded:
         self.count = 0
         self.reading: _Reading | None = None
         self.copied: torch.Event | None = None
+
+
+class _Reading(threading.Thread):
+    """Reads a part ahead, until nothing more of it is wanted; no thread is left when nothing is read.
+
+    One thread for a part, as each has a stack of some megabytes.
+    """
+
+    def __init__(self, read: Callable[[int, torch.Event | None], None], upto: int, after: torch.Event | None) -> None:
+        super().__init__(name="weft-place")  # joined at exit: a daemon in C++ would abort
+        self._read = read
+        self._wanted: tuple[int, torch.Event | None] | None = (upto, after)
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Read."""
+        try:
+            while (wanted := self._take()) is not None:
+                self._read(*wanted)
+        except BaseException as error:  # noqa: BLE001  (raised by `result`, where the part is needed)
+            self._error = error
+            self._has_ended = True
+
+    def more(self, upto: int, after: torch.Event | None) -> bool:
+        """Read on, if the thread has not ended."""
+        with self._lock:
+            if not self._has_ended:
+                self._wanted = upto, after
+            return not self._has_ended
+
+    def result(self) -> None:
+        """Wait, and raise what reading raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def _take(self) -> tuple[int, torch.Event | None] | None:
+        with self._lock:
+            wanted, self._wanted = self._wanted, None
+            self._has_ended = wanted is None
+            return wanted
 
 
 class Slots:
@@ -168,8 +187,11 @@ class Slots:
             self._drop(side)
             loaded = self._loaded[side] = _Loaded(following, self._ends[following])
         upto = sum(end <= space for end in loaded.ends)
-        if upto > loaded.count:
-            loaded.reading = _Reading(partial(self._read, loaded, side, upto, self._now()), loaded.reading)
+        if upto <= loaded.count:
+            return
+        if loaded.reading is None or not loaded.reading.more(upto, self._now()):
+            with contextlib.suppress(RuntimeError):  # no memory for a thread: `enter` reads
+                loaded.reading = _Reading(partial(self._read, loaded, side), upto, self._now())
 
     def _read(self, loaded: _Loaded, side: int, upto: int, after: torch.Event | None) -> None:
         """Fill the next tensors of a part: on an accelerator when what was asked of it until `after` is done."""
