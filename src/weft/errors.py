@@ -14,11 +14,14 @@
     |-- CheckpointError         a checkpoint cannot be written, read or trusted
     `-- MissingExtra            an optional package is not installed
 
-Wrong arguments are plain `ValueError` and `TypeError` with a text of the same form: `value_error`, `type_error`.
+Wrong arguments are plain `ValueError` and `TypeError` with a text of the same form: `value_error`, `type_error`. So are
+warnings, which are rare: `warn`.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "message",
     "type_error",
     "value_error",
+    "warn",
 ]
 
 _MAX_OFFENDERS = 5
@@ -80,6 +84,14 @@ def value_error(problem: str, *, found: str, expected: str, fix: str) -> ValueEr
 def type_error(problem: str, *, found: str, expected: str, fix: str) -> TypeError:
     """A `TypeError` whose text is a `message`."""
     return TypeError(message(problem, found=found, expected=expected, fix=fix))
+
+
+def warn(problem: str, *, found: str, expected: str, fix: str) -> None:
+    """Warn at the line of the program that led here, outside of weft and torch; the text is a `message`."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("weft", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message(problem, found=found, expected=expected, fix=fix), stacklevel=level)
 
 
 class WeftError(Exception):

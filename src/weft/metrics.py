@@ -316,6 +316,7 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[st
     # A bad count on one rank has to be seen by all: not-a-number survives the sum.
     part = torch.where((mine >= 0).all(), mine.sum(), torch.nan)
     total = float(reduce(part, ctx.on((*ctx.data_axes, *parts)), "sum"))
+    ctx.world.root.next_number("total")  # a loop that divides by it needs no `share`
     if not 0 <= total < float("inf"):
         raise value_error(
             "denominator: a count is negative or not finite",

@@ -76,7 +76,7 @@ def test_all_is_sorted_importable_and_frozen():
     assert all(hasattr(weft, name) for name in weft.__all__)
     for module, names in MODULES.items():
         assert set(names.split()) <= set(operator.attrgetter(f"{module}.__all__")(weft))
-    assert errors.__all__ == sorted([*ERRORS, "listed", "message", "type_error", "value_error"])
+    assert errors.__all__ == sorted([*ERRORS, "listed", "message", "type_error", "value_error", "warn"])
 
 
 def test_nothing_else_is_importable_from_the_facade():
@@ -377,6 +377,13 @@ weft.shard_data([1, 2], ctx)
 ctx.rank = 3
 weft.reduce(torch.ones(1), ctx, "average")
 weft.compose(weft.replicate, weft.accumulate_grads)
+model: torch.nn.Linear = weft.replicate(net, ctx)
+weft.replicate(net, ctx)[0].forward(torch.ones(1, 2)).share
+weft.accumulate_grads(net, [1], ctx)
+weft.fully_shard(net, ctx, unit=[torch.nn.Linear])
+weft.gather(torch.ones(1))
+weft.accumulate_grads(net, [torch.ones(1, 2)], ctx, steps=2)[1].share
+torch.nn.functional.mse_loss(next(iter(weft.accumulate_grads(net, [torch.ones(1)], ctx, steps=2)[1])), torch.ones(1))
 """
 
 

@@ -82,8 +82,9 @@ def _program(ctx, reduce):
     windows = iter(windows)
 
     def step():
-        for x in next(windows):
-            model(x).square().mean().backward()
+        window = next(windows)
+        for x in window:
+            (model(x).square().mean() * window.share).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -83,8 +83,8 @@ def refuse(told: Sequence[Replicas]) -> None:
         "save: ranks hold other values of what should be the same tensor",
         found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""),
         expected="replicas that are equal, bit for bit, and that nothing changes during a save",
-        fix="weft.broadcast(tensor, ctx) what drifted apart, or gather what is each rank's own; "
-        "save_async for a state that changes meanwhile",
+        fix="weft.check(ctx, model=model) finds what no strategy averages; weft.broadcast(tensor, ctx) what drifted "
+        "apart, or gather what is each rank's own; save_async for a state that changes meanwhile",
     )
 
 

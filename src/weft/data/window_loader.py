@@ -68,6 +68,7 @@ class _SeekableWindowLoader(_WindowLoader):
 
     def _split(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
         splitter, loader = self.weft_splitter, _seekable(super())
+        loader.weft_leave_weighing()
         if length is not None and splitter.remainder == "carry":
             rest = splitter.fit(splitter.windows, length)[1]
             length -= rest if loader.weft_hold_back(rest) else 0

@@ -9,14 +9,15 @@ as by one that was never interrupted. Other loaders cannot read it again, so it 
 
 from __future__ import annotations
 
+import dis
 import math
-import warnings
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from weft.data.micro_batches import MicroBatches
 from weft.data.window_sync import WindowSync
-from weft.errors import ContractError, listed, message
+from weft.errors import ContractError, listed, message, warn
 from weft.metrics import Count, per_rank, samples_of_all, total_count
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import part_of
@@ -84,6 +85,9 @@ class Window(Generic[B]):
                 expected="each window iterated once, before the next one is taken from the loader",
                 fix="for window in loader:\n    batches = list(window)  # to go through them several times",
             )
+        caller = sys._getframe(1)
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "UNPACK_SEQUENCE":
+            raise _not_a_batch(TypeError, "unpacked like a batch")
         self._iterated = True
         return self._micro_batches()
 
@@ -103,7 +107,10 @@ class Window(Generic[B]):
                 if every:
                     sync.end_window(number)
             self._batches.running = False
+            reduced = any(not getattr(one, "owes", True) for one in sync.syncs)
             sync.end_window(number)
+            if not (self._counted or self._normalised or sync.warned) and reduced and batches.length > 1:
+                self._warn_sum()
             if self._counted and not self._normalised and not sync.warned:
                 self._warn_unequal()
         finally:
@@ -203,6 +210,18 @@ class Window(Generic[B]):
             )
         return batches.read_all()
 
+    def _warn_sum(self) -> None:
+        """Warn, once, that losses were added up over the micro-batches without a factor."""
+        self._sync.warned = True
+        warn(
+            "accumulate_grads: nothing weighs the losses of the micro-batches of this window",
+            found=f"a backward pass, and neither window.share nor window.denominator nor len(window) was used: "
+            f"gradients of {self._batches.length} mean losses are added up, or divided by a number that does not "
+            "fit a shorter window",
+            expected="mean losses times their share, or sums divided by window.denominator",
+            fix="loss = cross_entropy(model(x), y) * window.share",
+        )
+
     def _warn_unequal(self) -> None:
         """Warn, once, if the micro-batches that were used up are not of one size on all ranks."""
         sizes, ranks = self._batches.sizes(), self._sync.ctx.data_size
@@ -212,13 +231,10 @@ class Window(Generic[B]):
             return
         self._sync.warned = True
         everyone = listed(total for _, total in sizes if total is not None)
-        warnings.warn(
-            message(
-                "accumulate_grads: mean losses divided by len(window) are not the mean over the samples of this window",
-                found=f"samples per micro-batch: {listed(own)} on rank {self._sync.ctx.rank}"
-                + (f"; {everyone} on all ranks" if everyone else ""),
-                expected="a factor that counts samples, where batches differ in size",
-                fix="loss = cross_entropy(model(x), y) * window.share",
-            ),
-            stacklevel=3,
+        warn(
+            "accumulate_grads: mean losses divided by len(window) are not the mean over the samples of this window",
+            found=f"samples per micro-batch: {listed(own)} on rank {self._sync.ctx.rank}"
+            + (f"; {everyone} on all ranks" if everyone else ""),
+            expected="a factor that counts samples, where batches differ in size",
+            fix="loss = cross_entropy(model(x), y) * window.share",
         )

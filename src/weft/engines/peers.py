@@ -22,8 +22,8 @@ class Peers(Protocol):
         """
         ...
 
-    def agree(self, what: str, facts: Mapping[str, object]) -> None:
-        """Wait for all ranks and compare facts.
+    def agree(self, what: str, facts: Mapping[str, object], *, fix: str | None = None) -> None:
+        """Wait for all ranks and compare facts; `fix` is what the error suggests.
 
         Raises:
             ContextError: They differ; the text names both values.
@@ -44,7 +44,7 @@ class Peers(Protocol):
         """Count the reductions of gradients that all strategies over these ranks have made in this process."""
         ...
 
-    def compare(self, what: str, facts: Mapping[str, object]) -> None:
+    def compare(self, what: str, facts: Mapping[str, object], *, fix: str) -> None:
         """Note facts for the others, and compare those noted at the previous call. Waits for nobody.
 
         Every rank calls it equally often. A difference is found one call later, or when the context is closed.

@@ -16,7 +16,10 @@ from weft.peers.world import World, arrives
 __all__ = ["SLICE_S", "agree", "compare", "compare_values", "disagree", "exchange", "peer_error", "wait_for_key"]
 
 
-def agree(world: World, what: str, facts: Mapping[str, object] | None = None) -> None:
+_FIX = "compute these values from arguments that are equal on all ranks"
+
+
+def agree(world: World, what: str, facts: Mapping[str, object] | None = None, *, fix: str = _FIX) -> None:
     """Wait until every rank has come to this point and brings the same facts.
 
     Collectives: none; a few messages to the store per rank.
@@ -25,6 +28,7 @@ def agree(world: World, what: str, facts: Mapping[str, object] | None = None) ->
         world: Whose ranks meet.
         what: What they meet for; must be the same on all ranks.
         facts: Names and JSON values that must be equal on all ranks.
+        fix: What the error suggests if they are not.
 
     Raises:
         PeerError: A rank failed, died, or did not come within `world.timeout_s`.
@@ -32,10 +36,12 @@ def agree(world: World, what: str, facts: Mapping[str, object] | None = None) ->
     """
     if world.store is None or world.size == 1:
         return
-    compare(what, exchange(world, what, {"call": what, **(facts or {})}))
+    compare(what, exchange(world, what, {"call": what, **(facts or {})}), fix=fix)
 
 
-def compare(what: str, entries: Sequence[Mapping[str, object]] | Mapping[int, Mapping[str, object]]) -> None:
+def compare(
+    what: str, entries: Sequence[Mapping[str, object]] | Mapping[int, Mapping[str, object]], *, fix: str = _FIX
+) -> None:
     """Check that the facts of the ranks, one mapping each, are all equal; of some ranks only, by rank.
 
     A fact named "at" is not compared: it is the line of each rank's call, shown when others differ.
@@ -59,7 +65,7 @@ def compare(what: str, entries: Sequence[Mapping[str, object]] | Mapping[int, Ma
             expected="the same call with the same settings on every rank",
             fix=f"call {' and '.join(map(str, calls))} on all ranks, without `if ctx.is_main:` around it"
             if len(calls) > 1
-            else "compute these values from arguments that are equal on all ranks",
+            else fix,
         )
 
 

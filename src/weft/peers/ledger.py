@@ -34,16 +34,16 @@ class Ledger:
         self._prefix = f"ledger/{world.next_number('ledger')}"
         self._compared = 0
         self._counts: Counter[str] = Counter()  # where there is no store
-        self._noted: deque[tuple[int, str, dict[str, object]]] = deque(maxlen=_MAX_NOTED)
+        self._noted: deque[tuple[int, str, str, dict[str, object]]] = deque(maxlen=_MAX_NOTED)
         world.root.ledgers.add(self)
 
     def meet(self, what: str, mine: Any, *, kind: str | None = None) -> list[Any]:
         """Wait for all ranks and return the JSON value of each, in rank order; see `exchange`."""
         return exchange(self._world, f"{self._name}: {what}", mine, kind=kind)
 
-    def agree(self, what: str, facts: Mapping[str, object]) -> None:
+    def agree(self, what: str, facts: Mapping[str, object], *, fix: str | None = None) -> None:
         """Wait for all ranks and compare facts; see `weft.peers.agreement.agree`."""
-        agree(self._world, f"{self._name}: {what}", facts)
+        agree(self._world, f"{self._name}: {what}", facts, **({} if fix is None else {"fix": fix}))
 
     def report(self, error: BaseException) -> None:
         """Tell the others of an error of this rank, which they would wait for; see `report_failure`."""
@@ -61,7 +61,7 @@ class Ledger:
         self._world.reductions += 1
         return self._world.reductions
 
-    def compare(self, what: str, facts: Mapping[str, object]) -> None:
+    def compare(self, what: str, facts: Mapping[str, object], *, fix: str) -> None:
         """Note facts for the others, and compare those noted before with rank 0's, as far as it has come.
 
         Between two steps the ranks meet in a collective, so rank 0 is hardly ever behind.
@@ -76,7 +76,7 @@ class Ledger:
         if self._world.rank == 0:
             self._world.store.write(self._key(self._compared), facts)
         else:
-            self._noted.append((self._compared, what, dict(facts)))
+            self._noted.append((self._compared, what, fix, dict(facts)))
 
     def finish(self, limit_s: float = 0.0) -> None:
         """Compare what was noted and not compared yet.
@@ -89,14 +89,14 @@ class Ledger:
         """
         store, ranks = self._world.store, self._world.ranks
         while self._noted and store is not None and arrives(store, self._key(self._noted[0][0]), limit_s):
-            number, what, mine = self._noted.popleft()
+            number, what, fix, mine = self._noted.popleft()
             key = self._key(number)
             theirs = store.read(key)
             if store.add(f"{key}/read", 1) == self._world.size - 1:  # the last one to read it
                 store.delete(key)
                 store.delete(f"{key}/read")
             if theirs != json.loads(json.dumps(mine)):
-                compare(f"{self._name}: {what}", {ranks[0]: theirs, ranks[self._world.rank]: mine})
+                compare(f"{self._name}: {what}", {ranks[0]: theirs, ranks[self._world.rank]: mine}, fix=fix)
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/facts/{number}"

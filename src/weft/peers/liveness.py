@@ -33,7 +33,10 @@ __all__ = [
 
 SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
 
-_LEFT = "left the job while others still work"
+_LEFT = (
+    "left the job while others still work; if it left a loop by values of its own, let all ranks leave it together: "
+    "if weft.collectives.any_rank(stop, ctx): break"
+)
 
 
 def announce(world: World) -> None:
@@ -92,7 +95,10 @@ def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str]
                 return note["rank"], note["error"]
             left = left or (rank, _LEFT)
         elif _is_dead(store, rank):
-            return rank, "its process is gone (killed, out of memory, or crashed)"
+            return rank, (
+                "its process is gone (killed, out of memory, or crashed; gloo crashes on a collective to which ranks "
+                "bring other sizes, which weft.start(debug=True) names)"
+            )
     return left
 
 

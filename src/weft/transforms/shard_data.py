@@ -29,6 +29,7 @@ from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import Plan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, with_own_shards
 from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
+from weft.loop_watch import watch_loop
 from weft.metrics import SampleIds
 from weft.peers.agreement import exchange
 
@@ -239,6 +240,7 @@ def shard_data(
     copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
     if offer.steps == 0:
         warn_of_no_steps(total if uneven_ranks is None or not uneven_ranks.counts else max(uneven_ranks.counts), offer)
+    watch_loop(copied, ctx)
     return copied, ctx.offering(offer)
 
 

@@ -139,7 +139,9 @@ def _compare(
             f"restore: {reader.folder} does not fit the state",
             found="; ".join(f"{what}: {listed(names)}" for what, names in wrong.items() if names),
             expected="the objects, names and shapes that were saved",
-            fix="weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
+            fix="build the model as it was saved, or restore from another directory"
+            if shapes or kinds
+            else "weft.restore(state, directory, ctx, strict=False)  # keeps what is missing as it is",
         )
     return weights, missing, unexpected
 

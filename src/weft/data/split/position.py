@@ -33,7 +33,7 @@ class Cursor:
         last: What is known of the batch that was given last.
         rows: How many rows it has, if only its reading could tell.
         loaded: The position was loaded, and nothing was read since.
-        weighed: Its `share` was asked for.
+        weighed: Its `share` was asked for, or windows have one.
     """
 
     epoch: int

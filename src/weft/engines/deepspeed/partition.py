@@ -226,6 +226,9 @@ class Partition:
         if self._passes.enabled and self._passes.is_pending():
             self._passes.reduce_pending("a step after a window that was left early")
 
+    def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients and weights are DeepSpeed's."""
+
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change."""
         module = self._module()

@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.first_steps import FirstSteps
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.optim.step_watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
@@ -53,11 +54,13 @@ class Strategy:
         self._buffers_due = False
         self.finds_unused = options.unused == "zero"
         self._removable = Removable()
+        self._first_steps = FirstSteps(self._what, self._class_name, peers)
         self._steps = Steps(self._what, self, group, peers, module)
 
     def begin_window(self) -> None:
         """Backward passes keep their gradients on this rank from now on."""
         self._due = True
+        self._first_steps.begin_window()
         self._synchronize(enabled=False)
 
     def last_backward(self) -> None:
@@ -98,6 +101,21 @@ class Strategy:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
         raise NotImplementedError
+
+    def weights_of_all(self) -> Mapping[str, torch.Tensor]:
+        """The parameters of which each rank holds the same values, by name."""
+        return {}
+
+    def probe(self) -> nn.Parameter | None:
+        """A parameter whose gradient tells of the others: as a rule the last one that a backward pass reaches."""
+        return None
+
+    def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """All ranks are about to make step `number`; see `FirstSteps`."""
+        self._first_steps.compare(number, self.weights_of_all() if number == 1 else {})
+        probe = self.probe()
+        if probe is not None:
+            self._first_steps.note_step(number, probe, optimizer)
 
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change."""

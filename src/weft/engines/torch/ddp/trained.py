@@ -6,7 +6,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from weft.errors import ContractError, listed
 
 __all__ = ["Trained", "check_hooks", "is_reduced"]
 
+_RARELY = 16  # calls of a module
 _VERSION = operator.attrgetter("_version")
 
 
@@ -47,6 +48,8 @@ class Trained:
         self._guards = Removable()
         self._unreduced_versions: int | None = None
         self._left_versions: int | None = None
+        self._node: Any = None  # that adds up the gradient of the first one; torch's reducer waits at these
+        self._address = self._calls = 0
 
     def take(self, named: Mapping[str, nn.Parameter], flag: bytearray, reducer: weakref.ref[Arrival]) -> None:
         """Guard these parameters from now on."""
@@ -56,6 +59,30 @@ class Trained:
         for index, parameter in enumerate(self.parameters):
             guard = _guard(flag, self.got, reducer, index)
             self._guards.add(parameter.register_post_accumulate_grad_hook(guard).remove)
+        self._calls = 0
+        if self.parameters:
+            self._node, self._address = _gradient_node(self.parameters[0]), self.parameters[0].data_ptr()
+
+    def check_in_place(self, what: str, class_name: str) -> None:
+        """Raise if the parameters were converted or moved, and be it back again: the reducer would not see gradients.
+
+        To look at the node takes longer than to look at the address, which may be what it was.
+
+        Raises:
+            ContractError: They were.
+        """
+        first, calls, self._calls = self.parameters[0], self._calls, self._calls + 1
+        if (
+            (first.data_ptr() != self._address or calls % _RARELY == 0)
+            and first.requires_grad
+            and _gradient_node(first) is not self._node
+        ):
+            raise ContractError(
+                f"{what}: {class_name} was moved or converted after {what}",
+                found=f"parameters in {first.dtype} on {first.device}, which are not where they were",
+                expected=f"model.to(...), .double(), .half(), .cpu() before {what}; gradients would not be averaged",
+                fix=f"model.to(...); model, ctx = weft.{what}(model, ctx)  # in this order; or weft.undo before it",
+            )
 
     def release(self) -> None:
         """Take the guards off."""
@@ -160,6 +187,15 @@ def _guard(
         got[index] = 1
 
     return guard
+
+
+def _gradient_node(parameter: nn.Parameter) -> Any:
+    """The node of the graph that adds up the gradient of a parameter; a parameter that is moved gets another one."""
+    if not parameter.requires_grad:
+        return None
+    with torch.enable_grad():
+        grad_fn: Any = parameter.view_as(parameter).grad_fn
+        return grad_fn.next_functions[0][0]
 
 
 def is_reduced(parameter: nn.Parameter) -> bool:

@@ -146,7 +146,9 @@ class GatherOrder:
             f"{self._what}: the ranks gather different units at the same moment",
             found=listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps)),
             expected="the same units in the same order on all ranks, in every forward and backward pass",
-            fix="call every unit on every rank (multiply what is not needed by zero), or "
+            fix="evaluate on all ranks, or on one with weft.full_params(model, ctx, forward=True)"
+            if {step % _NUM_KINDS == 1 for step in steps} == {True, False}
+            else "call every unit on every rank (multiply what is not needed by zero), or "
             "weft.replicate(model, ctx, unused='zero')",
         )
         self._peers.report(error)

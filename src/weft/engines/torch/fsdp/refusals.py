@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from weft.engines.torch.amp.graph_walk import Running
+from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import ContractError, listed
+from weft.tensors.dtensor import is_sharded
 
-__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies"]
+__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies", "refuse_states"]
 
 _COPYING = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance, before its class
 
@@ -43,6 +45,55 @@ def allow_copies(module: nn.Module) -> None:
     for part in module.modules():
         for name in _COPYING:
             vars(part).pop(name, None)
+
+
+class _NoFile:
+    """Goes with a shard in a state_dict, and comes up when it is pickled."""
+
+    def __init__(self, what: str, name: str, shape: torch.Size) -> None:
+        self._what = what
+        self._name = name
+        self._shape = tuple(shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoFile:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ContractError(
+            f"{self._what}: the state_dict of a sharded module cannot be pickled",
+            found=f"torch.save or pickle of {self._name} {list(self._shape)}, of which this rank holds a part",
+            expected="all ranks save their parts, or the weights are made whole",
+            fix="weft.save(state, directory, step, ctx); weft.export(path, folder)  # safetensors; or on all ranks:\n"
+            "            with weft.full_params(model, ctx): ...",
+        )
+
+
+def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
+    """Let a state_dict of shards raise when it is pickled, and whole tensors when they are loaded as one."""
+
+    def mark(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, tensor in state.items():
+            if name.startswith(prefix) and is_sharded(tensor) and not isinstance(tensor, nn.Parameter):
+                vars(tensor)["weft_part"] = _NoFile(what, name, tensor.shape)
+
+    def check(part: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+        named = part.named_parameters()
+        whole = [name for name, p in named if is_sharded(p) and _is_whole(state.get(prefix + name))]
+        if whole:
+            raise ContractError(
+                f"{what}: load_state_dict was given whole tensors for a sharded {type(part).__name__[4:]}",
+                found=f"{listed(whole)}, of which this rank holds a part",
+                expected=f"weights that are loaded before {what}, or files from which each rank reads its part",
+                fix=f"model.load_state_dict(...); model, ctx = weft.{what}(model, ctx)  # in this order; "
+                "or weft.load_weights(model, path, ctx) after it",
+            )
+
+    removable.add(module.register_state_dict_post_hook(mark).remove)
+    removable.add(module.register_load_state_dict_pre_hook(check).remove)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not is_sharded(value)
 
 
 def _with_parameters(module: nn.Module) -> Iterator[nn.Module]:

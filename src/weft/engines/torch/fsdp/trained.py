@@ -51,6 +51,12 @@ class Trained:
         sharded = {one._param_fqn: one.sharded_param for one in self._units.parameters()}
         return {name: p for name, p in {**sharded, **self.unsharded.named}.items() if p.requires_grad}
 
+    def first(self) -> nn.Parameter | None:
+        """The first of them."""
+        if self._first is None:
+            self._first = next(iter(self.named().values()), None)
+        return self._first
+
     def ids(self) -> set[int]:
         """What gradients of parameters could be asked for: also those that FSDP2 has put into the module."""
         ids = set(map(id, self.unsharded.named.values()))
@@ -79,6 +85,4 @@ class Trained:
     @torch._disable_dynamo
     def look_for_optimizers(self, steps: Steps) -> None:
         """Notice new ones."""
-        if self._first is None:
-            self._first = next(iter(self.named().values()), None)
-        steps.look(self._first, lambda: self.named().values())
+        steps.look(self.first(), lambda: self.named().values())

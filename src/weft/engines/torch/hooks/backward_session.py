@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["BackwardSession", "inside_backward"]
+__all__ = ["BackwardSession", "after_callbacks", "inside_backward"]
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -65,6 +65,11 @@ class BackwardSession:
             self.flag[0] = 0
             return True
         return False
+
+
+def after_callbacks(run: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has ended, after the `end` of all sessions."""
+    _queue_callback(lambda: _queue_callback(run))
 
 
 def inside_backward(run: Callable[[], None]) -> None:

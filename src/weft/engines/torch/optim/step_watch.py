@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.engines.peers import Peers
 from weft.engines.torch.optim.closures import replace_closure
-from weft.errors import NotSynchronized, listed
+from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.dtensor import local
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
@@ -30,6 +30,10 @@ __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise
 # comparison costs about a tenth of a small step.
 _OFTEN = 16
 _RARELY = 128
+_SAME_SETTINGS = (
+    "the same learning rate and model.train() on all ranks; scheduler.step(weft.reduce(loss, ctx, 'mean')) where a "
+    "schedule follows a loss"
+)
 _MAX_SEARCHES = 8  # for a loop that changes parameters by hand, and would be searched for in each step
 
 
@@ -52,6 +56,9 @@ class StepOwner(Protocol):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: reduce what is pending, or raise."""
+
+    def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """All ranks are about to make step `number` of those that were seen."""
 
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change: dropout, training or evaluation."""
@@ -127,6 +134,25 @@ class Steps:
             # First of all: other hooks read gradients, which may be pending.
             optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
+    def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        """Raise if an optimizer that holds nothing of the module was meant for it.
+
+        Raises:
+            ContractError: The module has gradients and no optimizer, and this one has no gradients.
+        """
+        held = [p for entry in optimizer.param_groups for p in entry["params"]]
+        if len(self._handles) or any(p.grad is not None for p in held) or self._group is None:
+            return
+        if any(p.grad is not None for p in module.parameters()):
+            kind = type(optimizer).__name__
+            raise ContractError(
+                f"{self._what}: {kind} steps on none of the parameters of {type(module).__name__}",
+                found=f"{len(held)} parameters without gradients in the optimizer, of another model or of an earlier "
+                "one; and gradients in the module, which no optimizer holds",
+                expected="an optimizer over the parameters of the module that is trained",
+                fix=f"optimizer = torch.optim.{kind}(model.parameters())  # after the model has its final form",
+            )
+
     def release(self) -> None:
         """Take the hooks off and let the process group go."""
         for handle in list(self._handles.values()):
@@ -144,6 +170,7 @@ class Steps:
         owner.before_step(optimizer)
         self.number += 1
         self._compare(optimizer, owner)
+        owner.is_stepped(self.number, optimizer)
         return self._with_common_loss(optimizer, args, kwargs)
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
@@ -154,9 +181,9 @@ class Steps:
         what = f"step {number} of {type(optimizer).__name__}"
         facts = {**_settings(optimizer), **owner.settings()}
         if number == 1:
-            self._peers.agree(what, facts)
+            self._peers.agree(what, facts, fix=_SAME_SETTINGS)
         else:
-            self._peers.compare(what, facts)
+            self._peers.compare(what, facts, fix=_SAME_SETTINGS)
 
     def _with_common_loss(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
@@ -189,6 +216,8 @@ def _see_first_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:
         wanted = {id(p) for p in whole.parameters()}
         if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
             watching.attach(optimizer)
+        else:
+            watching.check_other(optimizer, whole)
 
     ending = weakref.finalize(steps, register_optimizer_step_pre_hook(first_step).remove)
     ending.atexit = False

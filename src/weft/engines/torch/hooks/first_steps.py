@@ -1,0 +1,189 @@
+"""Mistakes that are in a program from its first step on, and that raise nothing by themselves.
+
+They are looked for in the first steps: ranks that compute the same batches, weights that were changed on one rank,
+gradients that nobody clears or that are cleared or clipped within a window. What is found is compared at the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from weft.engines.peers import Peers
+from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
+from weft.tensors.bit_sums import can_be_read, sum_of_bits
+from weft.tensors.dtensor import local
+from weft.tensors.nested import tensors
+
+__all__ = ["FirstSteps"]
+
+_NUM_BATCHES = 2  # that differ on this rank and are equal on all ranks: by chance next to never
+_MAX_TENSORS = 8
+_MAX_ELEMENTS = 4096  # of a tensor, spread over it
+_NUM_STEPS = 3
+
+
+class FirstSteps:
+    """What one strategy sees of them."""
+
+    def __init__(self, what: str, class_name: str, peers: Peers) -> None:
+        self._what = what
+        self._class_name = class_name
+        self._peers = peers
+        self._batches: list[str] = []
+        self._seen = 0  # forward passes whose inputs were looked at
+        self._stepped: int | None = None  # version of the gradient that was stepped on
+        self._kept: int | None = None  # version of a gradient of this window that is not reduced yet
+        self._warned: set[str] = set()
+
+    # -- data and weights --------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def see_inputs(self, module: nn.Module | None, args: Any, kwargs: Any) -> None:
+        """A forward pass with gradients has these arguments.
+
+        Raises:
+            AlreadyApplied: Torch's DistributedDataParallel calls it.
+        """
+        if self._seen < _NUM_BATCHES:
+            self._seen += 1
+            outer = DistributedDataParallel._get_active_ddp_module()
+            if outer is not None and any(part is module for part in outer.modules()):
+                raise AlreadyApplied(
+                    f"{self._what}: torch's DistributedDataParallel reduces gradients of {self._class_name} as well",
+                    found=f"DistributedDataParallel around a module that has {self._what}",
+                    expected="one of the two: gradients would be averaged twice",
+                    fix="leave the line with DistributedDataParallel(model) out",
+                )
+            digest = _digest((args, kwargs))
+            if digest is not None:
+                self._batches.append(digest)
+
+    def compare(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """All ranks are about to make step `number` of this strategy.
+
+        Args:
+            number: Of the step, from 1.
+            weights: Parameters of which each rank should hold the same values, by name.
+
+        Collectives: none; a meeting in the first step and one in the second.
+
+        Raises:
+            NotSynchronized: On all ranks; weights differ before the first step.
+        """
+        if number == 1:
+            self._compare_weights({name: p for name, p in weights.items() if can_be_read(p)})
+        elif number == _NUM_BATCHES:
+            everyone = self._peers.meet("batches of the first steps", self._batches)
+            changes = len(set(self._batches)) == _NUM_BATCHES
+            if changes and len(everyone) > 1 and all(one == everyone[0] for one in everyone):
+                self._warn(
+                    f"{self._what}: all {len(everyone)} ranks compute the same batches",
+                    f"the inputs of the first {_NUM_BATCHES} forward passes of {self._class_name}, bit for bit",
+                    "a part of the data on each rank; so every rank does the work of one",
+                    "loader, ctx = weft.shard_data(loader, ctx)",
+                )
+
+    def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        sums = [sum_of_bits(p) for p in weights.values()]
+        mine = torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+        if len(set(self._peers.meet("weights before the first step", digest))) == 1:
+            return
+        everyone = self._peers.meet("weights that differ", mine)
+        differing = [name for name, *ours in zip(weights, *everyone, strict=True) if len(set(ours)) > 1]
+        raise NotSynchronized(
+            f"{self._what}: weights of {self._class_name} differ between the ranks before the first step",
+            found=f"changed after {self._what}, not on all ranks alike: {listed(differing)}",
+            expected=f"weights that were loaded or initialized before {self._what}, which sends them to all ranks; "
+            "or alike on all ranks",
+            fix=f"model.load_state_dict(...); model, ctx = weft.{self._what}(model, ctx)  # in this order",
+        )
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def note_step(self, number: int, probe: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps; `probe` is a parameter whose gradient tells of the others."""
+        self._kept = self._stepped = None
+        held = number <= _NUM_STEPS and any(p is probe for entry in optimizer.param_groups for p in entry["params"])
+        if held and probe.grad is not None:
+            self._stepped = probe.grad._version
+
+    def note_kept(self, probe: nn.Parameter) -> None:
+        """A backward pass of a window has ended, and its gradients are not reduced."""
+        self._stepped = None
+        self._kept = None if probe.grad is None else probe.grad._version
+
+    def begin_window(self) -> None:
+        """What an earlier window has left may be changed."""
+        self._kept = None
+
+    def check_kept(self, probe: nn.Parameter) -> None:
+        """The next micro-batch of a window is computed.
+
+        Raises:
+            NotSynchronized: Gradients were changed since the last one.
+        """
+        if self._kept is None:
+            return
+        if probe.grad is None or (probe.grad._version != self._kept and not _has_numbers(probe.grad)):
+            self._warn(
+                f"{self._what}: gradients of {self._class_name} were cleared in the middle of a window",
+                "zero_grad between the micro-batches of a window, whose gradients are to be added up",
+                "zero_grad once per window, after the step",
+                "for batch in window: ...; then optimizer.step() and optimizer.zero_grad(), after the inner loop",
+            )
+        elif probe.grad._version != self._kept:
+            raise NotSynchronized(
+                f"{self._what}: gradients of {self._class_name} were changed in the middle of a window",
+                found="gradients of one rank that were clipped or scaled before they were averaged over the ranks",
+                expected="clipping after the last micro-batch, where gradients are those of all ranks",
+                fix="for batch in window: ...; then clip_grad_norm_ and optimizer.step(), after the inner loop",
+            )
+        self._kept = None
+
+    def begin_backward(self, probe: nn.Parameter) -> None:
+        """A backward pass begins, and has not reached `probe` yet."""
+        stepped, self._stepped = self._stepped, None
+        if self._kept is not None and probe.grad is None:
+            self.check_kept(probe)
+        if stepped is None or probe.grad is None:
+            return
+        # Gradients in one bucket share a version, and one parameter has got its gradient already.
+        if probe.grad._version - stepped <= 1 and _has_numbers(probe.grad):
+            self._warn(
+                f"{self._what}: a backward pass adds to gradients of {self._class_name} that were stepped on",
+                "no zero_grad since the last step of this optimizer",
+                "gradients that are cleared after each step",
+                "optimizer.step(); optimizer.zero_grad()",
+            )
+
+    def _warn(self, problem: str, found: str, expected: str, fix: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
+            warn(problem, found=found, expected=expected, fix=fix)
+
+
+def _has_numbers(gradient: torch.Tensor) -> bool:
+    """Whether what of a gradient lies here is known not to be zero."""
+    part = local(gradient.detach())
+    return can_be_read(part) and bool(part.any())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _digest(value: Any) -> str | None:
+    """A hash of some elements of the first tensors; None where there is nothing to read."""
+    found: Iterable[torch.Tensor] = [one for one in tensors(value) if can_be_read(one)][:_MAX_TENSORS]
+    hashed = hashlib.sha256()
+    for tensor in found:
+        flat = tensor.detach().reshape(-1)
+        hashed.update(_bytes(flat[:: -(-len(flat) // _MAX_ELEMENTS)]).cpu().numpy().tobytes())
+    return hashed.hexdigest() if found else None

@@ -1,0 +1,22 @@
+"""Numbers that tell whether tensors hold the same bits, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["can_be_read", "sum_of_bits"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own here: not in a rehearsal, nor where it is a part of something."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and not tensor.is_quantized and tensor.numel() > 0
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the elements, read as integers, modulo 2**64: it does not depend on the order of the additions."""
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return real.contiguous().view(_INTEGERS[real.dtype.itemsize]).sum(dtype=torch.int64)
