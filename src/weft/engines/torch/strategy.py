@@ -113,7 +113,7 @@ class Strategy:
     def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """All ranks are about to make step `number`; see `FirstSteps`."""
         self._first_steps.compare(number, self.weights_of_all() if number == 1 else {})
-        probe = self.probe()
+        probe = self.probe() if self._first_steps.wants_gradients else None
         if probe is not None:
             self._first_steps.note_step(number, probe, optimizer)
 

@@ -102,7 +102,7 @@ class GradientReducer(Strategy):
 
     def _before(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._send_buffers()
-        if torch.is_grad_enabled():
+        if self._first_steps.wants_inputs and torch.is_grad_enabled():
             self._first_steps.see_inputs(self._module(), args, kwargs)
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +141,8 @@ class GradientReducer(Strategy):
         if trained.parameters:
             if not self._options.flat:  # whose buffer is looked at before it is sent
                 trained.check_in_place(self._what, self._class_name)
-            self._first_steps.check_kept(trained.parameters[0])
+            if self._first_steps.wants_gradients:
+                self._first_steps.check_kept(trained.parameters[0])
         if trained.parameters and self._steps.look(trained.parameters[0], lambda: trained.parameters):
             check_hooks(self._what, self._class_name, zip(trained.names, trained.parameters, strict=True), own=1)
 
@@ -176,7 +177,7 @@ class GradientReducer(Strategy):
         if self._called_at != trained.parameters[0]._version:
             name, methods = trained.names[index], self._options.methods
             raise_past_forward(self._what, name, self._module(), self._class_name, methods)
-        if index:
+        if index and self._first_steps.wants_gradients:
             self._first_steps.begin_backward(trained.parameters[0])
         self._session.enter()
 
@@ -191,7 +192,8 @@ class GradientReducer(Strategy):
             if not self.finds_unused:
                 trained.forget()  # else a parameter used so far is used in the window
             trained.note_pending()
-            after_callbacks(self._note_kept)
+            if self._first_steps.wants_gradients:
+                after_callbacks(self._note_kept)
             return
         missing = [] if self.finds_unused else trained.missing()
         lacking = trained.named(missing, besides=self._apart.named) if missing else []

@@ -144,7 +144,8 @@ class ShardedModule(Strategy):
         if torch.is_grad_enabled() and self._group is not None and not self._calls:
             self._trained.look(module, self._peers)
             self._trained.look_for_optimizers(self._steps)
-            self._first_steps.see_inputs(module, args, kwargs)
+            if self._first_steps.wants_inputs:
+                self._first_steps.see_inputs(module, args, kwargs)
         self._calls.append(self._order.begin_forward())
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
@@ -191,7 +192,7 @@ class ShardedModule(Strategy):
 
     def _begin(self) -> None:
         running = running_backward()
-        first = self.probe()
+        first = self.probe() if self._first_steps.wants_gradients else None
         if first is not None:
             self._first_steps.begin_backward(first)
         self._retains_graph = running.retains_graph

@@ -26,10 +26,16 @@ _NUM_BATCHES = 2  # that differ on this rank and are equal on all ranks: by chan
 _MAX_TENSORS = 8
 _MAX_ELEMENTS = 4096  # of a tensor, spread over it
 _NUM_STEPS = 3
+_NUM_KEPT = 64  # backward passes of windows
 
 
 class FirstSteps:
-    """What one strategy sees of them."""
+    """What one strategy sees of them.
+
+    Attributes:
+        wants_inputs: Whether the arguments of the next forward pass are looked at.
+        wants_gradients: Whether gradients are.
+    """
 
     def __init__(self, what: str, class_name: str, peers: Peers) -> None:
         self._what = what
@@ -37,6 +43,8 @@ class FirstSteps:
         self._peers = peers
         self._batches: list[str] = []
         self._seen = 0  # forward passes whose inputs were looked at
+        self._kept_often = 0
+        self.wants_inputs = self.wants_gradients = True
         self._stepped: int | None = None  # version of the gradient that was stepped on
         self._kept: int | None = None  # version of a gradient of this window that is not reduced yet
         self._warned: set[str] = set()
@@ -52,6 +60,7 @@ class FirstSteps:
         """
         if self._seen < _NUM_BATCHES:
             self._seen += 1
+            self.wants_inputs = self._seen < _NUM_BATCHES
             outer = DistributedDataParallel._get_active_ddp_module()
             if outer is not None and any(part is module for part in outer.modules()):
                 raise AlreadyApplied(
@@ -110,6 +119,7 @@ class FirstSteps:
     def note_step(self, number: int, probe: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps; `probe` is a parameter whose gradient tells of the others."""
         self._kept = self._stepped = None
+        self.wants_gradients = number <= _NUM_STEPS and self._kept_often < _NUM_KEPT
         held = number <= _NUM_STEPS and any(p is probe for entry in optimizer.param_groups for p in entry["params"])
         if held and probe.grad is not None:
             self._stepped = probe.grad._version
@@ -118,6 +128,7 @@ class FirstSteps:
         """A backward pass of a window has ended, and its gradients are not reduced."""
         self._stepped = None
         self._kept = None if probe.grad is None else probe.grad._version
+        self._kept_often += 1
 
     def begin_window(self) -> None:
         """What an earlier window has left may be changed."""
