@@ -46,9 +46,6 @@ class Seekable(Protocol):
         """The size of the batch that was given last."""
         ...
 
-    def weft_leave_weighing(self) -> None:
-        """Let windows weigh the losses."""
-
 
 class Extension(DataLoader[T]):
     """Base of what is put before the class of a loader; makes the result picklable."""

@@ -66,9 +66,11 @@ class _WindowLoader(Extension[Any]):
 class _SeekableWindowLoader(_WindowLoader):
     """Over a loader that can leave batches unread; see [Note: position in windows]."""
 
+    weft_cursor: Any
+
     def _split(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
         splitter, loader = self.weft_splitter, _seekable(super())
-        loader.weft_leave_weighing()
+        self.weft_cursor.weighed = True  # its own `share` is not asked for
         if length is not None and splitter.remainder == "carry":
             rest = splitter.fit(splitter.windows, length)[1]
             length -= rest if loader.weft_hold_back(rest) else 0

@@ -205,10 +205,6 @@ class ShardedLoader(Extension[T]):
         """The size of the batch that was given last; see `Seekable`."""
         return self.weft_cursor.last_size(self.weft_reading)
 
-    def weft_leave_weighing(self) -> None:
-        """Let windows weigh the losses; see `Seekable`."""
-        self.weft_cursor.weighed = True
-
     def weft_divide(self, index: int, count: int) -> None:
         """Divide the samples of each step among so many replicas, of which this is one; from the next iteration on."""
         reading, ctx = self.weft_reading, self.weft_ctx

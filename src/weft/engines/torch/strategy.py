@@ -57,6 +57,8 @@ class Strategy:
         self._first_steps = FirstSteps(self._what, self._class_name, peers)
         self._steps = Steps(self._what, self, group, peers, module)
 
+    _trained: Any = None  # the parameters: `first()`, and those with the `same_on_all()` ranks
+
     def begin_window(self) -> None:
         """Backward passes keep their gradients on this rank from now on."""
         self._due = True
@@ -102,20 +104,12 @@ class Strategy:
         """An optimizer is about to step."""
         raise NotImplementedError
 
-    def weights_of_all(self) -> Mapping[str, torch.Tensor]:
-        """The parameters of which each rank holds the same values, by name."""
-        return {}
-
-    def probe(self) -> nn.Parameter | None:
-        """A parameter whose gradient tells of the others: as a rule the last one that a backward pass reaches."""
-        return None
-
     def is_stepped(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """All ranks are about to make step `number`; see `FirstSteps`."""
-        self._first_steps.compare(number, self.weights_of_all() if number == 1 else {})
-        probe = self.probe() if self._first_steps.wants_gradients else None
-        if probe is not None:
-            self._first_steps.note_step(number, probe, optimizer)
+        trained = self._trained
+        self._first_steps.compare(number, {} if number > 1 or trained is None else trained.same_on_all())
+        if trained is not None:
+            self._first_steps.note_step(number, trained.first(), optimizer)
 
     def settings(self) -> Mapping[str, object]:
         """What of the module has to be equal on all ranks and may change."""
@@ -136,6 +130,12 @@ class Strategy:
             self._buffers_due = True
             if not retains_graph():
                 self._send_buffers()
+
+    def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
+        """The module is about to be called."""
+        self._send_buffers()
+        if self._first_steps.wants_inputs and torch.is_grad_enabled():
+            self._first_steps.see_inputs(self._module(), args, kwargs)
 
     def _send_buffers(self, *unused: Any) -> None:
         if not self._buffers_due:

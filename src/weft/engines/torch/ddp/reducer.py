@@ -22,7 +22,7 @@ step; if they were changed in between (clipped, say), the step raises unless the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.ddp.trained import Trained, check_hooks
 from weft.engines.torch.ddp.transport import Transport
 from weft.engines.torch.ddp.zero_gradients import anchor_of, bring_zeros, zeros_for
-from weft.engines.torch.hooks.backward_session import BackwardSession, after_callbacks
+from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.past_forward import raise_past_forward
@@ -61,14 +61,14 @@ class GradientReducer(Strategy):
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Buckets finish in a callback of their own, which has to be over before ours.
         self._session = BackwardSession(self._begin, self._end, rounds=0 if options.flat else 1)
-        self._trained = Trained()
+        self._trained = Trained(options)
         self._apart = ReducedApart(options.apart, options.dtype)
         self._parameter_watch = ParameterWatch(self._what, module)
         self._removable.add(self._undo)
         self._take_parameters(module)
         self._steps.search(self._trained.parameters)
-        hooks: dict[str, Any] = {"before": self._before, "after": self._watch, "around": self._around}
-        attach(module, self._removable, **hooks, methods=options.methods)
+        calls: Any = {"before": self._before, "after": self._watch, "around": self._around}
+        attach(module, self._removable, **calls, methods=options.methods)
 
     # -- what others may ask ---------------------------------------------------------------------
 
@@ -99,11 +99,6 @@ class GradientReducer(Strategy):
         self.transport.undo()
 
     # -- forward ---------------------------------------------------------------------------------
-
-    def _before(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._send_buffers()
-        if self._first_steps.wants_inputs and torch.is_grad_enabled():
-            self._first_steps.see_inputs(self._module(), args, kwargs)
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._before(None, args, kwargs)
@@ -138,11 +133,7 @@ class GradientReducer(Strategy):
         module, trained = self._module(), self._trained
         if module is not None:
             self._look_at_parameters(module)
-        if trained.parameters:
-            if not self._options.flat:  # whose buffer is looked at before it is sent
-                trained.check_in_place(self._what, self._class_name)
-            if self._first_steps.wants_gradients:
-                self._first_steps.check_kept(trained.parameters[0])
+        self._first_steps.check_kept(trained.checked(self._what, self._class_name))
         if trained.parameters and self._steps.look(trained.parameters[0], lambda: trained.parameters):
             check_hooks(self._what, self._class_name, zip(trained.names, trained.parameters, strict=True), own=1)
 
@@ -177,8 +168,7 @@ class GradientReducer(Strategy):
         if self._called_at != trained.parameters[0]._version:
             name, methods = trained.names[index], self._options.methods
             raise_past_forward(self._what, name, self._module(), self._class_name, methods)
-        if index and self._first_steps.wants_gradients:
-            self._first_steps.begin_backward(trained.parameters[0])
+        self._first_steps.begin_backward(trained.first() if index else None)
         self._session.enter()
 
     def _begin(self) -> None:
@@ -192,8 +182,7 @@ class GradientReducer(Strategy):
             if not self.finds_unused:
                 trained.forget()  # else a parameter used so far is used in the window
             trained.note_pending()
-            if self._first_steps.wants_gradients:
-                after_callbacks(self._note_kept)
+            self._first_steps.note_kept(trained.first())
             return
         missing = [] if self.finds_unused else trained.missing()
         lacking = trained.named(missing, besides=self._apart.named) if missing else []
@@ -209,9 +198,6 @@ class GradientReducer(Strategy):
         self._pass_on_buffers(lambda: running_backward().retains_graph)
         if missing:
             self._raise_unused(missing)
-
-    def _note_kept(self) -> None:
-        self._first_steps.note_kept(self._trained.parameters[0])
 
     # -- reduction outside of a backward pass of the user's --------------------------------------
 
@@ -246,29 +232,17 @@ class GradientReducer(Strategy):
 
     # -- one step --------------------------------------------------------------------------------
 
-    def weights_of_all(self) -> Mapping[str, torch.Tensor]:
-        """The parameters that are whole on each rank, and trained."""
-        named = zip(self._trained.names, self._trained.parameters, strict=True)
-        return {name: p for name, p in named if name not in self._apart.how}
-
-    def probe(self) -> nn.Parameter | None:
-        """The first of the trained parameters."""
-        return self._trained.parameters[0] if self._trained.parameters else None
-
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never sees gradients of one rank alone."""
         trained = self._trained
         if torch._C._current_graph_task_id() != -1:
             raise_step_inside(self._what, self._class_name)
         self._send_buffers()
-        if trained.has_pending():
-            if not self.enabled:
-                self._raise_in_window()
-            if trained.are_as_left():
-                self._reduce_now()
+        if trained.has_pending() and not self.enabled:
+            self._raise_in_window()
+        if trained.has_pending() and trained.are_as_left():
+            self._reduce_now()
         fresh = self._reductions != self._stepped_at.get(optimizer, 0) and not trained.has_pending()
         if not fresh and self._group is not None:
-            # Of parameters that fewer ranks add up, the others have other parts.
-            others = [name for name, how in self._apart.how.items() if how.scale != 1]
-            trained.check_same_gradients(self._what, optimizer, self._peers, others)
+            trained.check_same_gradients(self._what, optimizer, self._peers)
         self._stepped_at[optimizer] = self._reductions

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.optim.step_watch import check_same_gradients
@@ -39,7 +40,9 @@ class Trained:
         pending: Whether `.grad` holds gradients of a window that were not reduced; see [Note: pending gradients].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: ReduceOptions) -> None:
+        self._apart = options.apart
+        self._flat = options.flat
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.got = bytearray()
@@ -63,14 +66,16 @@ class Trained:
         if self.parameters:
             self._node, self._address = _gradient_node(self.parameters[0]), self.parameters[0].data_ptr()
 
-    def check_in_place(self, what: str, class_name: str) -> None:
-        """Raise if the parameters were converted or moved, and be it back again: the reducer would not see gradients.
+    def checked(self, what: str, class_name: str) -> nn.Parameter | None:
+        """The first of them, if none was converted or moved, and be it back again: the reducer would miss gradients.
 
         To look at the node takes longer than to look at the address, which may be what it was.
 
         Raises:
             ContractError: They were.
         """
+        if self._flat or not self.parameters:
+            return self.first()  # that the buffer is left is seen before it is sent
         first, calls, self._calls = self.parameters[0], self._calls, self._calls + 1
         if (
             (first.data_ptr() != self._address or calls % _RARELY == 0)
@@ -83,10 +88,20 @@ class Trained:
                 expected=f"model.to(...), .double(), .half(), .cpu() before {what}; gradients would not be averaged",
                 fix=f"model.to(...); model, ctx = weft.{what}(model, ctx)  # in this order; or weft.undo before it",
             )
+        return first
 
     def release(self) -> None:
         """Take the guards off."""
         self._guards.remove()
+
+    def first(self) -> nn.Parameter | None:
+        """The first of them, which a backward pass reaches last as a rule."""
+        return self.parameters[0] if self.parameters else None
+
+    def same_on_all(self) -> dict[str, nn.Parameter]:
+        """Those that are whole on each rank, by name."""
+        named = zip(self.names, self.parameters, strict=True)
+        return {name: p for name, p in named if name not in self._apart}
 
     def forget(self) -> None:
         """Begin to note anew which parameters get gradients."""
@@ -148,19 +163,18 @@ class Trained:
             self._unreduced_versions = None
         return stepped
 
-    def check_same_gradients(
-        self, what: str, optimizer: torch.optim.Optimizer, peers: Peers, besides: Collection[str]
-    ) -> None:
+    def check_same_gradients(self, what: str, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
         """Raise if gradients that `optimizer` is about to use differ between the ranks; a meeting.
 
         Args:
             what: Name of the strategy.
             optimizer: About to step.
             peers: The same strategy on the other ranks.
-            besides: Names of parameters that are not compared.
         """
         held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
         named = zip(self.names, self.parameters, strict=True)
+        # Of parameters that fewer ranks add up, the others have other parts.
+        besides = {name for name, how in self._apart.items() if how.scale != 1}
         ours = [(name, p) for name, p in named if id(p) in held and name not in besides]
         if ours:  # also where none has a gradient: the other ranks may have some
             check_same_gradients(what, ours, peers)

@@ -32,7 +32,6 @@ from weft.engines.torch.fsdp.refusals import (
     check_reduces,
     check_without_gradients,
     refuse_copies,
-    refuse_states,
 )
 from weft.engines.torch.fsdp.remove import remove_fsdp
 from weft.engines.torch.fsdp.trained import Trained
@@ -65,8 +64,7 @@ class ShardedModule(Strategy):
         self._units = Units(module, mesh, options, self._removable)
         hooks: dict[str, Any] = {"before": self._before, "after": self._after, "around": self._around}
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
-        refuse_copies(self._what, module)
-        refuse_states(self._what, module, self._removable)
+        refuse_copies(self._what, module, self._removable)
         self._held = HeldGradients(self._what, self._class_name, self._units, peers)
         self._unused = Unused(mesh.device_type)
         how = {name: options.apart.get(name, Reduction(group, self.mean_over)) for name in options.ignored}
@@ -126,11 +124,11 @@ class ShardedModule(Strategy):
 
     # -- around the calls of the module ----------------------------------------------------------
 
-    def _before(self, unused: Any = None, args: Any = (), kwargs: Any = None) -> None:
+    def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """The module is about to be called; see [Note: torn passes]."""
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, inside of backward
-        module: Any = self._module()
+        module = self._module()
         if self._units.alone:
             check_without_gradients(self._what, self._class_name)
             return
@@ -140,12 +138,10 @@ class ShardedModule(Strategy):
             self._order.tear()
             self._units.start_anew(module)
             self._held.drop()
-        self._send_buffers()
+        super()._before(module, args, kwargs)
         if torch.is_grad_enabled() and self._group is not None and not self._calls:
             self._trained.look(module, self._peers)
             self._trained.look_for_optimizers(self._steps)
-            if self._first_steps.wants_inputs:
-                self._first_steps.see_inputs(module, args, kwargs)
         self._calls.append(self._order.begin_forward())
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
@@ -192,11 +188,8 @@ class ShardedModule(Strategy):
 
     def _begin(self) -> None:
         running = running_backward()
-        first = self.probe() if self._first_steps.wants_gradients else None
-        if first is not None:
-            self._first_steps.begin_backward(first)
-        self._retains_graph = running.retains_graph
-        self._only_inputs = bool(running.returned)
+        self._first_steps.begin_backward(self._trained.first())
+        self._retains_graph, self._only_inputs = running.retains_graph, bool(running.returned)
         check_reduces(self._what, self._class_name, running, self._trained.ids() if running.returned else ())
         if self._only_inputs and self.enabled:  # no parameter gets a gradient that could be reduced
             self._units.synchronize(enabled=False)
@@ -242,10 +235,6 @@ class ShardedModule(Strategy):
     def reduced_in_backward(self) -> list[torch.Tensor]:
         """The sharded parameters; none if those that nobody used get their gradient taken away when backward ends."""
         return [] if self.finds_unused else [one.sharded_param for one in self._units.parameters()]
-
-    def probe(self) -> nn.Parameter | None:
-        """The first of the parameters an optimizer sees."""
-        return self._trained.first()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer cannot step on shards, or would come to other numbers."""

@@ -13,7 +13,7 @@ from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies", "refuse_states"]
+__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies"]
 
 _COPYING = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance, before its class
 
@@ -34,8 +34,9 @@ class _NoCopy:
         )
 
 
-def refuse_copies(what: str, module: nn.Module) -> None:
-    """Let copies and pickles of the sharded parts of a module raise."""
+def refuse_copies(what: str, module: nn.Module, removable: Removable) -> None:
+    """Let copies and pickles of the sharded parts of a module raise, and of its state_dict; `allow_copies` ends it."""
+    _refuse_states(what, module, removable)
     for part in _with_parameters(module):
         vars(part).update(dict.fromkeys(_COPYING, _NoCopy(what, type(part).__name__.removeprefix("FSDP"))))
 
@@ -68,7 +69,7 @@ class _NoFile:
         )
 
 
-def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
+def _refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
     """Let a state_dict of shards raise when it is pickled, and whole tensors when they are loaded as one."""
 
     def mark(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

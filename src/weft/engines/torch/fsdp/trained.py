@@ -57,6 +57,10 @@ class Trained:
             self._first = next(iter(self.named().values()), None)
         return self._first
 
+    def same_on_all(self) -> dict[str, nn.Parameter]:
+        """None: each rank has a part."""
+        return {}
+
     def ids(self) -> set[int]:
         """What gradients of parameters could be asked for: also those that FSDP2 has put into the module."""
         ids = set(map(id, self.unsharded.named.values()))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
 from weft.tensors.bit_sums import can_be_read, sum_of_bits
 from weft.tensors.dtensor import local
@@ -116,16 +117,22 @@ class FirstSteps:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def note_step(self, number: int, probe: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, number: int, probe: nn.Parameter | None, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps; `probe` is a parameter whose gradient tells of the others."""
+        if not self.wants_gradients or probe is None:
+            return
         self._kept = self._stepped = None
         self.wants_gradients = number <= _NUM_STEPS and self._kept_often < _NUM_KEPT
         held = number <= _NUM_STEPS and any(p is probe for entry in optimizer.param_groups for p in entry["params"])
         if held and probe.grad is not None:
             self._stepped = probe.grad._version
 
-    def note_kept(self, probe: nn.Parameter) -> None:
-        """A backward pass of a window has ended, and its gradients are not reduced."""
+    def note_kept(self, probe: nn.Parameter | None) -> None:
+        """A backward pass of a window is about to end, and its gradients are not reduced."""
+        if self.wants_gradients and probe is not None:
+            after_callbacks(lambda: self._note_kept(probe))  # fp16 divides them by the scale
+
+    def _note_kept(self, probe: nn.Parameter) -> None:
         self._stepped = None
         self._kept = None if probe.grad is None else probe.grad._version
         self._kept_often += 1
@@ -134,13 +141,13 @@ class FirstSteps:
         """What an earlier window has left may be changed."""
         self._kept = None
 
-    def check_kept(self, probe: nn.Parameter) -> None:
+    def check_kept(self, probe: nn.Parameter | None) -> None:
         """The next micro-batch of a window is computed.
 
         Raises:
             NotSynchronized: Gradients were changed since the last one.
         """
-        if self._kept is None:
+        if self._kept is None or probe is None:
             return
         if probe.grad is None or (probe.grad._version != self._kept and not _has_numbers(probe.grad)):
             self._warn(
@@ -158,8 +165,10 @@ class FirstSteps:
             )
         self._kept = None
 
-    def begin_backward(self, probe: nn.Parameter) -> None:
+    def begin_backward(self, probe: nn.Parameter | None) -> None:
         """A backward pass begins, and has not reached `probe` yet."""
+        if not self.wants_gradients or probe is None:
+            return
         stepped, self._stepped = self._stepped, None
         if self._kept is not None and probe.grad is None:
             self.check_kept(probe)
