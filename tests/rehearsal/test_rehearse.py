@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import weft
@@ -38,6 +39,7 @@ class LM(nn.Module):
 
 
 MODELS = {
+    "fp16": lambda model, ctx: weft.with_precision(model, ctx, "fp16"),
     "bf16": lambda model, ctx: weft.with_precision(model, ctx, "bf16"),
     "recompute": lambda model, ctx: weft.recompute(model, ctx, blocks=Block),
     "replicate": weft.replicate,
@@ -46,12 +48,19 @@ MODELS = {
 }
 
 
+def averaging(model, ctx):
+    model, ctx = weft.average_weights(model, ctx)
+    return weft.averages(model).update
+
+
 def program(ctx, *parts, length=16):
     model = LM()
     for part, apply in MODELS.items():
         if part in parts:
             model, ctx = apply(model, ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if "fp16" in parts:
+        optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)
     for stage in (1, 2, 3):
         if f"zero{stage}" in parts:
             model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=stage)
@@ -60,6 +69,7 @@ def program(ctx, *parts, length=16):
     if "accumulate" in parts:
         model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
     batches = iter(loader)
+    update = averaging(model, ctx) if "average" in parts else list
 
     def step():
         window = next(batches)
@@ -72,6 +82,7 @@ def program(ctx, *parts, length=16):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        update()
 
     return step
 
@@ -87,7 +98,7 @@ ALL = ("bf16", "recompute", "accumulate", "clip")
 @pytest.mark.parametrize("strategy", ["replicate", "flat", "fully_shard", "zero1", "zero2", "zero3"])
 def test_every_strategy_is_as_in_a_real_run(strategy):
     assert_rehearsed(program, 2, strategy, *ALL, only=[0])
-    assert_rehearsed(program, 2, strategy, "torch_clip", only=[1])
+    assert_rehearsed(program, 2, strategy, "fp16", "average", "torch_clip", only=[1])
 
 
 @pytest.mark.slow
@@ -147,6 +158,71 @@ def test_copies_of_a_layer_have_memory_of_their_own():
     assert at_rest.total == at_rest.parameters == 2 * weights * 4 // 2
 
 
+def test_gradients_that_wait_for_the_end_of_a_window_are_gradients():
+    peak = weft.rehearse(lambda ctx: program(ctx, "fully_shard", "accumulate"), 8).step_peak
+    assert peak.gradients > 2 * (12 * 32**2 + 11 * 32) * 4  # those of all blocks, in whole
+
+
+def saves(ctx, folder, background):
+    model, ctx = weft.fully_shard(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
+
+    def step():
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+        path = weft.save_async(state, folder, 1, ctx).wait() if background else weft.save(state, folder, 1, ctx)
+        assert path.name == "step-00000001"
+
+    return step
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_of_a_checkpoint_each_rank_writes_what_it_would(tmp_path, background):
+    run_ranks(lambda ctx: saves(ctx, tmp_path / "real", background)(), 2)
+    for rank in range(2):
+        (file,) = tmp_path.glob(f"real/*/rank-0000{rank}*.safetensors")
+        text = file.read_bytes()
+        head = 8 + int.from_bytes(text[:8], "little")
+        found = weft.rehearse(lambda ctx: saves(ctx, tmp_path / "pretended", background), 2, rank=rank, steps=1)
+        assert found.saved == len(text) - head
+    assert "of a checkpoint, this rank writes" in str(found)
+    assert not (tmp_path / "pretended").exists()
+
+
+def scaled(ctx):
+    model, ctx = weft.replicate(nn.Linear(8, 8), ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+
+    def step():
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(torch.ones(2, 8)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def test_a_scaler_of_torch_finds_finite_gradients():
+    found = weft.rehearse(scaled, 4)
+    assert found.at_rest.optimizer == 2 * 72 * 4 + 2 * 4  # it has made steps
+    assert "gradients are finite" in found.assumed[0]
+
+
+def works(ctx):
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 8)), 2, num_workers=1)
+    loader, ctx = weft.shard_data(loader, ctx)
+    model, batches = nn.Linear(8, 8), iter(loader)
+    return lambda: model(next(batches)[0]).sum().backward()
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_work():
+    assert weft.rehearse(works, 4).at_rest.gradients == 72 * 4
+
+
 def process_state():
     return (
         dict(os.environ), random.getstate(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
@@ -154,6 +230,7 @@ def process_state():
         dist.is_initialized() and dist.get_world_size(), list(warnings.filters), dict(dist.Backend._plugins),
         list(dist.Backend.backend_list), vars(torch.UntypedStorage).get("resize_"), torch.empty(1).device,
         list(dist.distributed_c10d._world.pg_names.values()), torch.empty(1).untyped_storage().nbytes(),
+        torch.autocast.__init__, torch.amp.GradScaler.__init__, torch.utils.swap_tensors, FakeTensor.tolist,
     )  # fmt: skip
 
 
@@ -188,6 +265,56 @@ def inside(ctx):
 
 def test_it_runs_inside_of_a_job():
     assert run_ranks(inside, 2) == [(1024 * 16 * 4, True, 2.0)] * 2
+
+
+def on(ctx, first, second):
+    torch.set_default_device(first)
+    layers = [nn.Linear(8, 8)]
+    torch.set_default_device("cpu")
+    with torch.device(second):
+        layers.append(nn.Linear(8, 8))
+    model = nn.Sequential(*layers, nn.Linear(8, 8, device=first))
+    kept = list(model.parameters())
+    model.to(first).to(device=second, dtype=torch.float32)
+    if first != "cpu":
+        model.cuda().to(0)
+    assert all(one is other for one, other in zip(kept, model.parameters(), strict=True))
+    model, ctx = weft.replicate(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        x = torch.tensor([[1.0] * 8] * 4, device=first).to(torch.device(second), non_blocking=True)
+        y = torch.randint(0, 8, (4,), device=first)
+        with torch.autocast(torch.device(first).type, dtype=torch.bfloat16):
+            loss = cross_entropy(model(x if first == "cpu" else x.cuda()), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_devices_that_are_not_there_are_like_the_one_that_is():
+    there, absent = (
+        weft.rehearse(lambda ctx, names=names: on(ctx, *names), 4) for names in (("cpu", "cpu"), ("cuda", "cuda:3"))
+    )
+    assert str(absent.compare(there)) == "no difference"
+    assert there.step_peak.activations
+
+
+def converted(ctx):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model[0].weight.grad = torch.zeros(8, 8)
+    weight = model[0].weight
+    model.to(torch.bfloat16)
+    assert model[0].weight is weight
+    assert {weight.dtype, weight.grad.dtype} == {torch.bfloat16}
+    return model.parameters
+
+
+def test_a_model_may_change_its_dtype():
+    found = weft.rehearse(converted, 2)
+    assert (found.at_rest.parameters, found.at_rest.gradients, found.at_rest.buffers) == (88 * 2, 64 * 2, 2 * 8 * 2 + 8)
 
 
 def reads(ctx):

@@ -83,6 +83,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         ranks: Global rank of every member.
         per_node: Ranks of a node.
         axes: Names and sizes of the mesh that was asked for, and then of the one in use; None: not asked for.
+        saved: Bytes that this rank would have written of the last checkpoint.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, per_node: int, note: Note, mail: Mail) -> None:
@@ -90,6 +91,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         self.ranks = tuple(ranks)
         self.per_node = per_node
         self.axes: dict[str, int] | None = None
+        self.saved = 0
         self._name = BACKEND
         self._note = note
         self._mail = mail

@@ -15,7 +15,7 @@ from torch.utils import _device
 from weft.context import DistContext, adopt
 from weft.context.settings import mesh_axes
 from weft.errors import ContextError, value_error
-from weft.peers.pretended import Mail, NotSent
+from weft.peers.pretended import Mail, NotSent, PretendedGroup
 from weft.rehearsal.distinct import distinct_ranks
 from weft.rehearsal.messages import Links
 from weft.rehearsal.result import Rehearsal
@@ -150,16 +150,17 @@ def simulated(
     asked = _checked(ranks, mesh, rank, steps)
     mail = Mail()
 
-    def run_as(rank: int) -> tuple[Observed, Simulation, dict[str, int]]:
+    def run_as(rank: int) -> tuple[Observed, Simulation, PretendedGroup]:
         found = Observed()
         note = found.traffic.note
         with _left_as_it_was(), pretended_world(ranks, rank, links.per_node, note, mail) as group, shortcuts():
             group.axes = None if mesh is None else asked
             with _located(rank, ranks):
                 simulation = run(found, without_memory(assume or {}))
-            return found, simulation, group.axes or asked
+            return found, simulation, group
 
-    found, simulation, axes = _with_peers(run_as, rank, mail)
+    found, simulation, group = _with_peers(run_as, rank, mail)
+    axes = group.axes or asked
     moments = found.allocations.moments()
     return Rehearsal(
         program=name,
@@ -173,6 +174,7 @@ def simulated(
         timeline=moments,
         setup=found.traffic.setup(axes, links.per_node),
         messages=found.traffic.of_step(axes, links.per_node),
+        saved=group.saved,
         assumed=tuple(simulation.assumed),
         links=links,
         same_as=(rank,),

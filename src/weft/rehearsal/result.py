@@ -33,6 +33,7 @@ class Rehearsal:
         timeline: The build, then each step.
         setup: Messages before the last step.
         messages: Messages of the last step.
+        saved: Bytes of tensors that the rank writes of a checkpoint; 0 if the program saved none.
         assumed: What the rehearsal could not know, and took for granted.
         links: What the time model was computed with.
         same_as: Ranks that were found, or are known, to hold and send the same, this one included.
@@ -49,6 +50,7 @@ class Rehearsal:
     timeline: tuple[Moment, ...] = ()
     setup: tuple[Message, ...] = ()
     messages: tuple[Message, ...] = ()
+    saved: int = 0
     assumed: tuple[str, ...] = ()
     links: Links = Links()  # noqa: RUF009  (frozen)
     same_as: tuple[int, ...] = ()
@@ -131,6 +133,8 @@ class Rehearsal:
             parts.append(table.holders(self.step_peak.holders))
         if self.messages:
             parts.append(table.messages(self.messages, self.sent, self.communication_s))
+        if self.saved:
+            parts.append(f"of a checkpoint, this rank writes {table.size_text(self.saved)}")
         if self.assumed:
             parts.append("\n".join(["assumed", *(f"  {line}" for text in self.assumed for line in text.splitlines())]))
         return "\n\n".join(parts)

@@ -71,7 +71,7 @@ class Allocations:
             return
         number = self._numbers[key] = len(self._kinds)
         self._watched[number] = weakref.ref(storage, lambda _: self._free(key, number))
-        line, caller = place()
+        line, caller, _ = place()
         kind = "activations" if self._computes else "other"
         self._kinds.append({"strategy": "gathered", "optimizer": "other"}.get(caller, kind))
         self._lines.append(line)
@@ -115,6 +115,10 @@ class Allocations:
                 self._name("gradients", p.grad)
                 for value in optimizer.state.get(p, {}).values():
                     self._name("optimizer", value)
+
+    def look_at_gradient(self, tensor: torch.Tensor) -> None:
+        """This is a gradient, of a parameter that no module has when a step ends."""
+        self._name("gradients", tensor)
 
     def _name(self, kind: str, tensor: Any, *, but_for: str | None = None) -> None:
         for part in plain_parts(tensor) if isinstance(tensor, torch.Tensor) else ():

@@ -16,6 +16,7 @@ __all__ = ["Place", "line_in", "place"]
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _WEFT = str(Path(__file__).parents[2]) + "/"
+_SCALER = f"{_TORCH}amp/grad_scaler.py"
 _OWN = str(Path(__file__).parents[1]) + "/"
 _STDLIB = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _UNSEEN = tuple(f"{_TORCH}{name}" for name in ("_subclasses/", "_dynamo/", "_compile.py", "_ops.py"))  # simulate
@@ -28,27 +29,31 @@ class Place(NamedTuple):
     Attributes:
         line: The innermost one outside of torch and weft, "train.py:41"; empty if there is none.
         caller: Whose code that line called: "user", "torch", "weft", "strategy" or "optimizer".
+        in_order: Whether that line called, however far away, code that checks for numbers that are not finite: weft's,
+            or the gradient scaler of torch.
     """
 
     line: str
     caller: str
+    in_order: bool
 
 
 def place() -> Place:
     """Where the program is now."""
     frame: FrameType | None = sys._getframe(1)
-    caller, is_open = "", True
+    caller, is_open, in_order = "", True, False
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
         if owner == "user":
-            return Place(_line(frame.f_code.co_filename, frame.f_lineno), caller or "user")
+            return Place(_line(frame.f_code.co_filename, frame.f_lineno), caller or "user", in_order)
+        in_order = in_order or (owner != "python" and frame.f_code.co_filename.startswith((_WEFT, _SCALER)))
         if owner == "call":
             is_open = False  # what strategies do is done in hooks: this is a module that computes
         elif is_open and owner in ("strategy", "optimizer"):
             caller, is_open = owner, False
         caller = caller or ("" if owner == "python" else "torch" if owner == "call" else owner)
         frame = frame.f_back
-    return Place("", caller)
+    return Place("", caller, in_order)
 
 
 def line_in(error: BaseException) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
@@ -13,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils import worker
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from weft.rehearsal.simulation.allocations import Allocations
 from weft.rehearsal.simulation.messages import Traffic
@@ -64,7 +67,15 @@ class Observer(TorchDispatchMode):
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._found.allocations.see(leaf)
+        if func is torch.ops.aten.add_.Tensor and _is_accumulating():
+            self._found.allocations.look_at_gradient(out)
         return out
+
+
+def _is_accumulating() -> bool:
+    """Whether autograd adds to a gradient, which may be of parameters that a strategy has gathered."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 @contextlib.contextmanager
@@ -106,6 +117,29 @@ def _imports_unseen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _workers_unseen() -> Iterator[None]:
+    """Let workers of loaders, which are copies of this process, make tensors as ever, and this one receive them."""
+    places: Any = (worker, "_worker_loop"), (_MultiProcessingDataLoaderIter, "_try_get_data")
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
+    for owner, name, function in before:
+        setattr(owner, name, _unseen(function))
+    try:
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # pickled by its name, if workers are spawned
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
 def _nothing_freed_by_chance() -> Iterator[None]:
     """Free what cycles keep when a part of the program ends, and not at some time; look at new objects alone."""
     was_enabled, is_frozen = gc.isenabled(), bool(gc.get_freeze_count())
@@ -139,7 +173,13 @@ def observing(found: Observed, call: Call = lambda func, args, kwargs: func(*arg
 
     storage.resize_ = resize_
     try:
-        with _nothing_freed_by_chance(), _imports_unseen(), _shapes_unseen(), Observer(found, call):
+        with (
+            _nothing_freed_by_chance(),
+            _imports_unseen(),
+            _workers_unseen(),
+            _shapes_unseen(),
+            Observer(found, call),
+        ):
             yield
     finally:
         if was_own:

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.errors import ContextError
+from weft.rehearsal.simulation.devices import autocast_alike, placed_alike, with_device_alike
 from weft.rehearsal.simulation.lines import place
 
 __all__ = ["Assumed", "Simulation", "without_memory"]
@@ -72,6 +73,7 @@ class Simulation:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do one operation."""
+        kwargs = with_device_alike(kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(each, FakeTensor) for each in tensors) and self._has_values(func, args, kwargs, tensors):
             with unset_fake_temporarily():
@@ -80,7 +82,7 @@ class Simulation:
             out = func(*args, **kwargs)
         except DataDependentOutputException:
             if func is torch.ops.aten._local_scalar_dense.default:
-                return self._read(tensors[0])
+                return self.read(tensors[0])
             raise _no_values(f"the values of {_described(tensors[0])} are needed by {func}") from None
         except DynamicOutputShapeException:
             problem = f"the size of what {func} returns depends on the values of {_described(tensors[0])}"
@@ -137,11 +139,11 @@ class Simulation:
                 values = (rows % ways).view(shape).movedim(-1, dim).contiguous()
         return (*others, values) if others else values
 
-    def _read(self, tensor: torch.Tensor) -> Any:
+    def read(self, tensor: torch.Tensor) -> Any:
         """A number that the program wants to know."""
-        line, caller = place()
+        line, _, in_order = place()
         kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
-        if caller == "weft" or not line:
+        if in_order or not line:
             self.assumed["what weft reads is in order: gradients are finite, logged numbers are 0"] = None
             return kind(0)
         for key in (line, "values"):
@@ -167,12 +169,18 @@ class _Reads(TorchFunctionMode):
                 return self._fake.from_tensor(shaped)
         if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
             raise _no_values(f"the values of {_described(args[0])} are needed by numpy")
-        return func(*args, **(kwargs or {}))
+        func, args, kwargs = placed_alike(func, args, kwargs or {})
+        return func(*args, **kwargs)
 
 
 def _like(tensor: torch.Tensor) -> float | int | bool:
     """Some number of its kind."""
     return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
+
+
+def _nested(shape: tuple[int, ...], number: float) -> Any:
+    """What `tolist` returns if all numbers are the same."""
+    return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 
 def _padded(tensors: list[torch.Tensor]) -> Iterator[tuple[int, ...]]:
@@ -215,16 +223,29 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
 
     fake_class: Any = FakeTensor
     fake_class.data_ptr, fake_class.__deepcopy__ = _address, _copied
+    # All at once: there is one number per rank in what some programs read.
+    to_list, fake_class.tolist = fake_class.tolist, lambda each: _nested(tuple(each.shape), simulation.read(each))
     mode: Any = FakeTensorMode
+    converter: Any = fake.fake_tensor_converter.meta_converter
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+        """As `Module.to` does it for fake tensors; they must not be referenced weakly."""
+        converter.tensor_memo.clear()
+        swap(one, other)
+
+    torch.utils.swap_tensors = swap_tensors
     cache, mode.cache = mode.cache, {}
     handle = register_module_parameter_registration_hook(register)
     try:
-        with fake, _Reads(fake):
+        with autocast_alike(), fake, _Reads(fake):
             yield simulation
     finally:
         handle.remove()
         del fake_class.data_ptr, fake_class.__deepcopy__
+        fake_class.tolist = to_list
         mode.cache = cache
+        torch.utils.swap_tensors = swap
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -1,0 +1,63 @@
+"""Devices by any name are one: where there is no memory, devices are alike.
+
+A script asks for "cuda" by name, on a machine that has none, or whose torch was built without it: autograd ends the
+process there when it meets a tensor of such a device. So what is asked for is on the CPU, whatever its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["autocast_alike", "placed_alike", "with_device_alike"]
+
+_HERE = torch.device("cpu")
+_PARSE: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]  (of `Module.to`)
+_MOVES = (torch.Tensor.cuda, torch.Tensor.xpu)
+
+
+def with_device_alike(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of an operation, with the CPU for any other device; tensors on meta stay there."""
+    device = kwargs.get("device")
+    if device is None or (not isinstance(device, int) and torch.device(device).type in ("cpu", "meta")):
+        return kwargs
+    return {**kwargs, "device": _HERE}
+
+
+def placed_alike(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """A function and its arguments that leave tensors on the CPU where they would move them elsewhere."""
+    if func in _MOVES:
+        return torch.Tensor.to, (args[0], _HERE), {}
+    first = {torch.Tensor.to: 1, _PARSE: 0}.get(func)
+    if first is not None and len(args) > first and isinstance(args[first], (str, int, torch.device)):
+        args = (*args[:first], with_device_alike({"device": args[first]})["device"], *args[first + 1 :])
+    return func, args, with_device_alike(kwargs)
+
+
+@contextlib.contextmanager
+def autocast_alike() -> Iterator[None]:
+    """Let autocast and gradient scalers for any device be those for the CPU."""
+    autocast, scaler = _on_cpu(torch.autocast, "device_type"), _on_cpu(torch.amp.GradScaler, "device")
+    with autocast, scaler:
+        yield
+
+
+@contextlib.contextmanager
+def _on_cpu(owner: Any, name: str) -> Iterator[None]:
+    """Let objects of a class be made for the CPU, the argument `name`, whatever they were meant for."""
+    before = owner.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop(name, None)
+        before(self, "cpu", *args[1:], **kwargs)
+
+    owner.__init__ = init
+    try:
+        yield
+    finally:
+        owner.__init__ = before
