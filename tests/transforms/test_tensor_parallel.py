@@ -278,7 +278,13 @@ ATTENTION = {"*.[qkv]": "column", "*.out": "row"}
 REFUSED = {
     "heads": (lambda: _heads(3), ATTENTION, {}, ContextError, "heads of 0 is not divisible by the 2 ranks"),
     "features": (lambda: mlp(7), MLP, {}, ContextError, "7 features, 2 ranks"),
-    "rows": (lambda: nn.Sequential(nn.Embedding(1, 4)), {"0": "vocab"}, {}, ContextError, "1 rows, 2 ranks"),
+    "rows": (
+        lambda: nn.Sequential(nn.Embedding(1, 4)),
+        {"0": "vocab"},
+        {},
+        ContextError,
+        "1 rows, 2 ranks: 1 for each of 1",
+    ),
     "fixed heads": (lambda: _heads(4), ATTENTION, {}, ContractError, "y.view(batch, length, self.heads, -1)"),
     "taken apart": (
         lambda: nn.Sequential(Packed()),

@@ -13,6 +13,7 @@ from typing import Any
 from weft.context.settings import parse_mesh
 from weft.errors import WeftError, value_error
 from weft.peers.liveness import exception_text
+from weft.peers.pretended import Mail
 from weft.rehearsal.changes import Change, applied, smallest
 from weft.rehearsal.distinct import distinct_ranks
 from weft.rehearsal.messages import Links
@@ -120,11 +121,12 @@ def _search(options: argparse.Namespace, limit: float) -> int:
 def _ranks(options: argparse.Namespace, choice: Choice) -> tuple[Rehearsal, ...]:
     """The rank that was asked for, or one of each kind."""
     if options.rank == "all":
-        return distinct_ranks(lambda rank: _one(options, choice, rank))
+        mail = Mail()
+        return distinct_ranks(lambda rank: _one(options, choice, rank, mail))
     return (_one(options, choice, int(options.rank)),)
 
 
-def _one(options: argparse.Namespace, choice: Choice, rank: int) -> Rehearsal:
+def _one(options: argparse.Namespace, choice: Choice, rank: int, mail: Mail | None = None) -> Rehearsal:
     given = (each.rpartition("=") for each in options.assume)
     assume: Assumed = {line: "balanced" if text == "balanced" else float(text) for line, _, text in given}
     return rehearse_script(
@@ -136,6 +138,7 @@ def _one(options: argparse.Namespace, choice: Choice, rank: int) -> Rehearsal:
         steps=options.steps,
         links=Links(per_node=options.per_node),
         assume=assume,
+        mail=mail,
     )
 
 

@@ -128,9 +128,10 @@ def rehearse(
         return simulation
 
     name = getattr(program, "__qualname__", type(program).__name__)
+    mail = Mail()
 
     def of(rank: int) -> Rehearsal:
-        return simulated(name, run, ranks, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
+        return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
     return distinct_ranks(of) if rank == "all distinct" else of(rank)
 
@@ -139,6 +140,7 @@ def simulated(
     name: str,
     run: Callable[[Observed, contextlib.AbstractContextManager[Simulation]], Simulation],
     ranks: int,
+    mail: Mail,
     *,
     mesh: Mapping[str, int] | None,
     rank: int,
@@ -146,9 +148,11 @@ def simulated(
     links: Links,
     assume: Assumed | None,
 ) -> Rehearsal:
-    """Call `run` as one rank of a pretended job; it enters what it is given, in which tensors have no memory."""
+    """Call `run` as one rank of a pretended job; it enters what it is given, in which tensors have no memory.
+
+    `mail` has what ranks sent that were run before, of the same job, and gets what is sent now.
+    """
     asked = _checked(ranks, mesh, rank, steps)
-    mail = Mail()
 
     def run_as(rank: int) -> tuple[Observed, Simulation, PretendedGroup]:
         found = Observed()

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.errors import ContextError
+from weft.peers.pretended import Mail
 from weft.rehearsal.messages import Links
 from weft.rehearsal.rehearse import simulated
 from weft.rehearsal.result import Rehearsal
@@ -38,6 +39,7 @@ def rehearse_script(
     steps: int = 2,
     links: Links = Links(),  # noqa: B008  (frozen)
     assume: Assumed | None = None,
+    mail: Mail | None = None,
 ) -> Rehearsal:
     """As `weft.rehearse`, for a script as it is; `weft.start()` in it returns the pretended context.
 
@@ -55,6 +57,7 @@ def rehearse_script(
         steps: How many.
         links: Of the cluster.
         assume: What the script reads on the host.
+        mail: What other ranks of the same job sent when they were rehearsed; they need not run again.
 
     Raises:
         ContextError: The script makes no step; or as `weft.rehearse`.
@@ -81,7 +84,8 @@ def rehearse_script(
         return simulation
 
     name = " ".join([str(script), *arguments])
-    return simulated(name, run, ranks, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
+    mail = Mail() if mail is None else mail
+    return simulated(name, run, ranks, mail, mesh=mesh, rank=rank, steps=steps, links=links, assume=assume)
 
 
 @contextlib.contextmanager

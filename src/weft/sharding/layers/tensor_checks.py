@@ -184,10 +184,14 @@ def check_sizes(module: nn.Module, styles: Styles, axis: str, ranks: int) -> Non
     """
     for name, style in styles.items():
         part: Any = module.get_submodule(name)
-        if isinstance(style, str) and style in ("vocab", "gather", "column") and part.weight.shape[0] < ranks:
+        if not isinstance(style, str) or style not in ("vocab", "gather", "column"):
+            continue
+        rows_of_each = -(-part.weight.shape[0] // ranks)  # but for the last, which get what is left
+        served = -(-part.weight.shape[0] // rows_of_each)
+        if served < ranks:
             raise ContextError(
-                f"{_WHAT}: {name} has fewer rows than there are ranks along {axis!r}",
-                found=f"{part.weight.shape[0]} rows, {ranks} ranks",
+                f"{_WHAT}: {name} has too few rows for the ranks along {axis!r}",
+                found=f"{part.weight.shape[0]} rows, {ranks} ranks: {rows_of_each} for each of {served}, and then none",
                 expected="a row or more per rank",
                 fix="leave it out of the plan: it stays whole on every rank",
             )
