@@ -518,6 +518,55 @@ def test_values_that_would_be_lost_are_refused(tmp_path):
     assert torch.equal(model.real, saved["real"].bfloat16())
 
 
+def _partly(ctx, folder, strategy, saves):
+    """Save, or restore over other values, all but the embedding."""
+    model, ctx = strategy(_net(), ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+    optimizer.step()
+    only = re.compile(r"model/(mid\.|gain|seen)").match
+    state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx, only=only)
+    restored = None
+    if saves:
+        weft.save(state, folder, 1, ctx)
+    else:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7.0)
+        restored = weft.restore(state, folder, ctx)
+    with weft.full_params(model, ctx):
+        values = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    return values, None if restored is None else (restored.missing, restored.unexpected)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_only_some_tensors_are_saved_and_restored(tmp_path, whole):
+    """Left out where it is saved, or where a whole checkpoint is restored."""
+    if whole:
+        model = _net()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+        optimizer.step()
+        state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer}, weft.local())
+        weft.save(state, tmp_path, 1, ctx)
+        saved = dict(model.named_parameters())
+    else:
+        ((saved, _), _) = run_ranks(_partly, 2, str(tmp_path), weft.fully_shard, saves=True)
+        stored = weft.checkpoint.verify(weft.checkpoint.latest(tmp_path)).tensors
+        assert [name for name in stored if name.startswith("model/")] == [
+            "model/gain", "model/seen", "model/mid.weight", "model/mid.bias",
+        ]  # fmt: skip
+    for values, names in run_ranks(_partly, 2, str(tmp_path), weft.replicate, saves=False):
+        assert names == ((), ())
+        for name, value in values.items():
+            expected = torch.full_like(value, 7.0) if name == "embed.weight" else saved[name]
+            assert torch.equal(value, expected), name
+    state, ctx = weft.checkpointable({"model": _net()}, weft.local())
+    if not whole:
+        with pytest.raises(CheckpointError, match=r"not in the checkpoint: model/embed.weight"):
+            weft.restore(state, tmp_path, ctx)
+
+
 def test_tied_weights_take_one_value_under_any_of_their_names(tmp_path):
     apart = _net()
     apart.head.weight = nn.Parameter(apart.embed.weight.detach().clone())

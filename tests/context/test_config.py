@@ -131,6 +131,28 @@ def test_the_command_writes_what_it_is_told_and_asks_nobody_outside_of_a_termina
     assert weft.cli.main(["config", "--force"]) == 0 and read_config("run.toml").launch == {}
 
 
+def test_a_file_is_updated_in_place(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "# our cluster\n[launch]\nnproc = 2  # per node\nmixed_precision = 'bf16'  # of an older version\n"
+        "max_restarts = 3  # at night\n\n[old]\nx = 1\n"
+    )
+    words = ["config", "update", str(path), "launch.nproc=4", "start.seed=7", "launch.affinity=true"]
+    assert weft.cli.main(words) == 0
+    assert path.read_text() == (
+        "# our cluster\n[launch]\nnproc = 4\nmax_restarts = 3  # at night\naffinity = true\n\n[start]\nseed = 7\n"
+    )
+    assert capsys.readouterr().out.count("taken out") == 2
+    assert weft.cli.main(["config", "update", str(path)]) == 0
+    assert capsys.readouterr().out == ""
+    before = path.read_text()
+    assert weft.cli.main(["config", "update", str(path), "start.seed=many"]) == 2
+    assert path.read_text() == before and "start.seed" in capsys.readouterr().err
+    path.write_text("[start]\ndata_axes = [\n  'replica',\n]\nseed = 1\n")
+    assert weft.cli.main(["config", "update", str(path), "start.data_axes=shard"]) == 0
+    assert read_config(path).start == {"data_axes": ["shard"], "seed": 1}
+
+
 def test_answers_are_asked_for_until_they_fit(capsys):
     questions = []
     answers = {"processes per node": ["zero", "0", "4"], "seed": ["7"], "mesh axes, as in replica=2,shard=-1": ["a=4"]}

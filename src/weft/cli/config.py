@@ -1,10 +1,15 @@
-"""`weft config`: write a configuration file, from answers, from key=value, or from one of Accelerate or Megatron-LM."""
+"""`weft config`: write a configuration file, from answers, from key=value, or from one of Accelerate or Megatron-LM.
+
+`weft config update` changes keys of a file in place, and takes out those that this version does not know.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +30,12 @@ def add_parser(commands: Any) -> None:
     sub = commands.add_parser(
         "config",
         help="write a configuration file",
-        usage="weft config [--out FILE] [--force] [table.key=value ...]\n       weft config import FILE [--out FILE]",
+        usage="weft config [--out FILE] [--force] [table.key=value ...]\n       weft config import FILE [--out FILE]\n"
+        "       weft config update FILE [table.key=value ...]",
         description="Write a TOML file for weft launch --config and weft.start(config=...). In a terminal it asks for "
         "what is not given; elsewhere it never asks. `import FILE` converts a YAML file of Accelerate, or the "
-        "arguments of Megatron-LM in a YAML file or a script.",
+        "arguments of Megatron-LM in a YAML file or a script. `update FILE` changes keys in place and takes out what "
+        "means nothing; other lines and comments stay.",
     )
     sub.add_argument("--out", type=Path, default=Path("run.toml"), metavar="FILE", help="default: run.toml")
     sub.add_argument("--force", action="store_true", help="replace a file that is there")
@@ -41,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
     words: list[str] = options.words
     calls: list[str] = []
     left: list[str] = []
+    if words[:1] == ["update"] and len(words) > 1:
+        return _update(Path(words[1]), words[2:])
     if options.out.exists() and not options.force:
         raise ContextError(
             f"config: {options.out} is there already",
@@ -62,6 +71,79 @@ def run(options: argparse.Namespace) -> int:
         print(f"not taken over: {line}")  # noqa: T201
     print(f"weft launch --config {options.out} train.py")  # noqa: T201
     return 0
+
+
+def _update(path: Path, words: Sequence[str]) -> int:
+    """Change a file in place; returns 0."""
+    text = path.read_text(encoding="utf-8")
+    data: dict[str, Any] = tomllib.loads(text)
+    gone = [name for name, values in data.items() if name not in _TABLES or not isinstance(values, dict)]
+    gone += [
+        f"{table}.{key}"
+        for table in _TABLES
+        if table not in gone
+        for key in data.get(table, {})
+        if key not in _TABLES[table]
+    ]
+    changes = _given(words)
+    kept = {
+        table: {key: value for key, value in data.get(table, {}).items() if key in _TABLES[table]}
+        for table in _TABLES
+        if table not in gone
+    }
+    wanted = {table: values for table in _TABLES if (values := kept.get(table, {}) | changes.get(table, {}))}
+    config = checked(wanted, str(path))
+    new = updated(text, changes)
+    if _tables(new) != wanted:
+        new = toml(config)  # a value over several lines: written anew, without comments
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(new, encoding="utf-8")
+    read_config(beside)
+    beside.replace(path)
+    for name in gone:
+        print(f"taken out, as it means nothing: {name}")  # noqa: T201
+    return 0
+
+
+def _tables(text: str) -> dict[str, Any] | None:
+    try:
+        return {table: values for table, values in tomllib.loads(text).items() if values}
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def updated(text: str, changes: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of a file with other values; lines of keys and tables that mean nothing are left out.
+
+    Args:
+        text: Of a TOML file with one key per line.
+        changes: New values, by table and key.
+    """
+    left = {table: dict(values) for table, values in changes.items()}
+    lines: list[str] = []
+    table = ""
+
+    def end() -> None:
+        new = [f"{key} = {_literal(value)}" for key, value in left.pop(table, {}).items()]
+        blank = next((n for n, line in enumerate(reversed(lines)) if line.strip()), len(lines))
+        lines[len(lines) - blank : len(lines) - blank] = new
+
+    for line in text.splitlines():
+        head, key = re.match(r"\s*\[([\w.-]+)\]", line), re.match(r"\s*([\w-]+)\s*=", line)
+        if head:
+            end()
+            table = head[1]
+        if key and key[1] in left.get(table, {}):
+            lines.append(f"{key[1]} = {_literal(left[table].pop(key[1]))}")
+        elif (not head and not key) or (table in _TABLES and (head or (key and key[1] in _TABLES[table]))):
+            lines.append(line)
+    end()
+    for table in list(left):
+        while lines and not lines[-1].strip():
+            lines.pop()
+        lines += ["", f"[{table}]"]
+        end()
+    return "\n".join(lines).strip("\n") + "\n"
 
 
 def _imported(path: Path) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:

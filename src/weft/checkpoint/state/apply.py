@@ -467,7 +467,7 @@ def _is_weight(state: Checkpoint, name: str) -> bool:
 
 def _names(state: Checkpoint, tensors: Iterable[str], values: Mapping[str, Any]) -> Iterable[str]:
     """What is compared: weights, what modules and their transforms keep besides, and objects."""
-    yield from (name for name in tensors if _is_weight(state, name))
+    yield from (name for name in tensors if _is_weight(state, name) and (state.only is None or state.only(name)))
     for key, value in values.items():
         yield key
         if isinstance(state.objects.get(key), nn.Module) and isinstance(value, dict):

@@ -9,7 +9,7 @@ strings and places of tensors are marked in it (json_values.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,15 +64,19 @@ class Checkpoint:
     Attributes:
         objects: By name.
         rng: Whether the random states of python, numpy and torch belong to it.
+        only: Which tensors of modules do, by "<object>/<name>"; None: all.
         torn: The checkpoint that could not be restored to the end, if the objects are part of it now.
     """
 
     objects: Mapping[str, Any]
     rng: bool = True
+    only: Callable[[str], bool] | None = None
     torn: list[str] = field(default_factory=list, compare=False, repr=False)
 
 
-def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = True) -> tuple[Checkpoint, DistContext]:
+def checkpointable(
+    objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = True, only: Callable[[str], bool] | None = None
+) -> tuple[Checkpoint, DistContext]:
     """Put together everything that has to survive: models, optimizers, schedulers, loaders, your own.
 
     Modules and optimizers may be replicated, sharded or partitioned in any way; they are saved
@@ -88,6 +92,9 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
             random.Random, numpy's), which may differ between the ranks.
         ctx: The context after all transforms.
         rng: Whether random states belong to it.
+        only: Which parameters and buffers of modules belong to it, a function of "<object>/<name>", the same on all
+            ranks. The others are neither saved nor restored: frozen weights that come from a file of their own, or a
+            head that begins anew. Default: all.
 
     Returns:
         The state, for `save` and `restore`; and `ctx` with this in `applied`.
@@ -123,14 +130,14 @@ def checkpointable(objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = 
             expected="modules, optimizers, random generators, or objects with both methods",
             fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
         )
-    state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng)
+    state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng, only)
     for name, obj in objects.items():
         check_not_streamed("checkpointable", obj)
         if isinstance(obj, torch.optim.Optimizer):
             _parameters_of(name, obj, parameter_names(state))
     record = Applied(
         name="checkpointable",
-        options=(("objects", ", ".join(objects)), ("rng", str(rng))),
+        options=(("objects", ", ".join(objects)), ("rng", str(rng)), *([("only", "some")] if only else [])),
         targets=tuple(type(obj).__name__ for obj in objects.values()),
     )
     return state, replace(ctx, applied=(*ctx.applied, record))
@@ -207,7 +214,7 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
     names = parameter_names(state)
     for key, obj in state.objects.items():
         if isinstance(obj, nn.Module):
-            _collect_module(key, obj, content, seen)
+            _collect_module(key, obj, content, seen, state.only)
         elif isinstance(obj, torch.optim.Optimizer):
             _collect_optimizer(key, obj, names, content)
         elif is_generator(obj):
@@ -236,7 +243,9 @@ def parameter_names(state: Checkpoint) -> dict[int, str]:
     }
 
 
-def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[int, str]) -> None:
+def _collect_module(
+    key: str, module: nn.Module, content: Content, seen: dict[int, str], only: Callable[[str], bool] | None
+) -> None:
     values: dict[str, Any] = {}
     found = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     elsewhere = kept_shards(module)
@@ -245,7 +254,9 @@ def _collect_module(key: str, module: nn.Module, content: Content, seen: dict[in
     held = buffers | {id(tensor) for tensor in module.parameters()}
     for name, value in ((plain_name(name), value) for name, value in found.items()):
         full = f"{key}/{name}"
-        if id(value) in seen:
+        if only is not None and id(value) in held and not only(full):
+            scales.pop(name, None)
+        elif id(value) in seen:
             content.same_as[full] = seen[id(value)]
         elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
             tensor: Any = elsewhere.get(id(value), value)
