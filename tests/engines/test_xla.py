@@ -246,6 +246,7 @@ def _metadata(folder, version):
     (folder / "torch_xla.py").write_text("raise SystemExit('imported')\n")
 
 
+@pytest.mark.slow
 def test_without_torch_xla_the_line_to_type_is_told():
     hidden = "import importlib.metadata as m\nfind = m.version\n"
     hidden += "def version(name):\n    if name == 'torch-xla':\n        raise m.PackageNotFoundError(name)\n"

@@ -645,7 +645,8 @@ def _strategies(ctx, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "tolerance"), [("shard", 1e-12), ("zero 1", 1e-12), ("zero 2", 1e-12), ("zero 3", 1e-12), ("precise", 0.02)]
+    ("how", "tolerance"),
+    [("shard", 1e-12), ("zero 2", 1e-12), *slow_cases(("zero 1", 1e-12), ("zero 3", 1e-12), ("precise", 0.02))],
 )
 def test_with_the_strategies_of_this_package_and_clipping(how, tolerance):
     n = 2

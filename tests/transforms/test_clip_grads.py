@@ -1,5 +1,6 @@
 """clip_grads: torch's numbers wherever gradients lie, one branch on all ranks, few numbers sent."""
 
+import itertools
 import math
 
 import pytest
@@ -306,15 +307,19 @@ WORLDS = [
 IDS = [f"{how}-{n}{'-hybrid' if mesh else ''}" for how, n, mesh in WORLDS]
 
 
-@pytest.mark.parametrize(("how", "n", "mesh"), [*WORLDS[:5], *slow_cases(*WORLDS[5:])], ids=IDS)
+OPTIONS = [
+    *({"max_norm": 0.3, "norm_type": p} for p in NORMS),
+    {"max_norm": 1e9},
+    {"max_norm": 0.3, "nonfinite": "skip"},
+    {"max_value": 0.05},
+]
+EVERY = list(itertools.product(WORLDS, OPTIONS))  # in the ordinary suite, each option with two worlds or three
+QUICK = [(*world, options) for place, (world, options) in enumerate(EVERY[: 5 * len(OPTIONS)]) if place % 2]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        *({"max_norm": 0.3, "norm_type": p} for p in NORMS),
-        {"max_norm": 1e9},
-        {"max_norm": 0.3, "nonfinite": "skip"},
-        {"max_value": 0.05},
-    ],
+    ("how", "n", "mesh", "options"),
+    [*QUICK, *slow_cases(*(case for world, options in EVERY if (case := (*world, options)) not in QUICK))],
     ids=str,
 )
 def test_ranks_give_the_numbers_of_one_process(how, n, mesh, options):
