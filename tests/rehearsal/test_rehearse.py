@@ -1,15 +1,22 @@
 """A program on one rank of many: what it holds and sends is what it holds and sends in a real run."""
 
+import gc
 import os
 import random
+import sys
+import threading
 import warnings
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data._utils import worker
 
 import weft
 from weft.errors import ContextError
@@ -224,19 +231,27 @@ def test_workers_of_a_loader_work():
 
 
 def process_state():
+    owners = (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
+    hooks = [list(value or ()) for owner in owners for name, value in vars(owner).items() if name.startswith("_global")]
     return (
-        dict(os.environ), random.getstate(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
-        dist.group.WORLD,
-        dist.is_initialized() and dist.get_world_size(), list(warnings.filters), dict(dist.Backend._plugins),
-        list(dist.Backend.backend_list), vars(torch.UntypedStorage).get("resize_"), torch.empty(1).device,
-        list(dist.distributed_c10d._world.pg_names.values()), torch.empty(1).untyped_storage().nbytes(),
+        dict(os.environ), random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(),
+        torch.get_default_dtype(), torch.get_default_device(), torch.empty(1).device, torch.get_num_threads(),
+        dist.group.WORLD, dist.is_initialized() and dist.get_world_size(), dict(dist.Backend._plugins),
+        list(dist.Backend.backend_list), list(dist.distributed_c10d._world.pg_names.values()), hooks,
+        list(warnings.filters), sys.argv, sys.path, Path.cwd(), gc.isenabled(), gc.get_freeze_count() > 0,
+        threading.active_count(), torch.is_grad_enabled(), _get_current_dispatch_mode_stack(),
+        torch.overrides._get_current_function_mode_stack(), vars(torch.UntypedStorage).get("resize_"),
         torch.autocast.__init__, torch.amp.GradScaler.__init__, torch.utils.swap_tensors, FakeTensor.tolist,
+        len(FakeTensorMode.cache), worker._worker_loop, torch.empty(1).untyped_storage().nbytes(),
     )  # fmt: skip
 
 
 def fails(ctx):
     random.random()
+    np.random.rand()
     torch.randperm(8)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     weft.fully_shard(nn.Linear(8, 8), ctx)
     raise OSError("disk full")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.errors import WeftError
 from weft.rehearsal.result import Rehearsal
 from weft.transforms.recompute import recompute
 
@@ -44,13 +45,13 @@ class Change:
 
 
 def changes(mesh: Mapping[str, int] | None) -> Iterator[Change]:
-    """Changes to try, small ones first: twice the shard axis, recompute, the widest shard axis, both, and offload."""
+    """Changes to try, small ones first: a wider shard axis, recompute, yet wider ones, the widest with it, offload."""
     meshes: list[tuple[tuple[str, int], ...]] = []
     if mesh is not None and {"replica", "shard"} <= mesh.keys():
-        replicas, shards = mesh["replica"], mesh["shard"]
-        fewer = dict.fromkeys(count for count in (replicas // 2, 1) if count and replicas % count == 0)
-        wider = [{**mesh, "replica": count, "shard": shards * replicas // count} for count in fewer if replicas > 1]
-        meshes = [tuple(each.items()) for each in wider]
+        replicas, ranks = mesh["replica"], mesh["replica"] * mesh["shard"]
+        while replicas > 1:
+            replicas //= next(factor for factor in range(2, replicas + 1) if replicas % factor == 0)
+            meshes.append(tuple({**mesh, "replica": replicas, "shard": ranks // replicas}.items()))
     yield from (Change(mesh=each) for each in meshes[:1])
     yield Change(recomputes=True)
     yield from (Change(mesh=each) for each in meshes[1:])
@@ -63,11 +64,15 @@ def changes(mesh: Mapping[str, int] | None) -> Iterator[Change]:
 def smallest(
     limit: float, mesh: Mapping[str, int] | None, rehearse: Callable[[Change], Rehearsal]
 ) -> tuple[Change, Rehearsal] | None:
-    """The first change with which a step needs at most `limit` bytes, rehearsed; None if there is none."""
+    """The first change with which a step needs at most `limit` bytes, rehearsed; None if there is none.
+
+    A change with which the program fails, such as a shard axis that its heads do not divide by, is passed over.
+    """
     for change in changes(mesh):
-        found = rehearse(change)
-        if found.step_peak.total <= limit:
-            return change, found
+        with contextlib.suppress(WeftError, ValueError, RuntimeError):
+            found = rehearse(change)
+            if found.step_peak.total <= limit:
+                return change, found
     return None
 
 
