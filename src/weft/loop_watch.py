@@ -57,6 +57,16 @@ class _Watch:
         if cursor is None or cursor.last is None or self._ctx.world.closed:
             return  # outside of the loop
         self._weighed = self._weighed or cursor.weighed or self._ctx.world.root.numbers["total"] > 0
+        if cursor.has_windows:
+            cursor.has_windows = False
+            warn(
+                "shard_data: a step in a loop over a loader whose windows nobody uses",
+                found="accumulate_grads made windows of this loader, and the loop is over the loader itself: it steps "
+                "after each micro-batch",
+                expected="a loop over the loader that accumulate_grads returned",
+                fix="model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=4); for window in windows: "
+                "for batch in window: ...",
+            )
         if not self._weighed:
             self._check_share(*cursor.last_size(self._reading))
         number = self._steps.get(optimizer, 0)

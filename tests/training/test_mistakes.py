@@ -196,6 +196,12 @@ def window_as_batch(ctx):
         raise AssertionError(x, y)
 
 
+def windows_not_used(ctx):
+    model, optimizer, loader, ctx = _begin(ctx)
+    model, _, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
+    _train(model, optimizer, loader)
+
+
 def _in_windows(ctx, samples=16, *, weigh=lambda window: window.share, before=None, after=None):
     model, optimizer, windows, ctx = _begin(ctx, samples=samples, steps=2)
     for window in windows:
@@ -318,6 +324,7 @@ CASES = [
     (fp16_without_skipping, (), weft.errors.ContractError, "with_precision: parameters of Sequential were stepped by"),
     (schedule_by_own_loss, (), weft.errors.ContextError, "of SGD: the ranks do not agree"),
     (window_as_batch, (), TypeError, "a window was unpacked like a batch"),
+    (windows_not_used, (), UserWarning, "shard_data: a step in a loop over a loader whose windows nobody uses"),
     (divided_by_length, (), UserWarning, "accumulate_grads: mean losses divided by len(window)"),
     (not_divided, (), UserWarning, "accumulate_grads: nothing weighs the losses"),
     (step_in_window, (), weft.errors.NotSynchronized, "replicate: a step on gradients of Sequential before they were"),

@@ -28,7 +28,10 @@ def windowed(loader: Any, splitter: WindowSplitter[Any]) -> Any:
     addition = _StatefulWindowLoader if stateful else _WindowLoader
     if isinstance(loader, Seekable):
         addition = _SeekableWindowLoader
-    return extended_copy(loader, addition, weft_splitter=splitter)
+    made = extended_copy(loader, addition, weft_splitter=splitter)
+    if isinstance(made, _SeekableWindowLoader):
+        made.weft_cursor.has_windows = True
+    return made
 
 
 class Windows(Generic[B]):
@@ -70,6 +73,7 @@ class _SeekableWindowLoader(_WindowLoader):
 
     def _split(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
         splitter, loader = self.weft_splitter, _seekable(super())
+        self.weft_cursor.has_windows = False
         self.weft_cursor.weighed = True  # its own `share` is not asked for
         if length is not None and splitter.remainder == "carry":
             rest = splitter.fit(splitter.windows, length)[1]

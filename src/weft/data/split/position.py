@@ -34,6 +34,7 @@ class Cursor:
         rows: How many rows it has, if only its reading could tell.
         loaded: The position was loaded, and nothing was read since.
         weighed: Its `share` was asked for, or windows have one.
+        has_windows: `accumulate_grads` made a loader of windows, which nobody has iterated yet.
     """
 
     epoch: int
@@ -47,6 +48,7 @@ class Cursor:
     rows: int | None = 0
     loaded: bool = False
     weighed: bool = False
+    has_windows: bool = False
 
     def go_to(self, epoch: int, todo: tuple[Span, ...]) -> None:
         """Let the next iteration read this."""
