@@ -94,6 +94,20 @@ def test_eight_bits_are_those_of_their_libraries(from_files, folder):
         assert torch.equal(_logits(made("torchao", scheme)), _logits(plain))
 
 
+def test_layers_that_transformers_keeps_in_full_precision_stay(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    plain.save_pretrained(tmp_path)
+    options = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    theirs = type(plain).from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    ours, _ = weft.quantized(plain, weft.local(), "nf4")
+    assert {name: type(part) for name, part in ours.named_modules()} == {
+        name: type(part) for name, part in theirs.named_modules()
+    }
+    assert type(ours.encoder.block[0].layer[1].DenseReluDense.wo) is nn.Linear
+
+
 def _adapted(ctx):
     model, ctx = weft.quantized(_model(), ctx, "nf4")
     torch.manual_seed(1)

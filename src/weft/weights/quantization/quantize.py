@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -58,8 +58,8 @@ def quantized(
         scheme: "nf4" or "fp4": 4 bits, in blocks of 64. "int8" or "float8": 8 bits, a scale for each row.
         weights: A `.safetensors` file, an index, a folder or a checkpoint, as for `load_weights`.
         skip: Layers that stay as they are: names, of which any part may match ("lm_head"), or patterns
-            ("layers.*.mlp.**"). Default: the layer that gives the outputs, if the model names it
-            (`get_output_embeddings`).
+            ("layers.*.mlp.**"). Default: none; in models of transformers, those that it does not quantize either: the
+            layer that gives the outputs, and those that the model keeps in float32.
         engine: The library. Default: bitsandbytes for 4 bits, torchao for 8.
         dtype: In which layers compute, and in which what is not quantized is loaded. Default: that of the module.
         double: With 4 bits, quantize the scales too (0.4 bits less per weight).
@@ -134,14 +134,13 @@ def _chosen(
             expected="weights to read",
             fix=f'weft.quantized(model, ctx, "{scheme}", weights="model.safetensors")',
         )
-    ask = getattr(module, "get_output_embeddings", None)
-    outputs = ask() if skip is None and callable(ask) else None
+    kept = _kept(module) if skip is None else set()
     linear = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     idle = [pattern for pattern in skip or () if not any(_fits(name, pattern) for name, _ in module.named_modules())]
     chosen = {
         name: part
         for name, part in linear.items()
-        if part is not outputs and not any(_fits(name, pattern) for pattern in skip or ())
+        if part not in kept and not any(_fits(name, pattern) for pattern in skip or ())
     }
     if not chosen or idle:
         raise value_error(
@@ -159,6 +158,17 @@ def _chosen(
             fix=f"skip={tuple(shared)!r}",
         )
     return chosen
+
+
+def _kept(module: nn.Module) -> set[nn.Module]:
+    """What transformers does not quantize in a model of it (`quantizers.base.get_keys_to_not_convert`)."""
+    ask: Any = getattr(module, "get_output_embeddings", None)
+    if not callable(ask):
+        return set()
+    last = list(module.named_parameters())[-1][0].removesuffix(".weight")  # a layer with a bias is quantized
+    wide = getattr(module, "_keep_in_fp32_modules", None) or ()
+    named = {part for name, part in module.named_modules() if name == last or any(_fits(name, one) for one in wide)}
+    return {ask(), *named}
 
 
 def _fits(name: str, pattern: str) -> bool:
