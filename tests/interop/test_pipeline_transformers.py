@@ -136,6 +136,31 @@ def test_its_own_loss_is_the_mean_over_the_labels_that_count():
         assert max((gradient - gradients[name]).abs().max().item() for name, gradient in found.items()) < 1e-7
 
 
+def _generated(ctx, stages, tokens):
+    model, ctx = weft.pipeline(_model("llama", pad_token_id=0, eos_token_id=66), ctx, loss=_loss, stages=stages)
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": False}
+    with pytest.raises(ValueError, match=r"use_cache, past_key_values(?s:.*)use_cache=False, also in model.generate"):
+        model.generate(tokens, **options | {"use_cache": True})
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    return logits, model.generate(tokens, **options), model.generate(tokens, num_beams=3, **options)
+
+
+def test_uneven_stages_generate_what_one_process_does():
+    model, tokens = _model("llama", pad_token_id=0, eos_token_id=66), _batch(0)[0]
+    layers = [f"model.layers.{i}" for i in range(4)]
+    stages = [["model.embed_tokens"], layers[:3], [layers[3], "model.norm", "lm_head"]]
+    expected = [
+        model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=False, **more)
+        for more in ({}, {"num_beams": 3})
+    ]
+    with torch.no_grad():
+        wanted = model(input_ids=tokens).logits
+    for logits, *found in run_ranks(_generated, 3, stages, tokens, mesh={"pipeline": 3}):
+        assert (logits - wanted).abs().max() < 1e-12
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

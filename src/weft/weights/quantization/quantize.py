@@ -167,8 +167,10 @@ def _kept(module: nn.Module) -> set[nn.Module]:
         return set()
     last = list(module.named_parameters())[-1][0].removesuffix(".weight")  # a layer with a bias is quantized
     wide = getattr(module, "_keep_in_fp32_modules", None) or ()
-    named = {part for name, part in module.named_modules() if name == last or any(_fits(name, one) for one in wide)}
-    return {ask(), *named}
+    kept: set[Any] = {ask()}
+    return kept | {
+        part for name, part in module.named_modules() if name == last or any(_fits(name, one) for one in wide)
+    }
 
 
 def _fits(name: str, pattern: str) -> bool:

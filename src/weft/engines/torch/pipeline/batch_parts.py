@@ -226,5 +226,7 @@ def check_flags(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
             f"pipeline: {type(module).__name__} would collect values of all layers, which lie on several stages",
             found=listed(flags),
             expected="loss and outputs that come out of the last layer",
-            fix=f"model.config.{flags[0]} = False" if flags[0] in names else f"model(..., {flags[0]}=None)",
+            fix=f"model.config.{flags[0]} = False"
+            if flags[0] in names
+            else "use_cache=False, also in model.generate(...)",
         )
