@@ -189,7 +189,12 @@ def evaluate(model: nn.Module, loader: Iterable[tuple[Tensor, ...]], ctx: weft.D
 def endless(loader: Iterable[T]) -> Iterator[T]:
     """Epoch after epoch; each has its own order."""
     while True:
-        yield from loader
+        batches = iter(loader)
+        first = next(batches, None)
+        if first is None:
+            raise ValueError("an epoch has no batch: --batch or --context is too large for the text")
+        yield first
+        yield from batches
 
 
 def parse() -> argparse.Namespace:

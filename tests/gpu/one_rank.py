@@ -19,7 +19,7 @@ class Alone:
     """The other ranks of a strategy, of which there are none."""
 
     def __init__(self):
-        self._numbers, self._counts = itertools.count(1), {}
+        self._numbers, self._counts, self.pretended = itertools.count(1), {}, False
 
     def meet(self, what, mine):
         return [mine]

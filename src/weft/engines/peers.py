@@ -13,6 +13,11 @@ __all__ = ["Peers", "Replicas"]
 class Peers(Protocol):
     """One strategy on one module, as it is on the other ranks. Everything goes through the store."""
 
+    @property
+    def pretended(self) -> bool:
+        """Whether the others are not there, and bring what this one brings: equal values then say nothing."""
+        ...
+
     def meet(self, what: str, mine: Any, *, kind: str | None = None) -> list[Any]:
         """Wait for all ranks and return the JSON value of each, in rank order.
 

@@ -37,6 +37,11 @@ class Ledger:
         self._noted: deque[tuple[int, str, str, dict[str, object]]] = deque(maxlen=_MAX_NOTED)
         world.root.ledgers.add(self)
 
+    @property
+    def pretended(self) -> bool:
+        """Whether the other ranks are not there, and bring what this one brings."""
+        return self._world.pretended
+
     def meet(self, what: str, mine: Any, *, kind: str | None = None) -> list[Any]:
         """Wait for all ranks and return the JSON value of each, in rank order; see `exchange`."""
         return exchange(self._world, f"{self._name}: {what}", mine, kind=kind)

@@ -88,7 +88,7 @@ class FirstSteps:
         """
         if number == 1:
             self._compare_weights({name: p for name, p in weights.items() if can_be_read(p)})
-        elif number == _NUM_BATCHES:
+        elif number == _NUM_BATCHES and not self._peers.pretended:
             everyone = self._peers.meet("batches of the first steps", self._batches)
             changes = len(set(self._batches)) == _NUM_BATCHES
             if changes and len(everyone) > 1 and all(one == everyone[0] for one in everyone):
