@@ -1,5 +1,7 @@
 """Models of transformers from configs: on meta, sharded, loaded from sharded files, trained as the plain ones."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -61,3 +63,37 @@ def test_meta_sharded_and_loaded_it_trains_as_the_plain_model(name, tmp_path):
     for found in run_ranks(_sharded, 2, name, str(tmp_path / "weights")):
         assert list(found) == list(wanted)
         assert largest_difference(list(found.values()), list(wanted.values())) < 1e-12
+
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _large():
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 17}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=64, patch_size=16))
+
+
+def _peak_bytes():
+    return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+
+
+def _peak_of_loading(ctx, folder):
+    CLEAR.write_text("5")
+    before = _peak_bytes()
+    with on_meta():
+        model = _large()
+    model, ctx = weft.fully_shard(model, ctx, weights="later")
+    weft.load_weights(model, folder, ctx)
+    return _peak_bytes() - before, sum(p.to_local().nbytes for p in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CLEAR.exists(), reason="peaks are measured on Linux")
+def test_a_rank_holds_its_shard_and_no_more_than_a_unit(tmp_path):
+    model = _large()
+    total, unit = sum(p.nbytes for p in model.parameters()), max(p.nbytes for p in model.parameters())
+    state, ctx = weft.checkpointable({"model": model}, weft.local())
+    weft.export(weft.save(state, tmp_path / "saved", 1, ctx), tmp_path / "weights", max_shard_size="50MB")
+    for peak, shard in run_ranks(_peak_of_loading, 2, str(tmp_path / "weights")):
+        limit = shard + unit + 64 * 2**20
+        assert peak <= limit < total, (peak, limit, total)
