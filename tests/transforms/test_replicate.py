@@ -252,6 +252,75 @@ def test_a_copy_is_plain():
     assert run_ranks(_copies, 2) == [True, True]
 
 
+# -- many small gradients ----------------------------------------------------------------------------
+
+
+def _deep(layers=10):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(layers)]
+    for layer in layers[:2]:
+        layer.weight.data = layer.weight.data.t().contiguous().t()  # another order of its elements in memory
+    return nn.Sequential(*layers).double()
+
+
+def _deep_steps(model, optimizer, batches, ranks):
+    """Frozen and unfrozen parameters, two backward passes, and a step that only momentum must not make."""
+    for step, batch in enumerate(batches):
+        model[3].requires_grad_(step != 1)
+        if step == 2:
+            model(batch[0])  # without a backward pass there are no gradients
+            optimizer.step()
+            assert all(p.grad is None for p in model.parameters())
+        for x in batch:
+            (model(x).square().sum() / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 3)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _deep_on_ranks(ctx):
+    model, ctx = weft.replicate(_deep(), ctx)
+    before = [p.data_ptr() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    batches = [[_x(10 * step + ctx.rank), _x(100 + 10 * step + ctx.rank)] for step in range(5)]
+    found = _deep_steps(model, optimizer, batches, 1)
+    assert [p.data_ptr() for p in model.parameters()] == before
+    with pytest.raises(weft.errors.OrderError, match="do not lie in a flat buffer"):
+        weft.fuse_step(optimizer, ctx)
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_many_small_gradients_travel_at_once_with_the_same_numbers(n):
+    model = _deep()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    batches = [[_x(k + 10 * step + rank) for k in (0, 100) for rank in range(n)] for step in range(5)]
+    expected = _deep_steps(model, optimizer, batches, n)
+    for found in run_ranks(_deep_on_ranks, n):
+        assert largest_difference(found, expected) < 1e-12
+
+
+def _messages(ctx, options, layers):
+    model, ctx = weft.replicate(_deep(layers), ctx, **options)
+    (reducer,) = weft.contract.offered(model, weft.contract.GradSync)
+    return type(reducer.transport.channel).__name__
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "kind"),
+    [
+        ({}, 10, "FlatBuffer"),
+        ({}, 7, "Buckets"),
+        ({"bucket_bytes": 1000}, 10, "Buckets"),
+        ({"unused": "zero"}, 10, "Buckets"),
+        ({"compress": weft.precision.PowerSGD()}, 10, "Buckets"),
+    ],
+    ids=str,
+)
+def test_gradients_travel_at_once_where_they_are_many_and_small(options, layers, kind):
+    assert run_ranks(_messages, 2, options, layers) == [kind, kind]
+
+
 # -- unused parameters -------------------------------------------------------------------------------
 
 

@@ -102,11 +102,13 @@ class ReduceOptions(StrategyOptions):
     Attributes:
         bucket_bytes: Gradient bytes per all-reduce.
         flat: One buffer for all parameters and one for all gradients, instead of buckets.
+        at_end: One buffer for all gradients, sent when backward has ended; the engine chooses it, and with `flat`.
         compress: Averages a bucket in a way of its own: torch's communication hook, whose state is the group.
     """
 
     bucket_bytes: int = 25 * 2**20
     flat: bool = False
+    at_end: bool = False
     compress: Compress | None = field(default=None, compare=False)
     strategy: str = field(default="replicate", compare=False)
 

@@ -72,8 +72,9 @@ def replicate(
     Changes: `module` in place: it is moved to `ctx.device`, gets rank 0's parameters and buffers,
     and hooks; names, class and keys stay. With `flat=True` parameters become views of one buffer.
     Collectives: here, one broadcast of all parameters and buffers; per backward, one all-reduce
-    per bucket, together 1x the gradient bytes, while backward runs (with `flat=True` a single one
-    at its end), and one broadcast of the buffers if there are any. None in forward or step.
+    per bucket, together 1x the gradient bytes, while backward runs (with `flat=True`, and for 16
+    gradients or more that fit into the first bucket, a single one at its end), and one broadcast
+    of the buffers if there are any. None in forward or step.
 
     Args:
         module: Trained alike on all ranks; all parameters on the CPU or on `ctx.device`. Parameters may be DTensors

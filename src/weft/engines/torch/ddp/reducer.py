@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import nn
 from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
+from weft.engines.torch.ddp.flat_buffer import fit_one_message
 from weft.engines.torch.ddp.trained import Trained, check_hooks
 from weft.engines.torch.ddp.transport import Transport
 from weft.engines.torch.ddp.zero_gradients import anchor_of, bring_zeros, zeros_for
@@ -55,12 +57,12 @@ class GradientReducer(Strategy):
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers) -> None:
         super().__init__(module, group, options, peers)
+        self._options = options = replace(options, at_end=options.flat or fit_one_message(module, options))
         self.transport = Transport(module, group, options)
-        self._options = options
         self._called_at = -1  # version of the first parameter
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Buckets finish in a callback of their own, which has to be over before ours.
-        self._session = BackwardSession(self._begin, self._end, rounds=0 if options.flat else 1)
+        self._session = BackwardSession(self._begin, self._end, rounds=0 if options.at_end else 1)
         self._trained = Trained(options)
         self._apart = ReducedApart(options.apart, options.dtype)
         self._parameter_watch = ParameterWatch(self._what, module)
@@ -186,7 +188,7 @@ class GradientReducer(Strategy):
             return
         missing = [] if self.finds_unused else trained.missing()
         lacking = trained.named(missing, besides=self._apart.named) if missing else []
-        if lacking and not self._options.flat:
+        if lacking and not self._options.at_end:
             # Peers wait for the buckets of these parameters, and shall not find out by waiting.
             bring_zeros(lacking, self._session.flag)
         transport.end(trained.got)
@@ -216,7 +218,7 @@ class GradientReducer(Strategy):
         if not self.finds_unused:
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
-            bucketed = [] if self._options.flat else trained.named(used, besides=self._apart.named)
+            bucketed = [] if self._options.at_end else trained.named(used, besides=self._apart.named)
             anchor = anchor_of(trained.named(trained.names, besides=self._apart.named))
             zeros = zeros_for(bucketed, anchor, self._session.enter)
             if not transport.armed:

@@ -145,8 +145,11 @@ class Transport:
         assert self._group is not None
         options, parameters = self._options, list(self._named.values())
         find_unused = options.unused == "zero"
-        if options.flat:
-            return FlatBuffer(parameters, self._group, find_unused=find_unused, dtype=options.dtype)
+        if options.at_end:
+            keeps_values = options.flat
+            return FlatBuffer(
+                parameters, self._group, find_unused=find_unused, dtype=options.dtype, keeps_values=keeps_values
+            )
         return Buckets(
             module,
             list(self._named),

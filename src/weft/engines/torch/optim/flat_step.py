@@ -71,7 +71,8 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
     for reducer in reducers:
         if not isinstance(reducer, GradientReducer) or not isinstance(reducer.transport.channel, FlatBuffer):
             continue
-        if wanted <= {id(p) for piece in reducer.transport.channel.pieces for p in piece.parameters}:
+        channel = reducer.transport.channel
+        if channel.keeps_values and wanted <= {id(p) for piece in channel.pieces for p in piece.parameters}:
             if reducer.finds_unused:
                 raise ContractError(
                     'fuse_step: parameters may be without gradient with unused="zero"',
