@@ -10,7 +10,7 @@ import weft
 from weft.contract import KeepsParameters
 from weft.testing import largest_difference, run_ranks
 
-from .test_deepspeed import STAGES, _loss, _prepared, _whole
+from .test_deepspeed import STAGES, _data, _loss, _mine, _prepared, _whole
 
 pytestmark = pytest.mark.deepspeed
 
@@ -65,9 +65,11 @@ def _made(ctx, strategy, kind, seed=1):
     return model, optimizer, state, ctx
 
 
-def _steps(model, optimizer, ctx, numbers):
+def _steps(model, optimizer, ctx, numbers, split=1):
     for number in numbers:
-        _loss(model, ctx, number).backward()
+        parts = (_mine(ctx, part[number]).chunk(split) for part in _data())
+        for x, y in zip(*parts, strict=True):
+            (nn.functional.mse_loss(model(x), y) / split).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -96,10 +98,19 @@ def _restored(ctx, folder, pairs):
     return found
 
 
-def _reference(kind):
+def _in_one_process(ctx, kind, split):
     model, optimizer, _, _ = _made(None, "local", kind)
-    _steps(model, optimizer, None, range(6))
+    _steps(model, optimizer, None, range(6), split)
     return [p.detach() for p in model.parameters()]
+
+
+def _reference(kind):
+    """One process, and how far others may be: twice its noise, the same with every batch cut up.
+
+    A process like the ranks: with other numbers of threads, math libraries may choose other kernels.
+    """
+    one, *cut = (run_ranks(_in_one_process, 1, kind, split)[0] for split in (1, 2, 4, 8))
+    return one, 2 * max(largest_difference(one, other) for other in cut)
 
 
 def test_saved_under_one_strategy_restored_under_another(tmp_path):
@@ -107,7 +118,7 @@ def test_saved_under_one_strategy_restored_under_another(tmp_path):
     others = ["replicate", "fully_shard", "torch 1", "torch 3"]
     for found in run_ranks(_saved, 2, str(tmp_path), [*OURS, *others], timeout_s=100):
         for (strategy, kind), parameters in found.items():
-            assert largest_difference(parameters, expected[kind]) <= 6e-8, (strategy, kind)
+            assert largest_difference(parameters, expected[kind][0]) <= expected[kind][1], (strategy, kind)
     among = [(a, b) for a in OURS for b in OURS if a != b]
     between = [pair for a in OURS[::2] for b in others for pair in ((a, b), (b, a))]
     # On one rank there is nothing to divide: local stands for every strategy.
@@ -115,7 +126,7 @@ def test_saved_under_one_strategy_restored_under_another(tmp_path):
         cases = [(*pair, kind) for pair, kind in zip(pairs, itertools.cycle(("adamw", "sgd", "adamw")))]
         for found in run_ranks(_restored, ranks, str(tmp_path), cases, timeout_s=100):
             for (source, strategy, kind), (parameters, calls) in found.items():
-                assert largest_difference(parameters, expected[kind]) <= 1.2e-7, (ranks, source, strategy, kind)
+                assert largest_difference(parameters, expected[kind][0]) <= expected[kind][1], (source, strategy, kind)
                 assert calls == 6
     files = weft.export(tmp_path / "deepspeed 3" / "adamw", tmp_path / "weights")
     model = Tied()
@@ -251,7 +262,7 @@ def test_plain_gives_everything_back_for_another_strategy():
     expected = {kind: _reference(kind) for kind in ("adamw", "sgd")}
     for found in run_ranks(_taken_back, 2):
         for (stage, kind), parameters in found.items():
-            assert largest_difference(parameters, expected[kind]) <= 6e-8, (stage, kind)
+            assert largest_difference(parameters, expected[kind][0]) <= expected[kind][1], (stage, kind)
 
 
 # -- DeepSpeed's own folders ---------------------------------------------------------------------------
@@ -312,7 +323,7 @@ def test_a_run_of_deepspeed_alone_goes_on_under_any_strategy(tmp_path):
     for ranks in (1, 2):
         for found in run_ranks(_gone_on, ranks, str(tmp_path)):
             for (stage, kind, strategy), parameters in found.items():
-                assert largest_difference(parameters, expected[kind]) <= 1.2e-7, (stage, kind, strategy)
+                assert largest_difference(parameters, expected[kind][0]) <= expected[kind][1], (stage, kind, strategy)
     folder = tmp_path / "1" / "sgd"
     with pytest.raises(weft.errors.CheckpointError, match=r"no folder second(.|\n)*fix:"):
         weft.interop.import_deepspeed(folder, tmp_path / "out", tag="second")

@@ -24,7 +24,7 @@ class Alone:
     def meet(self, what, mine):
         return [mine]
 
-    def agree(self, what, facts):
+    def agree(self, what, facts, *, fix=None):
         pass
 
     compare = agree
