@@ -172,6 +172,18 @@ def test_a_rank_that_dies_is_named_with_its_exit_code(end, code):
     assert e.value.first == 0 and str(e.value.errors[0]) == f"ended without an answer, exit code {code}"
 
 
+def test_the_last_words_of_a_rank_that_crashes_are_shown():
+    def crashes(ctx):
+        print("just before")
+        dist.all_reduce(torch.zeros(10 if ctx.rank else 200_000))
+
+    with pytest.raises(RanksFailed, match="exit code -6") as caught:
+        run_ranks(crashes, 2)
+    words = str(caught.value)
+    assert "just before" in words and "200000 vs" in words and "in crashes" in words
+    assert "rank_worker" not in caught.value.traces[caught.value.first]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_hang_fails_when_the_time_is_over(n):
     def hangs(ctx):

@@ -10,7 +10,6 @@ import pickle
 import random
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
@@ -43,6 +42,8 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
     # C code writes to it, whatever the rank is doing.
     stack = Path(request["folder"], str(os.getpid())).open("w", encoding="utf-8")  # noqa: SIM115  (kept open)
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
+    printed = Path(request["folder"], f"{os.getpid()}.printed")
+    faulthandler.enable(2)  # where a rank that crashes was goes to what its job printed
     limit = timedelta(seconds=request["timeout_s"])
     store = dist.TCPStore("127.0.0.1", request["port"], is_master=False, timeout=limit)
     if size > 1:
@@ -54,7 +55,7 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
-        data, failed = _run(job, size)
+        data, failed = _run(job, size, printed)
         pipe.send_bytes(data)
         if failed and dist.is_initialized():
             # The world ends now; ranks that wait for this one in a collective wake up at once.
@@ -64,9 +65,9 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
-def _run(job: dict[str, Any], size: int) -> tuple[bytes, bool]:
+def _run(job: dict[str, Any], size: int, printed: Path) -> tuple[bytes, bool]:
     """Run one job; returns the pickled answer, and whether the job failed."""
-    with _own_output() as output:
+    with _own_output(printed) as output:
         answer = _call(job, size)
     answer |= {"output": output[0], "reusable": _is_clean(size) and not answer.get("abandoned")}
     try:
@@ -142,10 +143,10 @@ def _is_clean(size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _own_output() -> Iterator[list[str]]:
-    """Catch what the job writes, also from C++, and give it back as text."""
+def _own_output(path: Path) -> Iterator[list[str]]:
+    """Catch what the job writes, also from C++, and give it back as text; it stays in the file if the rank dies."""
     texts = [""]
-    with tempfile.TemporaryFile() as file:
+    with path.open("w+b") as file:
         kept = [os.dup(1), os.dup(2)]
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -159,3 +160,4 @@ def _own_output() -> Iterator[list[str]]:
                 os.close(fd)
             file.seek(0)
             texts[0] = file.read().decode(errors="replace")
+            file.truncate(0)

@@ -247,11 +247,18 @@ class _RankWorld:
                 try:
                     answers[rank] = pickle.loads(waiting[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = {"ok": False, "error": None, "trace": "", "output": "", "died": True}
+                    answers[rank] = {"ok": False, "error": None, "trace": "", "died": True}
+                    answers[rank]["output"] = self._printed(rank)
                 del waiting[rank]
                 if not answers[rank]["ok"]:
                     end = min(end, time.monotonic() + _GRACE_S)
         return answers
+
+    def _printed(self, rank: int) -> str:
+        """What the job of a rank that died had printed, with the last words of C++ and where Python was."""
+        path = Path(self._server.folder, f"{self._pids[rank]}.printed")
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return text.partition(f"  {OUTERMOST}")[0]
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """In which lines some ranks are that have not answered; without those that do not say it, as if stopped."""
