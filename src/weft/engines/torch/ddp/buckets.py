@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.options import Compress
+from weft.engines.torch.ddp.power_sgd import PowerSgdHook
 from weft.tensors.pairwise import as_real
 
 __all__ = ["Buckets", "sparse_gradients"]
@@ -34,30 +35,38 @@ class Buckets:
         dtype: torch.dtype | None,
         compress: Compress | None = None,
     ) -> None:
-        self._needs_rebuild = not getattr(compress, "is_stateful", False)
+        self._parameters, self._names, self._group = list(parameters), list(names), group
+        self._bucket_bytes, self._find_unused = bucket_bytes, find_unused
         by_name = sparse_gradients(module)
-        sparse = [name in by_name for name in names]
-        limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
-        buckets, sizes = dist._compute_bucket_assignment_by_size(list(parameters), limits, sparse)
+        self._sparse = [name in by_name for name in names]
+        self._memory = compress if isinstance(compress, PowerSgdHook) else None
+        self._hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
+        self._make_reducer()
+
+    def _make_reducer(self) -> None:
+        limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, self._bucket_bytes), self._bucket_bytes]
+        buckets, sizes = dist._compute_bucket_assignment_by_size(self._parameters, limits, self._sparse)
+        known = self._memory.lay_out(self._parameters) if self._memory is not None else None
+        self._needs_rebuild = known is None
         self._reducer = dist.Reducer(
-            list(parameters),
-            list(reversed(buckets)),  # gradients come last layer first
-            list(reversed(sizes)),
-            group,
-            sparse,
-            bucket_bytes,
-            find_unused,
+            self._parameters,
+            known or list(reversed(buckets)),  # gradients come last layer first
+            [self._bucket_bytes] * len(known) if known else list(reversed(sizes)),
+            self._group,
+            self._sparse,
+            self._bucket_bytes,
+            self._find_unused,
             True,  # noqa: FBT003  (gradients are views of the buckets: one copy less)
-            dict(enumerate(names)),
+            dict(enumerate(self._names)),
             limits[0],
         )
-        if compress is not None:
-            dist._register_comm_hook(self._reducer, group, compress)
-        elif dtype is not None:
-            dist._register_comm_hook(self._reducer, group, _in_dtype(dtype))
+        if self._hook is not None:
+            dist._register_comm_hook(self._reducer, self._group, self._hook)
 
     def prepare(self) -> None:
-        """Nothing to prepare."""
+        """Use the buckets that a restored state remembers."""
+        if self._memory is not None and self._memory.is_restored:
+            self._make_reducer()
 
     def begin(self, outputs: list[torch.Tensor]) -> None:
         """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""

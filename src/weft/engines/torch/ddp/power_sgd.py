@@ -2,12 +2,15 @@
 
 [Note: one at a time] The hook sends messages of its own when the first one has arrived, from a thread of the process
 group. Those of two buckets could be in another order on another rank, so each bucket is waited for; on a GPU that
-is a wait of the stream and not of the program. Buckets stay as they are first made, for the state belongs to buckets.
+is a wait of the stream and not of the program.
+
+[Note: buckets] What is remembered belongs to a bucket and the order in it. Buckets are made anew after the first
+backward pass, in the order in which gradients arrived, as in DDP; they are saved, and made so when a run resumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +29,8 @@ class PowerSgdHook:
     """The communication hook of one module.
 
     Attributes:
-        is_stateful: Whether it remembers buckets, which then stay as they are.
+        is_restored: Whether a state was restored whose buckets are not used yet.
     """
-
-    is_stateful = True
 
     def __init__(
         self, options: PowerSGD, place: int, num_ranks: int, stacked: Callable[[torch.Tensor], torch.Tensor]
@@ -45,6 +46,16 @@ class PowerSgdHook:
         self._place, self._num_ranks, self._stacked = place, num_ranks, stacked
         self._options = options
         self._made: PowerSGDState | None = None
+        self._places: dict[int, int] = {}  # of parameters, by their ids
+        self._buckets: dict[int, list[int]] = {}  # parameters of each, by place; see [Note: buckets]
+        self.is_restored = False
+
+    def lay_out(self, parameters: Sequence[torch.Tensor]) -> list[list[int]] | None:
+        """The buckets in which these parameters were remembered, by place; None if it was not these."""
+        self._places = {id(p): place for place, p in enumerate(parameters)}
+        self.is_restored = False
+        known = [self._buckets[index] for index in sorted(self._buckets)]
+        return known if sorted(sum(known, [])) == list(range(len(parameters))) else None
 
     def __call__(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket."""
@@ -52,22 +63,24 @@ class PowerSgdHook:
 
         state = self._state
         state.process_group = group
-        error = state.error_dict.get(bucket.index())
-        if error is not None and error.numel() != bucket.buffer().numel():  # other parameters are trained now
-            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+        places = [self._places[id(p)] for p in bucket.parameters()]
+        if self._buckets.setdefault(bucket.index(), places) != places:  # made anew, or others are trained now
+            for memory in (self._buckets, state.error_dict, state.p_memory_dict, state.q_memory_dict):
                 memory.clear()
+            self._buckets[bucket.index()] = places
         future: torch.futures.Future[torch.Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
         future.wait()  # see [Note: one at a time]
         return future
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far, the source of random numbers, and per bucket what is remembered; errors are each rank's own."""
+        """Steps so far, the source of random numbers, and buckets with what is remembered; errors are each rank's."""
         state = self._state
         drawn: Any = state.rng.get_state(legacy=True)
         _, keys, *rest = drawn
         return {
             "steps": state.iter,
             "random": [keys.tolist(), *rest],
+            "buckets": [self._buckets[index] for index in sorted(self._buckets)],
             "errors": {str(index): self._stacked(error) for index, error in state.error_dict.items()},
             "left": {str(index): values for index, values in state.p_memory_dict.items()},
             "right": {str(index): values for index, values in state.q_memory_dict.items()},
@@ -79,6 +92,7 @@ class PowerSgdHook:
         state.iter = saved["steps"]
         keys, *rest = saved["random"]
         state.rng.set_state(("MT19937", keys, *rest))
+        self._buckets, self.is_restored = dict(enumerate(saved["buckets"])), True
         state.error_dict = {int(index): self._mine(value) for index, value in saved["errors"].items()}
         state.p_memory_dict = {int(index): local(value).clone() for index, value in saved["left"].items()}
         state.q_memory_dict = {int(index): local(value).clone() for index, value in saved["right"].items()}
