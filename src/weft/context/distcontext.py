@@ -41,19 +41,21 @@ class Applied:
         name: Name of the transform function.
         options: Its keyword arguments as `(name, text)`, defaults included.
         targets: Class names of the objects it was applied to.
+        chosen: What it chose by itself, in words.
     """
 
     name: str
     options: tuple[tuple[str, str], ...] = ()
     targets: tuple[str, ...] = ()
     refs: tuple[weakref.ref[Any], ...] = field(default=(), compare=False, repr=False)
+    chosen: str = field(default="", compare=False)
 
     def concerns(self, obj: object) -> bool:
         """Say whether this record is about `obj`."""
         return obj is not None and any(ref() is obj for ref in self.refs)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"name": self.name, "options": self.options, "targets": self.targets, "refs": ()}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"refs": ()}
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={text}" for name, text in self.options)

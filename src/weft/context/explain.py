@@ -10,7 +10,7 @@ __all__ = ["explain"]
 
 
 def explain(ctx: DistContext) -> str:
-    """Describe a context: the place of this rank, the settings and their sources, the pipeline.
+    """Describe a context: the place of this rank, the settings and their sources, the pipeline and what it chose.
 
     Changes: nothing. Collectives: none.
 
@@ -44,6 +44,7 @@ def explain(ctx: DistContext) -> str:
     lines.append("pipeline:" if ctx.applied else "pipeline: nothing applied yet")
     for index, record in enumerate(ctx.applied, start=1):
         lines.append(f"  {index}. {record}")
+        lines += [f"     chosen: {record.chosen}"] if record.chosen else []
     return "\n".join(lines)
 
 

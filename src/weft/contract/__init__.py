@@ -40,6 +40,7 @@ from weft.contract.module_checks import (
 )
 from weft.contract.no_sync import no_sync
 from weft.contract.protocols import (
+    Chooses,
     ComputesAlone,
     EndsBackward,
     GradSync,
@@ -58,6 +59,7 @@ from weft.contract.protocols import (
 from weft.contract.transform import compose, transform
 
 __all__ = [
+    "Chooses",
     "ComputesAlone",
     "EndsBackward",
     "GradSync",

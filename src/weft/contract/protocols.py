@@ -196,6 +196,17 @@ class Undoable(Protocol):
 
 
 @runtime_checkable
+class Chooses(Protocol):
+    """Offered by transforms that choose something by themselves, so that `weft.explain` can say it.
+
+    Attributes:
+        chosen: What, in words; empty: nothing.
+    """
+
+    chosen: str
+
+
+@runtime_checkable
 class KeepsParameters(Protocol):
     """Offered by transforms that keep parameters or their state elsewhere than in module and optimizer.
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.context import Applied, DistContext
 from weft.contract.marks import MARKS, Holder, Mark, Marks, Rules, marks_of
+from weft.contract.protocols import Chooses
 from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, message, type_error
 from weft.peers.agreement import disagree
 
@@ -271,6 +272,7 @@ def _record(
         options=tuple((key, _text(value)) for key, value in options.items()),
         targets=tuple(type(obj).__name__ for obj in objects),
         refs=tuple(weakref.ref(obj) for obj in objects),
+        chosen="; ".join(offer.chosen for offer in ctx.handed_over if isinstance(offer, Chooses) and offer.chosen),
     )
     mark = Mark(record, rules, ctx.handed_over)
     for offer in ctx.handed_over:

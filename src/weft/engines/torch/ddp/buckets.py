@@ -35,7 +35,8 @@ class Buckets:
         dtype: torch.dtype | None,
         compress: Compress | None = None,
     ) -> None:
-        self._parameters, self._names, self._group = list(parameters), list(names), group
+        self._parameters: list[torch.Tensor] = list(parameters)
+        self._names, self._group = list(names), group
         self._bucket_bytes, self._find_unused = bucket_bytes, find_unused
         by_name = sparse_gradients(module)
         self._sparse = [name in by_name for name in names]

@@ -10,6 +10,7 @@ backward pass, in the order in which gradients arrived, as in DDP; they are save
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class PowerSgdHook:
         self._places = {id(p): place for place, p in enumerate(parameters)}
         self.is_restored = False
         known = [self._buckets[index] for index in sorted(self._buckets)]
-        return known if sorted(sum(known, [])) == list(range(len(parameters))) else None
+        return known if sorted(itertools.chain(*known)) == list(range(len(parameters))) else None
 
     def __call__(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket."""

@@ -53,12 +53,14 @@ class GradientReducer(Strategy):
 
     Attributes:
         transport: How gradients travel.
+        chosen: What of it the options did not say.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, options: ReduceOptions, peers: Peers) -> None:
         super().__init__(module, group, options, peers)
         self._options = options = replace(options, at_end=options.flat or fit_one_message(module, options))
         self.transport = Transport(module, group, options)
+        self.chosen = "small gradients travel as one message" if options.at_end and not options.flat else ""
         self._called_at = -1  # version of the first parameter
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Buckets finish in a callback of their own, which has to be over before ours.
