@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  (any optimizer imports it, and it sets variables; not ours to answer for)
 
+from weft.testing import run_ranks
+
 # Programs of Accelerate, which is not always installed; they hold no doctests.
 collect_ignore_glob = ["interop/accelerate_scripts/*"]
 
@@ -45,6 +47,16 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def warm_ranks():
+    """Ranks can be forked: the limit of time of a test does not count how long torch takes to be imported."""
+    run_ranks(_nothing, 2)
+
+
+def _nothing(ctx):
+    return None
 
 
 def _state():

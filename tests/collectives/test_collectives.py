@@ -26,6 +26,8 @@ from weft.collectives import encoding
 from weft.collectives import primitives as entry
 from weft.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 class Pair(NamedTuple):
     left: Any

@@ -19,6 +19,8 @@ from weft.peers.gloo_connections import listening_ports
 from weft.peers.liveness import announce, check_failed, culprit, report_failure
 from weft.testing import RanksFailed, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 def _train(ctx, steps, leave):
     """`leave(ctx, step)` says whether this rank ends after a step."""

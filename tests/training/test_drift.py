@@ -19,6 +19,8 @@ from tests.transforms.test_windows_in_parts import (
 from tests.variants import slow
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 STRATEGIES = (*REPLICATED, *SHARDED)
 
 

@@ -28,6 +28,8 @@ import weft
 from tests.variants import slow
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 _EXAMPLES = os.environ.get("TRAININGS")
 _HANG_S = 15.0  # no training takes a tenth of that; a rank that waits for another has a limit of its own
 _WIDTH = 4

@@ -18,6 +18,8 @@ import weft
 from weft.tensors.dtensor import groups_of
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 class Block(nn.Module):
     def __init__(self, size=4):

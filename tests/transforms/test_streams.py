@@ -20,6 +20,8 @@ import weft
 from weft.testing import fake, run_ranks
 from weft.testing.equivalence import largest_difference
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 class Plain(IterableDataset):
     def __init__(self, n):

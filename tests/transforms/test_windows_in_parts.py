@@ -13,6 +13,8 @@ import weft
 from tests.variants import slow
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 REPLICATED = ("replicate", "buckets", "flat", "unused", "zero1")
 SHARDED = ("zero2", "zero3", "fully_shard")
 STEPS = 3  # micro-batches per window

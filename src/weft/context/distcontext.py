@@ -55,7 +55,7 @@ class Applied:
         return obj is not None and any(ref() is obj for ref in self.refs)
 
     def __getstate__(self) -> dict[str, object]:
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"refs": ()}
+        return {each.name: () if each.name == "refs" else getattr(self, each.name) for each in fields(self)}
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={text}" for name, text in self.options)
