@@ -44,20 +44,22 @@ class FlatPiece:
 
     Attributes:
         values: The parameters' storage, [number of elements]; without elements if they keep their own.
-        gradients: Their gradients' storage, [number of elements].
+        gradients: Their gradients' storage, [number of elements], with what else there is room for behind it.
         parameters: Views of `values`, in order.
         views: Views of `gradients`, in order.
         without: Indices of the parameters that had no gradient before what is reduced next.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], indices: Sequence[int], *, keeps_values: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], indices: Sequence[int], *, keeps_values: bool, room: int = 0
+    ) -> None:
         self.parameters = list(parameters)
         self.indices = list(indices)
         self._keeps_values = keeps_values
         first = self.parameters[0]
         total = sum(p.numel() for p in self.parameters)
-        self.gradients = torch.zeros(total, dtype=first.dtype, device=first.device)
-        self.values = torch.empty_like(self.gradients if keeps_values else self.gradients[:0])
+        self.gradients = torch.zeros(total + room, dtype=first.dtype, device=first.device)
+        self.values = torch.empty_like(self.gradients[: total if keeps_values else 0])
         self.views: list[torch.Tensor] = []
         start = 0
         for parameter in self.parameters:

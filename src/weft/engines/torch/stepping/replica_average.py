@@ -6,15 +6,17 @@ logging) finds numbers, and the step does nothing: `resilient` sees to it that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Replicas
+from weft.engines.torch.ddp.flat_buffer import FlatPiece
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.errors import UnusedParameters, listed
 from weft.tensors.dtensor import local
@@ -36,8 +38,9 @@ class ReplicaAverage:
     def __init__(self, module: nn.Module, replicas: Replicas, options: StrategyOptions, *, alone: bool) -> None:
         self.enabled = True
         self._due = False
-        self._shapes: list[tuple[torch.dtype, torch.Size]] = []
-        self._of_gradients: list[_Flat] = []
+        self._kinds: list[tuple[int, torch.dtype, torch.Size]] = []
+        self._pieces: list[FlatPiece] = []
+        self._of_gradients: list[_Flat] = []  # of those that do not lie in pieces
         self._of_buffers: list[tuple[_Flat, list[torch.Tensor]]] = []
         self._named = dict(module.named_parameters())
         self._alone = alone
@@ -45,16 +48,23 @@ class ReplicaAverage:
         self._class_name = type(module).__name__
         self._replicas = replicas
         self._options = options
-        self._session = BackwardSession(_nothing, self._end, rounds=2)  # after the ranks of this replica
+        self._session = BackwardSession(self._begin, self._end, rounds=2)  # after the ranks of this replica
+        self._got = bytearray(len(self._named))  # which parameters a gradient has reached since they had none
+        self._handles: dict[int, RemovableHandle] = {}
         if alone:
-            enter, trained = partial(_enter, self._session), [p for p in self._named.values() if p.requires_grad]
-            self._handles = [p.register_post_accumulate_grad_hook(enter) for p in trained]
+            self._see_arrivals()
         else:  # gradients of the parameters themselves come from a strategy
-            self._handles = [module.register_forward_hook(partial(_watch, self._session))]
+            self._handles[-1] = module.register_forward_hook(partial(_watch, self._session))
+
+    def _see_arrivals(self) -> None:
+        for index, p in enumerate(self._named.values()):
+            if p.requires_grad and index not in self._handles:
+                hook = partial(_arrive, self._session, self._got, index)
+                self._handles[index] = p.register_post_accumulate_grad_hook(hook)
 
     def undo(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def begin_window(self) -> None:
@@ -71,6 +81,17 @@ class ReplicaAverage:
         if owes and not left:
             self._exchange(zeros=True)
 
+    def _begin(self) -> None:
+        """Let what is left of the backward pass add to the pieces; not sooner, for it may never come."""
+        if not self._pieces:
+            return
+        for index, p in enumerate(self._named.values()):
+            if p.grad is None:
+                self._got[index] = 0
+        for piece in self._pieces:
+            if all(p.requires_grad for p in piece.parameters):
+                piece.attach()
+
     def _end(self) -> None:
         if self.enabled:
             self._due = False
@@ -79,49 +100,74 @@ class ReplicaAverage:
     @torch.no_grad()
     def _exchange(self, *, zeros: bool) -> None:
         trained = {name: p for name, p in self._named.items() if p.requires_grad}
-        without = [name for name, p in trained.items() if p.grad is None]
+        lent = {i for piece in self._pieces for i in piece.without if not self._got[i]}  # zeros that nothing reached
+        without = [
+            name for i, (name, p) in enumerate(self._named.items()) if p.requires_grad and (p.grad is None or i in lent)
+        ]
+        for piece in self._pieces:
+            piece.without.clear()
         if without and not zeros:
+            for name in without:
+                self._named[name].grad = None
             raise UnusedParameters(
                 f"replicate: {len(without)} parameter(s) of {self._class_name} got no gradient in this backward pass",
                 found=listed(without),
                 expected="every parameter that requires a gradient takes part in the loss, on every replica",
                 fix='weft.replicate(..., unused="zero"), or requires_grad_(False) on them',
             )
-        used = torch.tensor([float(p.grad is not None) for p in trained.values()]) if zeros else None
+        used = torch.tensor([float(name not in without) for name in trained]) if zeros else None
         for name in without:
-            trained[name].grad = torch.zeros_like(trained[name])
-        holders = [p for p in trained.values() if p.grad is not None]
-        gradients = [local(p.grad) for p in holders if p.grad is not None]
-        sums = [*self._fill(gradients)] if self._replicas.size > 1 else []
+            if trained[name].grad is None:
+                trained[name].grad = torch.zeros_like(trained[name])
+        sums = [*self._fill(trained)] if self._replicas.size > 1 else []
         counts = [] if used is None else [used]
-        if not self._replicas.add_up([*(flat.values for flat in sums), *counts], room=bool(sums)):
-            torch._foreach_zero_(gradients)
+        if not self._replicas.add_up([*sums, *counts], room=bool(sums)):
+            torch._foreach_zero_([local(p.grad) for p in trained.values() if p.grad is not None])
             return
-        for flat in sums:
-            flat.put_back(holders if self._alone and flat.is_grad else None)
+        if sums:
+            for flat in (*self._of_gradients, *(flat for flat, _ in self._of_buffers)):
+                flat.put_back()
         if used is not None:
             for p, count in zip(trained.values(), used.tolist(), strict=True):
                 if not count:
                     p.grad = None  # nobody used it
 
-    def _fill(self, gradients: Sequence[torch.Tensor]) -> Iterator[_Flat]:
+    def _fill(self, trained: Mapping[str, nn.Parameter]) -> Iterator[torch.Tensor]:
         """The mean of the gradients, and the first replica's buffers, each as far as this replica adds to it."""
-        shapes = [(g.dtype, g.shape) for g in gradients]
-        if shapes != self._shapes:
-            self._shapes = shapes
-            self._of_gradients = [_Flat(gradients, which, self._options.dtype) for which in _by_dtype(gradients)]
-            buffers = [buffer for buffer in self._buffers if buffer.numel()]
-            self._of_buffers = [(_Flat(buffers, which, are_buffers=True), buffers) for which in _by_dtype(buffers)]
+        gradients = [local(p.grad) for p in trained.values() if p.grad is not None]
+        kinds = [(id(p), g.dtype, g.shape) for p, g in zip(trained.values(), gradients, strict=True)]
+        if kinds != self._kinds:
+            self._kinds = kinds
+            self._lay_out(list(trained.values()), gradients)
+        factor = 1 / self._replicas.size
+        for piece in self._pieces:
+            piece.attach()
+            piece.without.clear()
+            yield piece.gradients.mul_(factor)
         for flat in self._of_gradients:
-            flat.fill(gradients, 1 / self._replicas.size)
-            yield flat
+            yield flat.fill(gradients, factor)
         for flat, buffers in self._of_buffers:
-            flat.fill(buffers, float(self._replicas.index == 0))
-            yield flat
+            yield flat.fill(buffers, float(self._replicas.index == 0))
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Decide where gradients and buffers lie together: on the CPU, each with room for one element at the end."""
+        places = {id(p): index for index, p in enumerate(self._named.values())}
+        self._pieces, self._of_gradients = [], []
+        if self._alone:
+            self._see_arrivals()  # at those that were frozen until now
+        for which in _by_dtype(gradients):
+            same, first = [parameters[index] for index in which], gradients[which[0]]
+            if self._alone and first.device.type == "cpu" and self._options.dtype in (None, first.dtype):
+                self._pieces.append(FlatPiece(same, [places[id(p)] for p in same], keeps_values=False, room=1))
+            else:
+                self._of_gradients.append(_Flat(gradients, which, self._options.dtype))
+        buffers = [buffer for buffer in self._buffers if buffer.numel()]
+        self._of_buffers = [(_Flat(buffers, which), buffers) for which in _by_dtype(buffers)]
 
 
-def _nothing() -> None:
-    pass
+def _arrive(session: BackwardSession, got: bytearray, index: int, parameter: torch.Tensor) -> None:
+    got[index] = 1
+    session.enter()
 
 
 def _enter(session: BackwardSession, parameter: torch.Tensor) -> None:
@@ -142,50 +188,31 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 class _Flat:
-    """Tensors of one dtype in one piece on the CPU, kept from step to step, with room for one element at the end.
+    """Copies of tensors of one dtype in one piece on the CPU, kept from step to step, with one element at the end.
 
     Attributes:
         values: This piece, one-dimensional.
-        is_grad: Its parts can be gradients themselves.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        which: Sequence[int],
-        dtype: torch.dtype | None = None,
-        *,
-        are_buffers: bool = False,
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], which: Sequence[int], dtype: torch.dtype | None = None) -> None:
         """Make room for those of the tensors with the indices `which`."""
         self._which = which
         first = tensors[which[0]]
         kind = dtype or first.dtype
-        kind = torch.uint8 if kind == torch.bool else kind
         sizes = [tensors[index].numel() for index in which]
-        self.values = torch.zeros(sum(sizes) + 1, dtype=kind)
+        self.values = torch.zeros(sum(sizes) + 1, dtype=torch.uint8 if kind == torch.bool else kind)
         parts = self.values[:-1].split(sizes)
-        # `.data`: autograd need not know that these are views; adding to them is far cheaper.
-        self._parts = [part.view(tensors[i].shape).data for part, i in zip(parts, which, strict=True)]
-        self.is_grad = not are_buffers and first.dtype == kind and first.device.type == "cpu"
+        self._parts = [part.view(tensors[i].shape) for part, i in zip(parts, which, strict=True)]
         self._tensors: list[torch.Tensor] = []
 
-    def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
-        """Take the values of the tensors, multiplied by a factor."""
+    def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
+        """The values of the tensors, multiplied by a factor."""
         self._tensors = [tensors[index] for index in self._which]
         torch._foreach_copy_(self._parts, self._tensors)
-        if factor == 0:
-            self.values.zero_()
-        elif factor != 1:
-            self.values.mul_(factor)
+        if factor == 1:
+            return self.values
+        return self.values.mul_(factor) if factor else self.values.zero_()
 
-    def put_back(self, holders: Sequence[nn.Parameter] | None) -> None:
-        """Give the tensors the values of the piece; where they are gradients of parameters, let these be its parts."""
-        if holders is None:
-            torch._foreach_copy_(self._tensors, self._parts)
-            return
-        for index, part, tensor in zip(self._which, self._parts, self._tensors, strict=True):
-            if part.stride() == tensor.stride():
-                holders[index].grad = part
-            else:
-                tensor.copy_(part)
+    def put_back(self) -> None:
+        """Give the tensors the values of the piece."""
+        torch._foreach_copy_(self._tensors, self._parts)
