@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.context import DistContext
 from weft.contract import GradSync, KeepsParameters, StepsApart, offered, wrapper_of_torch
 from weft.data import ShardedLoader
 from weft.engines.torch.ddp.trained import is_reduced
+from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.errors import warn
 from weft.tensors.bit_sums import can_be_read, sum_of_bits
 
@@ -34,10 +34,7 @@ def watch_loop(loader: ShardedLoader[Any], ctx: DistContext) -> None:
     Collectives: none, and nobody is waited for; a number of this rank in the store where weights may drift apart.
     """
     if ctx.data_size > 1 and ctx.data_size == ctx.world_size and ctx.world.store is not None:
-        watch = _Watch(loader, ctx)
-        # Loaders of windows are copies, which share the cursor.
-        ending = weakref.finalize(loader.weft_cursor, register_optimizer_step_pre_hook(watch).remove)
-        ending.atexit = False
+        before_every_step(loader.weft_cursor, _Watch(loader, ctx))  # the cursor: loaders of windows are copies with it
 
 
 class _Watch:

@@ -14,6 +14,7 @@ from torch.utils import _device
 
 from weft.context import DistContext, adopt
 from weft.context.settings import mesh_axes
+from weft.engines.torch.hooks.every_optimizer import take_off_unless_used
 from weft.errors import ContextError, value_error
 from weft.peers.pretended import Mail, NotSent, PretendedGroup
 from weft.rehearsal.distinct import distinct_ranks
@@ -256,6 +257,7 @@ def _left_as_it_was() -> Iterator[None]:
         with warnings.catch_warnings():
             yield
     finally:
+        take_off_unless_used()
         random.setstate(python)
         torch.set_rng_state(cpu)
         torch.set_default_dtype(dtype)

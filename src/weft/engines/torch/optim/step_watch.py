@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.optim.closures import replace_closure
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.dtensor import local
@@ -219,9 +219,7 @@ def _see_first_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:
         else:
             watching.check_other(optimizer, whole)
 
-    ending = weakref.finalize(steps, register_optimizer_step_pre_hook(first_step).remove)
-    ending.atexit = False
-    return ending
+    return before_every_step(steps, first_step)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
