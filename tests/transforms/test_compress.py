@@ -82,6 +82,28 @@ def test_power_sgd_is_torchs_own(build, bucket_mb):
         assert largest_difference(found, answers[0][2]) == 0
 
 
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.sometimes, self.last = nn.Linear(12, 24), nn.Linear(24, 24), nn.Linear(24, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        x, self.calls = torch.tanh(self.first(x)), self.calls + 1
+        return self.last(x + self.sometimes(x) if self.calls % 3 else x) / 8
+
+
+def _sometimes(ctx):
+    torch.manual_seed(1)
+    model, ctx = weft.replicate(Sometimes(), ctx, compress=weft.precision.PowerSGD(**POWER), unused="zero")
+    return [p.isfinite().all().item() for p in _steps(model, ctx, 12)]
+
+
+def test_gradients_of_zeros_stay_zero():
+    for found in run_ranks(_sometimes, 2):
+        assert all(found)
+
+
 def _many_buckets(ctx):
     model, ctx = weft.replicate(_net(), ctx, compress=weft.precision.PowerSGD(**POWER), bucket_bytes=64)
     return _steps(model, ctx, 8)

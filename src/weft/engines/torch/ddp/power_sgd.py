@@ -117,5 +117,7 @@ class PowerSgdHook:
                 start_powerSGD_iter=options.start_step,
                 min_compression_rate=options.min_rate,
                 random_seed=options.seed,
+                # Added to norms: changes none, and a gradient of zeros stays zero instead of becoming NaN.
+                orthogonalization_epsilon=torch.finfo(torch.float32).tiny,
             )
         return self._made
