@@ -118,6 +118,6 @@ class PowerSgdHook:
                 min_compression_rate=options.min_rate,
                 random_seed=options.seed,
                 # Added to norms: changes none, and a gradient of zeros stays zero instead of becoming NaN.
-                orthogonalization_epsilon=torch.finfo(torch.float32).tiny,
+                orthogonalization_epsilon=torch.finfo(torch.float32).tiny,  # pyright: ignore[reportArgumentType]
             )
         return self._made
