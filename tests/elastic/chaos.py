@@ -41,12 +41,23 @@ class Job:
     """
 
     def __init__(
-        self, folder, *, replicas=3, shards=1, restarts=5, epochs=3, windows=False, pause_s=0.01, faults=None, least=1
+        self,
+        folder,
+        *,
+        replicas=3,
+        shards=1,
+        restarts=5,
+        epochs=3,
+        windows=False,
+        pause_s=0.01,
+        faults=None,
+        least=1,
+        more=(),
     ):
         words = [SCRIPT, folder, epochs, "windows" if windows else "batches", shards, pause_s, json.dumps(faults or {})]
         options = ["-n", replicas * shards, "--min-replicas", least, "--max-restarts", restarts]
         options += ["--replica-ranks", shards] if shards > 1 else []
-        options += ["--events", folder / "events.jsonl"]
+        options += ["--events", folder / "events.jsonl", *more]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")} | {"OMP_NUM_THREADS": "1"}
         self.said = []
         self.process = subprocess.Popen(

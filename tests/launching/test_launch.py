@@ -553,7 +553,7 @@ def test_the_configuration_is_torchs():
         ({"nnodes": 2, "node_rank": 2, "rdzv": "a:1"}, "--node-rank 2"), ({"max_restarts": -1}, "--max-restarts -1"),
         ({"nproc": 2, "min_replicas": 3}, "--min-replicas 3"), ({"min_replicas": 0}, "--min-replicas 0"),
         ({"nproc": 4, "min_replicas": 1, "replica_ranks": 3}, "--replica-ranks 3"), ({"replica_ranks": 2}, "no --min"),
-        ({"nnodes": 2, "rdzv": "a:1", "min_replicas": 1}, "--nnodes 2 --min-replicas"),
+        ({"nnodes": 2, "rdzv": "a:1", "min_replicas": 3}, "--min-replicas 3 --nnodes 2"),
         ({"threads": 0}, "--threads 0"), ({"nnodes": "1:2", "node_rank": 0, "rdzv": "a:1"}, "--node-rank 0"),
     ],
 )  # fmt: skip
@@ -698,6 +698,9 @@ def test_a_script_for_slurm(tmp_path, capsys, monkeypatch):
     one = batch_script(_plan(nproc=2), ["train.py"], name="x", options=["--nodes=1", "--output=y"])
     assert one.endswith("pipefail\nsrun --kill-on-bad-exit=1 weft launch -n 2 --nnodes 1 --threads 4 train.py\n")
     assert one.count("--nodes=") == one.count("--output=") == 1
+    elastic = batch_script(_plan(nproc=2, nnodes="1:3", rdzv="first:1", min_replicas=2), ["train.py"], name="x")
+    assert "#SBATCH --nodes=1-3\n" in elastic and "#SBATCH --no-kill\n" in elastic
+    assert "srun --no-kill --kill-on-bad-exit=0 weft launch -n 2 --nnodes 1:3 " in elastic
 
 
 def test_threads_per_rank_are_known_before_the_parser():

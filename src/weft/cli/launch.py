@@ -28,7 +28,7 @@ from weft.launching.devices import chosen_devices, visible_devices
 from weft.launching.failures import Ending
 from weft.launching.plan import MEETING_S, Plan, make_plan
 from weft.launching.rank_main import run_target
-from weft.launching.replicas import supervise_replicas
+from weft.launching.replicas import LocalNode, supervise_replicas
 from weft.launching.slurm import batch_script
 from weft.peers.connect import is_here, reach
 
@@ -206,13 +206,14 @@ def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: st
         if plan.min_replicas is not None:
             in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else name  # noqa: S108
             with tempfile.TemporaryDirectory(prefix="weft-", dir=in_memory) as memory:
-                return supervise_replicas(
+                here = LocalNode(
                     plan,
                     run_target,
                     lambda own: (words[0], kind == "module", words[1:], name, cores, {**variables, **own}),
                     folder,
                     Path(memory),
                 )
+                return supervise_replicas(plan, here)
         arguments = (words[0], kind == "module", words[1:], name, cores, variables)
         return supervise(plan, run_target, *arguments, folder=folder)
 

@@ -256,7 +256,8 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     if size > 1:
         _connect(world, one, chosen, where, settings, replica=name)
     on_cpu = world.group is None or dist.get_backend(world.group) == "gloo"
-    replicas = ReplicaGroup(board, store, name, most, world, torch.device("cpu") if on_cpu else where)
+    device = torch.device("cpu") if on_cpu else where
+    replicas = ReplicaGroup(board, store, name, most, world, device, place.node_rank)
     world.holders.add(replicas)
     return replace(_context(one, world, mesh_of_ranks, chosen, where, settings), replicas=replicas)
 

@@ -183,16 +183,15 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         wrong = (found, "counts >= 1, 0 <= node rank < nodes")
     elif values["max_restarts"] < 0:
         wrong = (f"--max-restarts {values['max_restarts']}", "0 or more")
-    elif values["min_replicas"] is not None and not _are_replicas(**values):
+    elif values["min_replicas"] is not None and not _are_replicas(most, **values):
         several = f" --replica-ranks {values['replica_ranks']}" if values["replica_ranks"] != 1 else ""
+        several += f" --nnodes {values['nnodes']}" if most > 1 else ""
         found = f"-n {values['nproc']} --min-replicas {values['min_replicas']}{several}"
         wrong = (found, "1 <= least replicas <= replicas, each of the same number of processes")
     elif values["min_replicas"] is None and values["replica_ranks"] != 1:
         wrong = (f"--replica-ranks {values['replica_ranks']}, no --min-replicas", "both, for an elastic job")
     elif values["min_replicas"] is None and values["events"] is not None:
         wrong = (f"--events {values['events']}, no --min-replicas", "both, for an elastic job")
-    elif values["min_replicas"] is not None and most > 1:
-        wrong = (f"--nnodes {values['nnodes']} --min-replicas", "one node: replicas on several nodes are not supported")
     elif values["threads"] < 1:
         wrong = (f"--threads {values['threads']}", "1 or more")
     elif most > 1 and values["rdzv"] is None:
@@ -206,8 +205,8 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         raise ContextError("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
 
 
-def _are_replicas(nproc: int, min_replicas: int, replica_ranks: int, **rest: Any) -> bool:
-    return replica_ranks >= 1 and nproc % replica_ranks == 0 and 1 <= min_replicas <= nproc // replica_ranks
+def _are_replicas(nodes: int, nproc: int, min_replicas: int, replica_ranks: int, **rest: Any) -> bool:
+    return replica_ranks >= 1 and nproc % replica_ranks == 0 and 1 <= min_replicas <= nodes * nproc // replica_ranks
 
 
 def _is_address(text: str, nodes: int) -> bool:

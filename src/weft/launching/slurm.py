@@ -43,6 +43,8 @@ def batch_script(
         f"--output={name}-%j.log",
         "--signal=USR1@120",
     ]
+    survives = plan.min_replicas is not None and plan.most_nodes > 1  # the loss of a node
+    head += ["--no-kill"] if survives else []
     given = {option.partition("=")[0] for option in options}
     lines = [*(option for option in head if option.partition("=")[0] not in given), *options]
     command = ["weft", "launch", "-n", str(plan.nproc), "--nnodes", plan.nodes(":"), "--threads", str(plan.threads)]
@@ -64,7 +66,7 @@ def batch_script(
             *(f"#SBATCH {line}" for line in lines),
             "set -euo pipefail",
             *(meeting if plan.most_nodes > 1 else []),
-            f"srun --kill-on-bad-exit=1 {launch}",
+            f"srun {'--no-kill --kill-on-bad-exit=0' if survives else '--kill-on-bad-exit=1'} {launch}",
             "",
         ]
     )

@@ -148,8 +148,8 @@ def _name_of(address: str, probe: socket.socket) -> str:
     return ""
 
 
-def open_store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStore:
-    """Serve the store at which the ranks meet, or connect to it.
+def open_store(place: Topology, limit_s: float, *, serves: bool, who: str = "") -> dist.TCPStore:
+    """Serve the store at which the ranks meet, or connect to it; `who` does, if it is no rank.
 
     Raises:
         ContextError: Nobody serves it, or the time is over.
@@ -185,7 +185,7 @@ def open_store(place: Topology, limit_s: float, *, serves: bool) -> dist.TCPStor
     error = failed[0] if failed else None
     said = str(error).splitlines()[0] if error else f"something listens there and has said nothing for {limit_s:g} s"
     raise ContextError(
-        f"start: rank {place.rank} of {place.world_size} cannot meet the others",
+        f"{who or f'start: rank {place.rank} of {place.world_size}'} cannot meet the others",
         found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
         f"{interface_to(place.master_addr)}: {said}",
         expected=f"rank 0 serves that address, and all ranks start within {limit_s:g} s",

@@ -8,7 +8,7 @@ A replica may have several ranks. Each of them is connected to the rank of the s
 *lane*. What fails on one lane has failed on all ranks of the replica: they vote about it after each exchange.
 
 [Note: replica keys] Below `STORE`, in the store of the launcher:
-    memory            a folder for copies of the state, in memory
+    memory/<node>     a folder for copies of the state, in memory
     launched          this launcher decides about quorums
     here/<name>/<r>   how many processes took themselves for this rank
     asks              how many questions were put
@@ -17,6 +17,7 @@ A replica may have several ranks. Each of them is connected to the rank of the s
     passed/<name>/<m> the same, for the other ranks of the replica, at their meeting m
     called/<number>   the members of this quorum are to come together after their step
     group/<number>/   where the members of a quorum connect
+    order/<launcher>/<k>  what the launcher of another node is to do; what it has to say is an ask, too
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["LAUNCHED", "MEMORY", "STORE", "ReplicaGroup", "has_replicas"]
 
 STORE = "weft/replicas"  # prefix of all keys
 LAUNCHED = "launched"  # key: this launcher decides about quorums
-MEMORY = "memory"  # key: a folder of the launcher
+MEMORY = "memory"  # key: a folder of the launcher, by node
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided
 _LOOK_S = 0.05  # how often it is looked whether somebody new waits
 _PIECE = 2**24  # bytes of a message
@@ -68,7 +69,14 @@ class ReplicaGroup:
     """
 
     def __init__(
-        self, board: Board | None, store: dist.Store | None, name: str, most: int, inside: World, device: torch.device
+        self,
+        board: Board | None,
+        store: dist.Store | None,
+        name: str,
+        most: int,
+        inside: World,
+        device: torch.device,
+        node: int = 0,
     ) -> None:
         """Remember where the replicas meet.
 
@@ -79,13 +87,14 @@ class ReplicaGroup:
             most: Replicas of the job.
             inside: The ranks of this replica; its `timeout_s` is how long another replica may take for a step.
             device: On which they can send each other something.
+            node: On which this replica runs.
         """
         self.name = name
         self.index, self.size, self.most, self.number = 0, 1, most, 0
         self.broken = self.called = False
         self.exchanges = 0
         self.inside = inside
-        self._board, self._store, self._device = board, store, device
+        self._board, self._store, self._device, self._node = board, store, device, node
         self._group: Any = None
         self._sums: dict[tuple[torch.dtype, int], SmallSum] = {}  # of this group
         self._looked_s = 0.0
@@ -93,7 +102,7 @@ class ReplicaGroup:
 
     def memory(self) -> Path | None:
         """A folder in the memory of the machine that outlives this process; None without a launcher."""
-        return None if self._board is None else Path(self._board.get(MEMORY).decode())
+        return None if self._board is None else Path(self._board.get(f"{MEMORY}/{self._node}").decode())
 
     # -- quorums ---------------------------------------------------------------------------------
 

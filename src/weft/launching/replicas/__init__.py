@@ -1,10 +1,14 @@
 """The replicas of an elastic job: each is started again alone.
 
-supervise.py  what the launcher does: it starts replicas, watches them, and decides who makes steps together
-processes.py  the processes of one replica
-story.py      who was lost, when, why, and what it cost
+supervise.py     what the first node's launcher does: it watches replicas, and decides who makes steps together
+processes.py     the processes of the replicas on this node
+remote_nodes.py  the other nodes, as the first launcher sees them
+joined_node.py   what the launcher of another node does
+messages.py      what replicas and other launchers have to say
+story.py         who was lost, when, why, and what it cost
 """
 
+from weft.launching.replicas.processes import LocalNode
 from weft.launching.replicas.supervise import supervise_replicas
 
-__all__ = ["supervise_replicas"]
+__all__ = ["LocalNode", "supervise_replicas"]

@@ -1,32 +1,78 @@
-"""The processes of one replica: they are started and ended together."""
+"""The processes of the replicas on this node: those of one replica are started and ended together."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pathlib
 import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-__all__ = ["Replica"]
+from weft.launching.failures import report_of
+from weft.launching.plan import Plan
+from weft.peers.world import PREEMPTED
+
+__all__ = ["GRACE_S", "Ended", "LocalNode", "LocalReplica", "Node", "Replica"]
+
+GRACE_S = 10.0  # that processes have to end in good order
+
+
+class Ended(NamedTuple):
+    """How a replica has ended: by the first of its processes that failed.
+
+    Attributes:
+        rank: Of that process.
+        process: Its id.
+        code: Its exit code, or minus the number of a signal; 0: all have ended in good order.
+        trace: Its traceback, if it has left one.
+    """
+
+    rank: int
+    process: int
+    code: int
+    trace: str = ""
+
+
+class Node(Protocol):
+    """A node of the job, as the launcher sees it that decides.
+
+    Attributes:
+        number: Of the node, from 0 on.
+        is_leaving: Nothing is started there any more.
+    """
+
+    number: int
+    is_leaving: bool
+
+    def start(self, number: int, attempt: int) -> Replica[Any]:
+        """Start the processes of a replica."""
+        ...
+
+
+N = TypeVar("N", bound=Node)
 
 
 @dataclass
-class Replica:
-    """The processes of one replica.
+class Replica(ABC, Generic[N]):
+    """A replica that was started.
 
     Attributes:
         number: Of the replica.
         attempt: How often it was started before.
-        processes: By rank.
-        stopped_since: When one of them was first seen stopped; None if none is.
+        node: On which it runs.
+        stopped_since: When one of its processes was first seen stopped; None if none is.
         was_inside: It was in some quorum.
     """
 
     number: int
     attempt: int
-    processes: dict[int, Any] = field(default_factory=dict)
+    node: N
     stopped_since: float | None = None
     was_inside: bool = False
 
@@ -35,28 +81,171 @@ class Replica:
         """Of this replica, and of none that takes its place."""
         return f"{self.number}.{self.attempt}"
 
+    @property
+    @abstractmethod
+    def pids(self) -> dict[int, int]:
+        """The ids of its processes, by rank."""
+
+    @property
+    @abstractmethod
+    def sentinels(self) -> list[int]:
+        """What `multiprocessing.connection.wait` waits for: a process of this node ends."""
+
+    @property
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Whether one of its processes is stopped, as by SIGSTOP."""
+
+    @abstractmethod
+    def ended(self) -> Ended | None:
+        """How it has ended; None if it has not."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End what is left of it."""
+
+
+@dataclass
+class LocalReplica(Replica["LocalNode"]):
+    """A replica whose processes this launcher has started.
+
+    Attributes:
+        folder: In which they leave reports.
+        processes: By rank.
+    """
+
+    folder: pathlib.Path = field(default_factory=pathlib.Path)
+    processes: dict[int, Any] = field(default_factory=dict)
+    _saving_since: float | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """See `Replica`."""
+        return {rank: process.pid for rank, process in self.processes.items()}
+
+    @property
+    def sentinels(self) -> list[int]:
+        """See `Replica`."""
+        return [process.sentinel for process in self.processes.values() if process.is_alive()]
+
+    @property
+    def is_stopped(self) -> bool:
+        """See `Replica`."""
+        return any(process.exitcode is None and _is_stopped(process.pid) for process in self.processes.values())
+
+    def ended(self) -> Ended | None:
+        """See `Replica`."""
+        codes = {rank: process.exitcode for rank, process in self.processes.items()}
+        failed = next((rank for rank, code in codes.items() if code not in (None, 0)), None)
+        if failed is not None and codes[failed] == PREEMPTED and not self.is_gone:  # its ranks save together
+            self._saving_since = self._saving_since or time.monotonic()
+            if time.monotonic() - self._saving_since < GRACE_S:
+                return None
+        if failed is not None:
+            trace = report_of(self.folder, failed, self.attempt)
+            return Ended(failed, self.processes[failed].pid, codes[failed], trace)
+        if any(code is None for code in codes.values()):
+            return None
+        first = next(iter(codes))
+        return Ended(first, self.processes[first].pid, 0)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether none of its processes is left."""
+        return all(process.exitcode is not None for process in self.processes.values())
+
     def send(self, number: int) -> None:
-        """Send all of them a signal."""
+        """Send all its processes a signal."""
         for process in self.processes.values():
             if process.exitcode is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def kill(self) -> None:
-        """End what is left of it."""
+        """See `Replica`."""
         self.send(signal.SIGKILL)
         for process in self.processes.values():
             process.join()
 
-    def failed(self) -> tuple[int, Any] | None:
-        """A rank that has not ended in good order, and its process."""
-        ended = {rank: process for rank, process in self.processes.items() if process.exitcode not in (None, 0)}
-        return next(iter(ended.items()), None)
+    def join(self, end: float) -> None:
+        """Wait for its processes until a moment of the monotonic clock."""
+        for process in self.processes.values():
+            process.join(max(end - time.monotonic(), 0))
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether one of them is stopped."""
-        return any(process.exitcode is None and _is_stopped(process.pid) for process in self.processes.values())
+
+class LocalNode:
+    """The node of this launcher.
+
+    Attributes:
+        number: Of the node, from 0 on.
+        is_leaving: The launcher was asked to end.
+        replicas: That were started and are not gone, by name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        target: Callable[..., None],
+        arguments: Callable[[dict[str, str]], tuple[Any, ...]],
+        folder: pathlib.Path,
+        memory: pathlib.Path,
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            plan: How many processes.
+            target: A function that can be imported: what each of them does.
+            arguments: Of the target, of the variables that a rank finds in its environment.
+            folder: In which ranks leave their reports.
+            memory: In which they leave copies of their state.
+        """
+        self.plan, self.memory = plan, memory
+        self.number, self.is_leaving = 0, False
+        self.replicas: dict[str, LocalReplica] = {}
+        self._target, self._arguments, self._folder = target, arguments, folder
+        self._address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ""}
+
+    def meets_at(self, host: str, port: int) -> None:
+        """Where the store of the job is."""
+        self._address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+    def start(self, number: int, attempt: int) -> LocalReplica:
+        """Start the processes of a replica."""
+        replica = LocalReplica(number, attempt, self, folder=self._folder)
+        # All replicas that there can be count, also those of nodes that are not there.
+        plan = self.plan._replace(node_rank=self.number, least_nodes=self.plan.most_nodes)
+        first = number * plan.replica_ranks - self.number * plan.nproc
+        context: Any = multiprocessing.get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
+        for local_rank in range(first, first + plan.replica_ranks):
+            variables = plan.variables(local_rank) | {
+                **self._address,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            }
+            process = context.Process(target=self._target, args=self._arguments(variables))
+            replica.processes[int(variables["RANK"])] = process
+            process.start()
+        self.replicas[replica.name] = replica
+        return replica
+
+    def send(self, number: int) -> None:
+        """Send all processes a signal."""
+        for replica in list(self.replicas.values()):
+            replica.send(number)
+
+    def end(self) -> None:
+        """End all processes, which have some time to do so in good order."""
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        end = time.monotonic() + GRACE_S
+        for replica in self.replicas.values():
+            replica.join(end)
+            replica.kill()
+
+    def numbers(self) -> range:
+        """The numbers of its replicas."""
+        each = self.plan.nproc // self.plan.replica_ranks
+        return range(self.number * each, (self.number + 1) * each)
 
 
 def _is_stopped(pid: int) -> bool:

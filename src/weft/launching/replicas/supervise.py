@@ -2,135 +2,143 @@
 
 This launcher serves the store at which replicas meet, and decides about quorums ([Note: quorum]). It sees at once when
 a process ends. One that is stopped, or that the others have waited for in vain, is killed: its connections close too.
+Launchers of other nodes start processes for it ([Note: nodes of replicas]).
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import multiprocessing.connection
 import pathlib
 import signal
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, report_of
-from weft.launching.plan import Plan
-from weft.launching.replicas.processes import Replica
+from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended
+from weft.launching.plan import MEETING_S, Plan
+from weft.launching.replicas.joined_node import JoinedNode
+from weft.launching.replicas.messages import Messages
+from weft.launching.replicas.processes import GRACE_S, LocalNode, Node, Replica
+from weft.launching.replicas.remote_nodes import Nodes
 from weft.launching.replicas.story import Loss, Story, say
+from weft.peers.connect import is_here, listen_at
 from weft.peers.quorum import Answer, Ask, Quorums
-from weft.peers.replica_groups import LAUNCHED, MEMORY, STORE
 from weft.peers.world import PREEMPTED
 
 __all__ = ["supervise_replicas"]
 
 _TURN_S = 0.01  # between two looks at what replicas ask
 _STOPPED_S = 3.0  # a process that is stopped for so long is killed
-_GRACE_S = 10.0  # that processes have to end in good order
 _PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
 
 
-def supervise_replicas(
-    plan: Plan,
-    target: Callable[..., None],
-    arguments: Callable[[dict[str, str]], tuple[Any, ...]],
-    folder: pathlib.Path,
-    memory: pathlib.Path,
-) -> Ending:
-    """Run `target` on all ranks of this node, and start those again that fail, each by itself.
+def supervise_replicas(plan: Plan, here: LocalNode) -> Ending:
+    """Run the replicas of this node, and start those again that fail, each by itself.
+
+    The launcher of the first node decides for all; those of the others do what it says.
 
     Args:
         plan: How many, how often they are started again, and the least that can do without the others.
-        target: A function that can be imported.
-        arguments: Of the target, of the variables that a rank finds in its environment.
-        folder: In which ranks leave their reports.
-        memory: In which they leave copies of their state.
+        here: This node.
 
     Returns:
         How it ended.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    job = _Job(plan, target, arguments, folder, memory, store)
+    several = plan.most_nodes > 1
+    host, _, port = (plan.rdzv if several and plan.rdzv else "127.0.0.1:0").rpartition(":")
+    store = _serve(plan, host, int(port))
+    job = JoinedNode(plan, here, host, int(port)) if store is None else _Job(plan, here, store)
     before = {number: signal.signal(number, job.pass_on) for number in _PASSED_ON}
     try:
-        for number in range(job.most):
-            job.start(number)
-        while not job.is_over():
-            job.turn()
-        return job.ending()
+        return job.run()
     finally:
-        job.end_all()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
+    """The store of the job; None if another launcher serves it."""
+    if not (is_here(host) if plan.node_rank is None else plan.node_rank == 0):
+        return None
+    fd = listen_at(host, port) if port else None
+    limit = timedelta(seconds=30)
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
+    except dist.DistNetworkError:
+        if plan.most_nodes == 1 or plan.node_rank == 0:
+            raise
+        return None  # another launcher on this machine was first
+
+
 @dataclass
 class _Job:
-    """The replicas of a job, and what it decides about their quorums."""
+    """The replicas of a job, and what this launcher decides about them."""
 
     plan: Plan
-    target: Callable[..., None]
-    arguments: Callable[[dict[str, str]], tuple[Any, ...]]
-    folder: pathlib.Path
-    memory: pathlib.Path
+    here: LocalNode
     store: dist.TCPStore
-    living: dict[str, Replica] = field(default_factory=dict)
+    living: dict[str, Replica[Any]] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)  # how often each replica was started
+    given_up: set[int] = field(default_factory=set)  # replicas that have failed too often
     finished: int = 0  # replicas that have ended in good order
     preempted: int = 0
     restarts: int = 0
-    asks_seen: int = 0
     questions: dict[str, int] = field(default_factory=dict)  # the last one of each replica
-    missing_since: float | None = None
+    short_since: float | None = None
     signalled: int = 0
     failed: Ending = field(default_factory=Ending)
 
     def __post_init__(self) -> None:
-        self.most = self.plan.nproc // self.plan.replica_ranks
+        self.most = self.plan.nproc * self.plan.most_nodes // self.plan.replica_ranks
         self.quorums = Quorums(least=self.plan.min_replicas or 1)
         self.story = Story(self.most, None if self.plan.events is None else pathlib.Path(self.plan.events))
-        self.board = dist.PrefixStore(STORE, self.store)
-        self.board.set(LAUNCHED, str(self.plan.replica_ranks))
-        self.board.set(MEMORY, str(self.memory))
-        self.board.add("asks", 0)
+        self.messages = Messages(self.store, self.plan.replica_ranks, self.here.memory)
+        self.nodes = Nodes(self.plan, self.messages)
+        self.here.meets_at(self.store.host if self.plan.most_nodes > 1 else "127.0.0.1", self.store.port)
+
+    def run(self) -> Ending:
+        """Do it until the job has ended."""
+        code = 1
+        try:
+            for number in self.here.numbers():
+                self.start(number, self.here)
+            while not self.is_over():
+                self.turn()
+            ending = self.ending()
+            code = ending.code
+            return ending
+        finally:
+            self.end_all(code)
 
     # -- processes -------------------------------------------------------------------------------
 
-    def start(self, number: int, attempt: int = 0) -> None:
-        replica = Replica(number, attempt)
-        method = "forkserver" if sys.platform.startswith("linux") else "spawn"
-        context: Any = multiprocessing.get_context(method)
-        for rank in range(number * self.plan.replica_ranks, (number + 1) * self.plan.replica_ranks):
-            variables = self.plan.variables(rank) | {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            }
-            replica.processes[rank] = context.Process(target=self.target, args=self.arguments(variables))
-            replica.processes[rank].start()
+    def start(self, number: int, node: Node) -> None:
+        attempt = self.attempts.get(number, -1) + 1
+        self.attempts[number] = attempt
+        self.given_up.discard(number)
+        replica = node.start(number, attempt)
         self.living[replica.name] = replica
         self.quorums.started(replica.name)
 
     def pass_on(self, number: int, frame: object) -> None:
         self.signalled = number
-        for replica in list(self.living.values()):
-            replica.send(number)
+        self.here.send(number)
+        self.nodes.send(number)
 
     def turn(self) -> None:
         """Wait a moment, or until a process ends; then see what has changed."""
-        running = [one.sentinel for each in self.living.values() for one in each.processes.values() if one.is_alive()]
-        multiprocessing.connection.wait(running, timeout=_TURN_S)
+        sentinels = [one for replica in self.living.values() for one in replica.sentinels]
+        multiprocessing.connection.wait(sentinels, timeout=_TURN_S) if sentinels else time.sleep(_TURN_S)
         now = time.monotonic()
+        self.read_messages(now)
+        self.see_nodes(now)
         for replica in list(self.living.values()):
-            if replica.failed() or all(process.exitcode == 0 for process in replica.processes.values()):
+            if replica.ended() is not None:
                 self.took_leave(replica, "", now)
             elif replica.is_stopped:
                 replica.stopped_since = replica.stopped_since or now
@@ -138,101 +146,129 @@ class _Job:
                     self.kill(replica, f"was stopped for {_STOPPED_S:g} s", replica.stopped_since)
             else:
                 replica.stopped_since = None
-        self.read_asks(now)
         for name in self.quorums.overdue(now):
             since = self.quorums.waiting_since or now
             self.kill(self.living[name], "did not finish its step while others waited", since)
         self.decide(now)
 
-    def kill(self, replica: Replica, why: str, since: float) -> None:
-        pids = ", ".join(str(process.pid) for process in replica.processes.values())
+    def see_nodes(self, now: float) -> None:
+        """Let go of nodes that are lost, and begin with new ones."""
+        for node, why in self.nodes.lost(now):
+            say(f"{node} {why}")
+            for replica in [one for one in self.living.values() if one.node is node]:
+                replica.kill()
+                self.took_leave(replica, f"its launcher {why}", node.heard)
+            self.given_up.difference_update(self.numbers_of(node))
+        for node in self.nodes.placed():
+            numbers = self.numbers_of(node)
+            say(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
+            for number in numbers:
+                self.start(number, node)
+
+    def numbers_of(self, node: Node) -> range:
+        """The replicas of a node."""
+        each = self.most // self.plan.most_nodes
+        return range(node.number * each, (node.number + 1) * each)
+
+    def kill(self, replica: Replica[Any], why: str, since: float) -> None:
+        pids = ", ".join(map(str, replica.pids.values()))
         say(f"replica {replica.number} (process {pids}) {why}, and is killed")
         replica.kill()
         self.took_leave(replica, f"it {why}", since)
 
-    def took_leave(self, replica: Replica, why: str, since: float) -> None:
+    def took_leave(self, replica: Replica[Any], why: str, since: float) -> None:
         """A replica has ended: it is done, or it is started again, or it was one too many."""
         del self.living[replica.name]
+        self.here.replicas.pop(replica.name, None)
         was_inside = replica.name in self.quorums.inside
         self.quorums.ended(replica.name)
-        culprit = replica.failed()
-        if culprit is None:
+        ended = replica.ended()
+        assert ended is not None
+        if ended.code == 0:
             self.finished += 1
             self.quorums.is_done = True
             return
-        rank, process = culprit
-        code: int = process.exitcode
-        if code == PREEMPTED:
+        if ended.code == PREEMPTED:
             self.preempted += 1
-            for each in replica.processes.values():  # they have saved together
-                each.join(_GRACE_S)
         replica.kill()
-        if code == PREEMPTED:
+        if ended.code == PREEMPTED:
             return
-        ended, trace = how_it_ended(code), report_of(self.folder, rank, replica.attempt)
+        how, trace = how_it_ended(ended.code), ended.trace
         last_words = next((line for line in reversed(trace.splitlines()) if line[:1].strip()), "")
-        loss = Loss(replica.number, rank, process.pid, ended, why or last_words, time.time())
+        loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words, time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
-        self.failed = Ending(code if code > 0 else 128 - code, text, rank, trace)
+        self.failed = Ending(ended.code if ended.code > 0 else 128 - ended.code, text, ended.rank, trace)
         self.story.lost(loss, since, was_inside=was_inside)
         said = f"{loss}; {len(self.living)} of {self.most} replicas left"
-        if self.restarts < self.plan.max_restarts and not self.finished and not self.signalled:
+        if replica.node.is_leaving or self.finished or self.signalled:
+            say(said)
+        elif self.restarts < self.plan.max_restarts:
             self.restarts += 1
             say(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
-            self.start(replica.number, replica.attempt + 1)
+            self.start(replica.number, replica.node)
         else:
             say(said)
+            self.given_up.add(replica.number)
 
     # -- quorums ---------------------------------------------------------------------------------
 
-    def read_asks(self, now: float) -> None:
-        while self.asks_seen < self.board.add("asks", 0):
-            key = f"ask/{self.asks_seen + 1}"
-            if not self.board.check([key]):  # written in a moment, unless the process has died in between
-                self.missing_since = self.missing_since or now
-                if now - self.missing_since < 1.0:
-                    return
+    def read_messages(self, now: float) -> None:
+        for number, asked in self.messages.arrived(now):
+            if "launcher" in asked:
+                self.nodes.hear(asked, now)
+                continue
+            name = asked.pop("name")
+            refused = self.quorums.ask(name, Ask(**asked), now)
+            if refused:
+                say(f"refused: {refused}")
+                self.messages.answer(number, Answer(refused=refused)._asdict())
             else:
-                asked = json.loads(self.board.get(key))
-                self.board.delete_key(key)
-                name = asked.pop("name")
-                refused = self.quorums.ask(name, Ask(**asked), now)
-                if refused:
-                    say(f"refused: {refused}")
-                    self.answer(self.asks_seen + 1, Answer(refused=refused)._asdict())
-                else:
-                    self.living[name].was_inside |= not asked["fresh"]
-                    self.questions[name] = self.asks_seen + 1
-            self.missing_since = None
-            self.asks_seen += 1
-
-    def answer(self, number: int, found: dict[str, Any]) -> None:
-        self.board.set(f"answer/{number}", json.dumps(found))
+                self.living[name].was_inside |= not asked["fresh"]
+                self.questions[name] = number
 
     def decide(self, now: float) -> None:
+        if self.waits_for_nodes:
+            return
         number, before = self.quorums.number, set(self.quorums.inside)
         found = self.quorums.next(now)
         if found is None:
-            if self.quorums.calls and not self.board.check([f"called/{number}"]):
-                self.board.set(f"called/{number}", "1")
+            if self.quorums.calls:
+                self.messages.call(number)
             return
         new = sorted(self.living[name].number for name in set(found.members) - before)
         found = found._replace(lost=self.story.continues(found, new, now))
         for name in found.members:
-            self.answer(self.questions.pop(name), found._asdict())
+            self.messages.answer(self.questions.pop(name), found._asdict())
             self.living[name].was_inside = True
 
     # -- the end ---------------------------------------------------------------------------------
 
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether the nodes have not come without which the job does not begin."""
+        return not self.quorums.number and len(self.nodes.there) + 1 < self.plan.least_nodes
+
     def is_over(self) -> bool:
         """Whether all have ended, or what is left cannot end the job."""
-        if not self.living:
+        ends = bool(self.finished or self.signalled or self.preempted)
+        if ends and not self.living:
             return True
         if self.finished and not any(one.was_inside for one in self.living.values()):
             ranks = ", ".join(str(one.number) for one in self.living.values())
             say(f"the job has ended before replica {ranks} could join it")
             return True
-        return len(self.living) < self.quorums.least and not (self.finished or self.signalled or self.preempted)
+        if ends or (len(self.living) >= self.quorums.least and not self.waits_for_nodes):
+            self.short_since = None
+            return False
+        now = time.monotonic()
+        self.short_since = self.short_since or now
+        if self.given_up or not self.nodes.num_missing:
+            return len(self.living) < self.quorums.least
+        if now - self.short_since > MEETING_S:
+            there = f"{len(self.nodes.there) + 1} of {self.plan.nodes(' to ')} nodes are there"
+            self.failed = Ending(1, f"weft launch: {there} after {MEETING_S} s\n{self.failed.text}".rstrip())
+            return True
+        return False
 
     def ending(self) -> Ending:
         if self.finished >= 1 and (not self.failed.code or self.finished >= self.quorums.least):
@@ -243,13 +279,13 @@ class _Job:
             return Ending(128 + self.signalled, f"weft launch: ended by {signal.Signals(self.signalled).name}")
         return self.failed
 
-    def end_all(self) -> None:
+    def end_all(self, code: int) -> None:
         self.story.end(len(self.living))
-        for replica in self.living.values():
-            replica.send(signal.SIGCONT)
-            replica.send(signal.SIGTERM)
-        end = time.monotonic() + _GRACE_S
-        for replica in self.living.values():
-            for process in replica.processes.values():
-                process.join(max(end - time.monotonic(), 0))
-            replica.kill()
+        self.nodes.leave(code)
+        self.here.end()
+        end = time.monotonic() + 2 * GRACE_S
+        while not self.nodes.forget_gone(now := time.monotonic()) and now < end:
+            for _, found in self.messages.arrived(now):
+                if "launcher" in found:
+                    self.nodes.hear(found, now)
+            time.sleep(_TURN_S)

@@ -1,0 +1,206 @@
+"""Elastic jobs on several nodes: launchers come, are lost and are replaced, and the run ends as without that.
+
+The nodes are launchers on this machine, which meet at a loopback address.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.elastic.chaos import Job, check, lines
+from tests.processes import is_alive, until
+from weft.peers.connect import reach
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Starts a launcher of a job with so many nodes; they are ended with the test."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.2:{probe.getsockname()[1]}"
+    jobs = []
+
+    def start(nodes, *more, **setting):
+        jobs.append(Job(tmp_path, more=["--nnodes", nodes, "--rdzv", address, *more], **setting))
+        if len(jobs) == 1:  # the first one decides
+            reach(*address.split(":"), who="this test", limit_s=30)
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.returncode is None:
+            job.process.kill()
+            job.ended(10)
+
+
+def _steps(folder, replicas=None):
+    """The last step that was begun, by so many replicas at once if a number is given."""
+    by_step = {}
+    for line in lines(folder):
+        by_step.setdefault((line.step, line.quorum), []).append(line)
+    return max((step for (step, _), who in by_step.items() if replicas in (None, len(who))), default=-1)
+
+
+def _ranks_of(folder, numbers):
+    return [
+        int(path.read_text() or 0)
+        for path in folder.glob("*.pid")
+        if int(path.stem.partition(".")[0]) in numbers and is_alive(int(path.read_text() or 2**22))
+    ]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_killed_launcher_takes_its_ranks_along_and_another_one_takes_its_place(tmp_path, node, shards):
+    setting = {"replicas": 1, "shards": shards, "epochs": 40 // shards, "pause_s": 0.05}
+    first = node(2, **setting)
+    second = node(2, **setting)
+    assert until(lambda: _steps(tmp_path) > 4, 60), first.text
+    second.process.kill()
+    assert until(lambda: not _ranks_of(tmp_path, [1]), 5)
+    before = _steps(tmp_path)
+    assert until(lambda: _steps(tmp_path) > before + 3, 15), first.text
+    third = node(2, **setting)
+    code, text = first.ended()
+    assert code == 0, text
+    assert third.ended()[0] == 0, third.text
+    check(tmp_path, replicas=2, epochs=setting["epochs"])
+    counts = [json.loads(line)["replicas"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert counts == [2, 1, 2], text
+    assert re.search(r"node 1 \(.*\) was not heard from for 5 s\n.*replica 1 .*: its launcher was not heard from", text)
+    assert "node 1 of the job at 127.0.0.2:" in third.text and "with replicas 1" in third.text
+
+
+def test_a_job_begins_with_one_node_and_grows(tmp_path, node):
+    setting = {"replicas": 1, "epochs": 40, "pause_s": 0.05}
+    first = node("1:3", **setting)
+    assert until(lambda: _steps(tmp_path, 1) > 3, 60), first.text
+    others = [node("1:3", **setting) for _ in range(2)]
+    assert until(lambda: _steps(tmp_path, 3) > 3, 60), first.text
+    for job in first, *others:
+        code, text = job.ended()
+        assert code == 0, text
+    check(tmp_path, replicas=3, epochs=40)
+
+
+def test_a_launcher_too_many_waits_and_replaces_one_that_leaves(tmp_path, node):
+    setting = {"replicas": 2, "epochs": 40, "pause_s": 0.05}
+    first, second = node(2, **setting), node(2, **setting)
+    assert until(lambda: _steps(tmp_path, 4) > 3, 60), first.text
+    spare = node(2, **setting)
+    assert until(lambda: "this launcher waits until one of them is lost" in spare.text, 20), spare.text
+    second.process.send_signal(signal.SIGTERM)
+    code, text = second.ended(20)
+    assert code == 128 + signal.SIGTERM and "ended by SIGTERM" in text
+    assert until(lambda: "with replicas 2, 3" in spare.text, 20), first.text
+    for job in first, spare:
+        code, text = job.ended()
+        assert code == 0, text
+    check(tmp_path, replicas=4, epochs=40)
+    assert "node 1" in first.text and "has left" in first.text, first.text
+
+
+def test_ranks_of_all_nodes_die_and_begin_again_with_the_newest_copy_in_memory(tmp_path, node):
+    faults = {"0.0": [8, signal.SIGKILL], "1.0": [8, signal.SIGKILL], "copy_every": 3}
+    setting = {"replicas": 1, "epochs": 4, "faults": faults}
+    jobs = node(2, **setting), node(2, **setting)
+    for job in jobs:
+        code, text = job.ended()
+        assert code == 0, text
+    check(tmp_path, replicas=2, epochs=4)
+    assert "from step 6 on with" in jobs[0].text, jobs[0].text
+
+
+def test_without_the_first_launcher_the_others_end(tmp_path, node):
+    setting = {"replicas": 1, "epochs": 400, "pause_s": 0.05}
+    first, second = node(2, **setting), node(2, **setting)
+    assert until(lambda: _steps(tmp_path, 2) > 3, 60), first.text
+    first.process.kill()
+    code, text = second.ended(20)
+    assert code == 1 and re.search(r"the launcher at 127\.0\.0\.2:\d+ is lost", text), text
+    assert until(lambda: not _ranks_of(tmp_path, [0, 1]), 5)
+
+
+def test_a_launcher_that_was_stopped_is_replaced_and_told_so(tmp_path, node):
+    setting = {"replicas": 1, "epochs": 40, "pause_s": 0.05}
+    first, second = node(2, **setting), node(2, **setting)
+    assert until(lambda: _steps(tmp_path, 2) > 3, 60), first.text
+    second.process.send_signal(signal.SIGSTOP)
+    assert until(lambda: "was not heard from for 5 s" in first.text, 30), first.text
+    third = node(2, **setting)
+    assert until(lambda: "with replicas 1" in third.text, 30), first.text
+    second.process.send_signal(signal.SIGCONT)
+    code, text = second.ended(40)
+    assert code == 1 and "was not heard from for 5 s, and its replicas were given up" in text, text
+    for job in first, third:
+        code, text = job.ended()
+        assert code == 0, text
+    check(tmp_path, replicas=2, epochs=40)
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_random_kills_of_ranks_and_launchers(tmp_path, node, seed):
+    chance = random.Random(seed)
+    setting = {"replicas": 2, "epochs": 40, "pause_s": 0.04, "restarts": 100}
+    first, *others = node(3, **setting), node(3, **setting), node(3, **setting)
+    assert until(lambda: _steps(tmp_path, 6) > 2, 60), first.text
+    faults = 0
+    while first.process.poll() is None and faults < 10:
+        time.sleep(chance.uniform(0.2, 1.5))
+        if chance.random() < 0.3:
+            victim = others.pop(chance.randrange(2))
+            victim.process.kill()
+            others.append(node(3, **setting))
+        elif ranks := _ranks_of(tmp_path, range(6)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(ranks), signal.SIGKILL)
+        faults += 1
+    for job in first, *others:
+        code, text = job.ended()
+        assert code == 0, f"{text}\n{first.text}"
+    check(tmp_path, replicas=6, epochs=40)
+    assert faults > 5
+
+
+def test_nodes_with_other_options_are_refused_and_a_program_that_fails_ends_all(tmp_path, node):
+    setting = {"epochs": 40, "pause_s": 0.05, "restarts": 0}
+    faults = {"0.0": [14, signal.SIGKILL], "1.0": [14, signal.SIGKILL]}
+    first = node(2, replicas=1, faults=faults, **setting)
+    assert until(lambda: _ranks_of(tmp_path, [0]), 30), first.text
+    other = node(2, replicas=2, **setting)
+    code, text = other.ended(30)
+    assert code == 1 and "-n 2, where the first node has 1" in text, text
+    second = node(2, replicas=1, faults=faults, **setting)
+    code, text = first.ended()
+    assert code == 128 + signal.SIGKILL, text
+    assert second.ended(20)[0] == 128 + signal.SIGKILL, second.text
+    assert re.search(r"weft launch: the job at 127\.0\.0\.2:\d+ has ended", second.text), second.text
+
+
+def test_somebody_else_at_the_address(tmp_path):
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.2", 0))
+        stranger.listen()
+        command = [sys.executable, "-m", "weft", "launch", "--nnodes", "2", "--min-replicas", "1"]
+        address = f"127.0.0.2:{stranger.getsockname()[1]}"
+        (tmp_path / "train.py").write_text("")
+        ended = subprocess.run(
+            [*command, "--rdzv", address, str(tmp_path / "train.py")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={k: v for k, v in os.environ.items() if not k.startswith("WEFT_")},
+        )
+    assert ended.returncode != 0
+    assert "launch: this node cannot meet the others" in ended.stderr and address in ended.stderr
