@@ -188,10 +188,9 @@ class _Job:
             self.finished += 1
             self.quorums.is_done = True
             return
-        if ended.code == PREEMPTED:
-            self.preempted += 1
         replica.kill()
         if ended.code == PREEMPTED:
+            self.preempted += not replica.node.is_leaving  # else the job does without that node
             return
         how, trace = how_it_ended(ended.code), ended.trace
         last_words = next((line for line in reversed(trace.splitlines()) if line[:1].strip()), "")
