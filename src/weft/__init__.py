@@ -20,6 +20,7 @@ from weft.context import DistContext, adopt, explain, local, on_preemption, star
 from weft.context.placement import to_device
 from weft.contract import compose, transform
 from weft.precision import Precision
+from weft.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
@@ -69,8 +70,6 @@ if TYPE_CHECKING:
     from weft.transforms.with_precision import loss_scale, with_precision
     from weft.transforms.zero_partition import zero_partition
     from weft.weights import export, load_weights, quantized
-
-__version__ = "0.2.0"
 
 # Imported when a program asks for one of their names: `import weft` costs little, and most programs need a part of it.
 _SUBMODULES = {

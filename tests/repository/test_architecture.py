@@ -188,9 +188,9 @@ def test_the_layers_hold():
             r"engines\.torch\.engine -> weft\.engines\.deepspeed \(l\.\d+\)",
         ),
         (
-            "engines/deepspeed/zero_partition.py",
+            "interop/deepspeed_partition.py",
             "from weft.transforms import undo",
-            r"deepspeed\.zero_partition -> weft\.transforms\.undo \(l\.\d+\)",
+            r"deepspeed_partition -> weft\.transforms\.undo \(l\.\d+\)",
         ),
         ("testing/laws.py", "from weft.cli import main", r"laws -> weft\.cli \(l\.\d+\)"),
         ("cli/launch.py", "from weft.testing import fake", r"launch -> weft\.testing\.fake \(l\.\d+\)"),

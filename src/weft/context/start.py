@@ -34,6 +34,7 @@ from weft.peers.pretended import PretendedGroup
 from weft.peers.replica_groups import STORE, ReplicaGroup, has_replicas
 from weft.peers.straggler_watch import watch
 from weft.peers.world import World
+from weft.version import __version__
 
 __all__ = ["adopt", "launched", "local", "start"]
 
@@ -477,7 +478,7 @@ def _on_mesh(
 
 def _versions() -> dict[str, str]:
     """What has to be installed alike on all nodes; ranks of different versions meet in different collectives."""
-    return {"version of weft": importlib.import_module("weft").__version__, "version of torch": torch.__version__}
+    return {"version of weft": __version__, "version of torch": torch.__version__}
 
 
 def _make_axis_groups(ctx: DistContext) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from weft.contract import GradSync, offered
 from weft.data.split.sharded_loader import ShardedLoader
 from weft.errors import ContextError, ContractError, listed, type_error, value_error
 from weft.peers.replica_groups import ReplicaGroup
+from weft.version import __version__
 
 __all__ = ["check_program", "facts_of_program"]
 
@@ -98,7 +98,7 @@ def facts_of_program(state: Checkpoint) -> dict[str, str]:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     script = Path(main).read_bytes() if main is not None and Path(main).is_file() else b""
     return {
-        "weft": str(importlib.import_module("weft").__version__),
+        "weft": __version__,
         "torch": torch.__version__,
         "objects": _digest(json.dumps([kinds, objects]).encode()),
         "script": _digest(script),

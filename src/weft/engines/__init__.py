@@ -8,8 +8,8 @@ torch/       plain torch: the default
 xla/         torch-xla, a guest
 deepspeed/   DeepSpeed's ZeRO, for `zero_partition`, a guest
 
-Engines know nothing of contexts and contracts: they are handed groups, devices and options. Guests are extensions that
-lie in this distribution: they are found by name alone, and use the same contract as an extension of yours.
+Engines know nothing of contexts and contracts: they are handed groups, devices and options. Guests are found by name
+alone, when a program asks for them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What other libraries wrote, read by weft: one file or folder per library.
+"""Where weft meets other libraries: what they wrote, and how they work under weft's context and contract.
 
 accelerate_script/       `translate`, behind `weft migrate`: programs of Accelerate
 deepspeed_checkpoint.py  `import_deepspeed`, which trusts what it reads
+deepspeed_partition.py   `zero_partition(engine="deepspeed")`: arguments checked, ranks agreed
 """
 
 from weft.interop.deepspeed_checkpoint import import_deepspeed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from weft.context.sub_contexts import mesh_along
 from weft.contract import agree_on_parameters, check_methods, check_strategy_module, reduce_dtype, transform
 from weft.contract.layout import apart_axes
 from weft.contract.select_modules import Selection
-from weft.engines import guest
 from weft.engines.options import Offload, ReduceOptions, ShardOptions, StepMeshes
 from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.engines.torch.ddp.trained import check_hooks
@@ -162,7 +162,7 @@ def zero_partition(
             fix='weft.zero_partition(model, optimizer, ctx, stage=2, engine="torch")',
         )
     if engine == "deepspeed":
-        partitioned = guest("deepspeed").zero_partition(
+        partitioned = importlib.import_module("weft.interop.deepspeed_partition").zero_partition(
             module,
             optimizer,
             ctx,

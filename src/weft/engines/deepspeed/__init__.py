@@ -1,9 +1,7 @@
 """DeepSpeed's ZeRO under a plain loop; imports nothing of DeepSpeed until an engine is made.
 
-A guest: `weft.zero_partition(engine="deepspeed")` looks it up by name, and it uses context and contract as an extension
-of yours would.
+A guest: it is looked up by name. `weft.interop.deepspeed_partition` checks arguments and lets the ranks agree first.
 
-zero_partition.py   the arguments, and the agreement of the ranks
 library.py          DeepSpeed itself, and what it leaves in the process taken back
 ds_config.py        its configuration, with what the pipeline owns filled in
 build.py            an engine around a module and an optimizer
@@ -18,6 +16,5 @@ partition.py        the hooks by which it works under a plain loop
 
 from weft.engines.deepspeed.ds_config import Facts, complete, read
 from weft.engines.deepspeed.library import deepspeed, load_async_io
-from weft.engines.deepspeed.zero_partition import zero_partition
 
-__all__ = ["Facts", "complete", "deepspeed", "load_async_io", "read", "zero_partition"]
+__all__ = ["Facts", "complete", "deepspeed", "load_async_io", "read"]

@@ -1,0 +1,3 @@
+"""The version of weft, which ranks compare when they start."""
+
+__version__ = "0.2.0"
