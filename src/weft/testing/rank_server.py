@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -31,8 +32,10 @@ def main(fd: int) -> None:
     import torch._dynamo  # noqa: PLC0415, F401  (any optimizer imports it; here once for all ranks)
     import torch.distributed.fsdp  # noqa: PLC0415, F401
 
-    for module in importlib.import_module("weft").LATER:
-        importlib.import_module(f"weft.{module}")
+    for package in ("weft.checkpoint", "weft.monitoring", "weft.rehearsal.rehearse", "weft.transforms"):
+        importlib.import_module(package)
+    for module in pkgutil.iter_modules(sys.modules["weft.transforms"].__path__):
+        importlib.import_module(f"weft.transforms.{module.name}")
 
     torch.set_num_threads(1)
     gc.collect()
