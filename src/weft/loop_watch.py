@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ class _Watch:
         self._ctx = ctx
         self._key = f"loop/{ctx.world.next_number('loop')}"
         self._weighed = False
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step."""
@@ -66,9 +69,7 @@ class _Watch:
             )
         if not self._weighed:
             self._check_share(*cursor.last_size(self._reading))
-        number = self._steps.get(optimizer, 0)
-        if number < _STEPS:
-            self._steps[optimizer] = _STEPS if self._compare(optimizer, number) else number + 1
+        self._look_at_weights(optimizer)
 
     def _check_share(self, own: int | None, everyone: int | None) -> None:
         ranks = self._ctx.data_size
@@ -83,41 +84,63 @@ class _Watch:
             fix="loss = cross_entropy(model(x), y) * loader.share",
         )
 
-    def _compare(self, optimizer: torch.optim.Optimizer, number: int) -> bool:
-        """Compare weights after the first step with those of the other ranks, as far as they have come.
+    def _look_at_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare weights that no strategy takes care of after a step with those of the other ranks."""
+        count = sum(len(entry["params"]) for entry in optimizer.param_groups)
+        seen = self._seen.get(optimizer)
+        if seen is None or seen.count != count:  # also after add_param_group
+            self._seen[optimizer] = _Seen(next(self._numbers), count, _trained_apart(optimizer))
+        elif seen.apart and seen.steps < _STEPS:
+            seen.steps += 1
+            if self._compare(type(optimizer).__name__, seen):
+                seen.apart = []
+
+    def _compare(self, kind: str, seen: _Seen) -> bool:
+        """Compare them with those of the other ranks, as far as these have come.
 
         Returns:
             Whether there is nothing more to be compared.
         """
-        parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
-        if number == 0:
-            return _is_reduced(parameters)
         world, store = self._ctx.world, self._ctx.world.store
         assert store is not None
-        kind = type(optimizer).__name__
-        shapes = hashlib.sha256(repr((kind, [list(p.shape) for p in parameters])).encode()).hexdigest()[:16]
-        keys = [f"{self._key}/{shapes}/{rank}" for rank in range(world.size)]
-        if number == 1:
-            store.write(keys[world.rank], torch.stack([sum_of_bits(p).cpu() for p in parameters]).sum().item())
+        shapes = hashlib.sha256(repr((kind, [list(p.shape) for p in seen.apart])).encode()).hexdigest()[:16]
+        keys = [f"{self._key}/{seen.number}/{shapes}/{rank}" for rank in range(world.size)]
+        if seen.steps == 1:
+            store.write(keys[world.rank], torch.stack([sum_of_bits(p).cpu() for p in seen.apart]).sum().item())
         if not all(store.has(key) for key in keys):
             return False
         if len({store.read(key) for key in keys}) > 1:
             warn(
                 f"shard_data: ranks train apart: nothing averages the gradients that {kind} steps on",
-                found=f"{len(parameters)} parameters without a strategy, with other values on each rank after a "
-                "step, in a loop over a loader of which each rank reads a part",
-                expected="a strategy that averages gradients over the ranks",
+                found=f"{len(seen.apart)} of its {seen.count} parameters without a strategy, with other values on each "
+                "rank after a step, in a loop over a loader of which each rank reads a part",
+                expected="a strategy that averages gradients over the ranks, on a module that holds all of them",
                 fix="model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
             )
         return True
 
 
-def _is_reduced(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether a strategy takes care of one of these parameters, or their values cannot be read here."""
-    if any(is_reduced(p) for p in parameters) or not all(can_be_read(p) for p in parameters):  # type: ignore[arg-type]
-        return True
-    wanted = set(map(id, parameters))
-    return any(id(p) in wanted for module in _reduced_modules() for p in module.parameters())
+@dataclass
+class _Seen:
+    """An optimizer that stepped: its parameters that no strategy takes care of, and steps in which they were looked at.
+
+    `number` tells it from others over parameters of the same shapes.
+    """
+
+    number: int
+    count: int
+    apart: list[torch.Tensor]
+    steps: int = 0
+
+
+def _trained_apart(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer that no strategy takes care of; none if values cannot be read here."""
+    held = [p for entry in optimizer.param_groups for p in entry["params"]]
+    alone = [p for p in held if p.requires_grad and not is_reduced(p)]
+    if not alone or not all(map(can_be_read, alone)):
+        return []
+    covered = {id(p) for module in _reduced_modules() for p in module.parameters()}
+    return [p for p in alone if id(p) not in covered]
 
 
 def _reduced_modules() -> Iterator[nn.Module]:

@@ -201,6 +201,8 @@ with weft.start(timeout_s=60) as ctx:
             sys.exit("rank 1 gives up")
         if how == "os":
             os._exit(9)
+        if how == "os 0":
+            os._exit(0)
     if how != "0":
         weft.barrier(ctx)
     else:
@@ -216,6 +218,12 @@ with weft.start(timeout_s=60) as ctx:
         pytest.param("text", 1, r"rank 1 gives up\n(?s:.*)weft launch: rank 1 .*exit code 1", marks=pytest.mark.slow),
         pytest.param(
             "os", 9, r"^weft launch: rank 1 \(process \d+\) ended with exit code 9\n$", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "os 0",
+            1,
+            r"its process is gone(?s:.*)weft launch: rank 1 \(process \d+\) ended with exit code 0 while others",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "module",

@@ -108,11 +108,42 @@ def test_a_first_step_without_a_backward_pass_is_named(strategy):
     assert time.monotonic() - start < 15
 
 
+def _graph_of_gradients(ctx, strategy):
+    model, _, ctx = prepare(strategy, ctx)
+    with pytest.raises(weft.errors.ContractError, match=r"(?s)create_graph=True through .*autograd\.grad|replicate\("):
+        _loss(model, ctx, 0).backward(create_graph=True)
+
+
+def test_gradients_of_gradients_are_refused():
+    for strategy in STRATEGIES:
+        run_ranks(_graph_of_gradients, 2, strategy)
+
+
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_autograd_grad_of_sharded_parameters_is_refused(strategy):
     for text, difference in run_ranks(_not_reduced, 2, strategy, "autograd.grad"):
         assert "torch.autograd.grad through Net, whose parameters are sharded" in text
         assert "fix:      model, ctx = weft.replicate(model, ctx)" in text and difference == 0
+
+
+def _stepped_by_hand(ctx, strategy, *, reduces):
+    model, _, ctx = prepare(strategy, ctx)
+    for step in range(4):
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(_loss(model, ctx, step), parameters)
+        with torch.no_grad():
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.sub_(0.1 * (weft.reduce(gradient, ctx, "mean") if reduces else gradient))
+    weft.barrier(ctx)
+    return values(model)
+
+
+@pytest.mark.parametrize("strategy", ["replicate", *slow("flat", "zero1")])
+def test_weights_that_are_changed_by_hand_and_drift_apart_are_named(strategy):
+    first, second = run_ranks(_stepped_by_hand, 2, strategy, reduces=True)
+    assert largest_difference(first, second) == 0
+    with pytest.raises(RanksFailed, match=r"(?s)which no optimizer has changed.*a sum of their bits.*weft\.reduce\("):
+        run_ranks(_stepped_by_hand, 2, strategy, reduces=False)
 
 
 def _reduced_by_hand(ctx, strategy):

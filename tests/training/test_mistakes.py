@@ -83,6 +83,18 @@ def no_strategy(ctx):
     _train(model, _sgd(model), loader)
 
 
+def part_without_strategy(ctx, added):
+    model, optimizer, loader, ctx = _begin(ctx)
+    head = nn.Linear(2, 2)
+    for step, (x, y) in enumerate(loader):
+        if step == added:
+            optimizer.add_param_group({"params": head.parameters()})
+        loss = mse_loss(head(model(x)), y)
+        (loss * loader.share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def weights_changed_on_one_rank(ctx):
     model, optimizer, loader, ctx = _begin(ctx)
     if ctx.is_main:
@@ -306,6 +318,8 @@ CASES = [
     (split_twice, (), ValueError, "shard_data: this loader cannot be shared out"),
     (share_forgotten, (), UserWarning, "shard_data: a step on a loss that nothing weighs"),
     (no_strategy, (), UserWarning, "shard_data: ranks train apart"),
+    (part_without_strategy, (0,), UserWarning, "shard_data: ranks train apart"),
+    (part_without_strategy, (1,), UserWarning, "shard_data: ranks train apart"),
     (weights_changed_on_one_rank, (), weft.errors.NotSynchronized, "replicate: weights of Sequential differ"),
     (whole_weights_into_shards, (), weft.errors.ContractError, "fully_shard: load_state_dict was given whole tensors"),
     (converted, (nn.Module.double,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),

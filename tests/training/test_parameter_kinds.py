@@ -17,7 +17,7 @@ class Complex(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128))
         self.bias = nn.Parameter(torch.randn(6, dtype=torch.complex128))
-        self.head = nn.Parameter(torch.randn(1, 6, dtype=torch.complex128))
+        self.head = nn.Parameter(torch.randn(2, 6, dtype=torch.complex128))
 
     def forward(self, x):
         return ((x.to(self.weight.dtype) @ self.weight.T + self.bias) @ self.head.T).abs()
@@ -136,3 +136,37 @@ def _limited(ctx):
 def test_complex_gradients_cannot_be_limited_by_value():
     first, second = run_ranks(_limited, 2)
     assert first == second
+
+
+class FiveNumbers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.numbers = nn.Parameter(torch.arange(5.0).double() * (1 + 2j) + 1)
+
+    def forward(self, x):
+        return (x[:, :1] * self.numbers).abs()
+
+
+def _on_five_numbers(ctx, optimizer, gathers):
+    model, ctx = weft.fully_shard(FiveNumbers(), ctx)
+    optimizer = optimizer(model.parameters(), 0.05)
+    if gathers:
+        optimizer, ctx = weft.gather_step(optimizer, ctx)
+    try:
+        return _train(model, optimizer, _x(ctx), lambda model: None)
+    except weft.errors.OrderError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gathers"), [(torch.optim.AdamW, False), (torch.optim.AdamW, True), (torch.optim.SGD, False)]
+)
+def test_steps_on_complex_shards_that_differ_in_size_are_right_or_refused(optimizer, gathers):
+    """torch gathers such shards when it looks at their real numbers, and what it writes there is lost."""
+    model = FiveNumbers()
+    expected = _train(model, optimizer(model.parameters(), 0.05), _x(), lambda model: None)
+    for found in run_ranks(_on_five_numbers, 2, optimizer, gathers):
+        if optimizer is torch.optim.AdamW and not gathers:
+            assert "AdamW cannot step on complex shards" in found and "weft.gather_step(optimizer, ctx)" in found
+        else:
+            assert largest_difference(found, expected) < 1e-12

@@ -98,7 +98,7 @@ def trainings(draw):
     def rarely(value, otherwise, of=4):
         return value if draw(st.integers(1, of)) == of else otherwise
 
-    ranks = draw(st.sampled_from([1, 2, 2, 2, 4]))
+    ranks = draw(st.sampled_from([1, 2, 2, 2, 3, 4]))
     strategy = draw(st.sampled_from([*REPLICATED, *SHARDED]))
     experts = rarely(draw(st.sampled_from(["alike", "own"])), "no")
     parameters = rarely(draw(st.sampled_from(["complex", "empty", "row"])), "plain")

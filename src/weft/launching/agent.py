@@ -64,11 +64,13 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
         host = config.rdzv_endpoint.rpartition(":")[0]
         mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
         config = replace(config, rdzv_backend=_BACKEND, local_addr=mine)
+    started: list[_Ranks] = []
     try:
-        with _own_ranks():
+        with _own_ranks(started):
             elastic_launch(config, target)(*arguments)
     except ChildFailedError as error:
-        ending = first_failure(error, folder, attempt=plan.max_restarts)
+        left = started[-1].left if started and plan.most_nodes == 1 else {}  # none of other programs
+        ending = first_failure(error, folder, attempt=plan.max_restarts, left=left)
     except SignalException as error:
         if len(list(folder.glob("*.preempted"))) >= plan.nproc:
             ending = Ending(PREEMPTED, PREEMPTED_TEXT)
@@ -83,7 +85,15 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
 
 
 class _Ranks(MultiprocessContext):
-    """The ranks of this node. One that ended without a message, by `os._exit(0)` or so, has ended."""
+    """The ranks of this node. One that ended without a message, by `os._exit(0)` or so, has ended.
+
+    Attributes:
+        left: Process ids of these, by their number on this node.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left: dict[int, int] = {}
 
     def _poll(self) -> RunProcsResult | None:
         # torch waits for the return value of each, which such a rank never sends.
@@ -92,6 +102,7 @@ class _Ranks(MultiprocessContext):
             ended = process.exitcode == 0  # as the system has it; a value was sent before
             if ended and local_rank not in self._return_values and self._ret_vals[local_rank].empty():
                 self._return_values[local_rank] = None
+                self.left[local_rank] = process.pid
         if any(process.exitcode for process in processes):
             self._wake()
         return super()._poll()
@@ -108,10 +119,15 @@ class _Ranks(MultiprocessContext):
 
 
 @contextlib.contextmanager
-def _own_ranks() -> Iterator[None]:
-    """Let torch's agent start its ranks as `_Ranks`."""
+def _own_ranks(started: list[_Ranks]) -> Iterator[None]:
+    """Let torch's agent start its ranks as `_Ranks`, and note those of each attempt."""
+
+    def start(*args: Any, **kwargs: Any) -> _Ranks:
+        started.append(_Ranks(*args, **kwargs))
+        return started[-1]
+
     module: Any = multiprocessing
-    before, module.MultiprocessContext = module.MultiprocessContext, _Ranks
+    before, module.MultiprocessContext = module.MultiprocessContext, start
     try:
         yield
     finally:

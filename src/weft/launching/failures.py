@@ -12,8 +12,9 @@ import runpy
 import signal
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -83,13 +84,16 @@ def own_traceback(error: BaseException, starters: frozenset[str]) -> str:
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
-def first_failure(error: ChildFailedError, folder: Path, attempt: int = 0) -> Ending:
+def first_failure(
+    error: ChildFailedError, folder: Path, attempt: int = 0, left: Mapping[int, int] = MappingProxyType({})
+) -> Ending:
     """The rank that failed by itself, first; not one that only noticed.
 
     Args:
         error: What the agent says.
         folder: With the reports of the ranks.
         attempt: How often the ranks were started again; only the last attempt counts.
+        left: Process ids of the ranks that ended with code 0 and without a word, which others may have waited for.
 
     Returns:
         What to say, and the exit code: that of the rank, or 128 + signal.
@@ -105,7 +109,12 @@ def first_failure(error: ChildFailedError, folder: Path, attempt: int = 0) -> En
         return Ending(code, ended, rank)
     first = reports[0]
     culprit = first["blames"][0] if first["blames"] else first["rank"]
-    last = ended if first["crashed"] and culprit == rank else f"weft launch: rank {culprit} failed"
+    if culprit in left and culprit != first["rank"]:
+        last = (
+            f"weft launch: rank {culprit} (process {left[culprit]}) ended with exit code 0 while others waited for it"
+        )
+    else:
+        last = ended if first["crashed"] and culprit == rank else f"weft launch: rank {culprit} failed"
     return Ending(code, f"{first['trace']}\n{last}", culprit, first["trace"])
 
 

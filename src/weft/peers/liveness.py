@@ -96,8 +96,8 @@ def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str]
             left = left or (rank, _LEFT)
         elif _is_dead(store, rank):
             return rank, (
-                "its process is gone (killed, out of memory, or crashed; gloo crashes on a collective to which ranks "
-                "bring other sizes, which weft.start(debug=True) names)"
+                "its process is gone (killed, out of memory, ended by os._exit, or crashed; gloo crashes on a "
+                "collective to which ranks bring other sizes, which weft.start(debug=True) names)"
             )
     return left
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from weft.engines.torch.hooks.past_forward import raise_past_forward
 from weft.engines.torch.optim.step_watch import raise_step_inside
 from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
+from weft.errors import ContractError
 
 __all__ = ["GradientReducer"]
 
@@ -140,6 +141,8 @@ class GradientReducer(Strategy):
         self._first_steps.check_kept(trained.checked(self._what, self._class_name))
         if trained.parameters and self._steps.look(trained.parameters[0], lambda: trained.parameters):
             check_hooks(self._what, self._class_name, zip(trained.names, trained.parameters, strict=True), own=1)
+            if self._steps.changed and self.enabled and not (self._reductions or trained.pending):
+                self._first_steps.compare_changed(trained.same_on_all())
 
     def _look_at_parameters(self, module: nn.Module) -> None:
         if not self._trained.pending:  # once per window: this runs in each forward pass, and layers are rarely added
@@ -172,8 +175,18 @@ class GradientReducer(Strategy):
         if self._called_at != trained.parameters[0]._version:
             name, methods = trained.names[index], self._options.methods
             raise_past_forward(self._what, name, self._module(), self._class_name, methods)
+        if torch.is_grad_enabled():
+            self._raise_creates_graph()
         self._first_steps.begin_backward(trained.first() if index else None)
         self._session.enter()
+
+    def _raise_creates_graph(self) -> NoReturn:
+        raise ContractError(
+            f"{self._what}: a backward pass with create_graph=True through {self._class_name}",
+            found="gradients in `.grad` that may be differentiated again",
+            expected="loss.backward(): `.grad` is averaged over the ranks in place, which autograd does not see",
+            fix="torch.autograd.grad(..., create_graph=True)  # for a penalty; then loss.backward()",
+        )
 
     def _begin(self) -> None:
         if self.enabled:

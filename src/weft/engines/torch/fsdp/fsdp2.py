@@ -238,7 +238,7 @@ class ShardedModule(Strategy):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer cannot step on shards, or would come to other numbers."""
-        check_steps_on_shards(self._what, optimizer)
+        check_steps_on_shards(self._what, optimizer, self._trained.uneven_complex)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never leaves gradients out."""

@@ -99,6 +99,20 @@ class FirstSteps:
                     "loader, ctx = weft.shard_data(loader, ctx)",
                 )
 
+    def compare_changed(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Weights were changed, and neither an optimizer nor a reduced backward pass was seen so far. Waits for nobody.
+
+        Raises:
+            ContextError: At the next call, or when the context is closed: they had other values on another rank.
+        """
+        sums = [sum_of_bits(p).cpu() for p in weights.values() if can_be_read(p)]
+        self._peers.compare(
+            f"weights of {self._class_name}, which no optimizer has changed",
+            {"a sum of their bits": torch.stack(sums).sum().item() if sums else 0},
+            fix="loss.backward() and optimizer.step(); or gradient = weft.reduce(gradient, ctx, 'mean') after "
+            "torch.autograd.grad. With weft.contract.no_sync around what is meant to differ, nothing is compared",
+        )
+
     def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         sums = [sum_of_bits(p) for p in weights.values()]
         mine = torch.stack([one.cpu() for one in sums]).tolist() if sums else []

@@ -7,12 +7,13 @@ other, stepped as in one process, and cut again. State of the parameter's shape 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from weft.engines.options import StepMeshes
 from weft.engines.torch.optim.rebind import like
@@ -22,7 +23,7 @@ from weft.engines.torch.optim.zero1_step import PartitionedStep
 from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
 
-__all__ = ["WholeStep", "check_steps_on_shards", "is_of"]
+__all__ = ["WholeStep", "check_steps_on_shards", "is_of", "uneven_complex"]
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 _FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kernels for plain tensors only
@@ -93,12 +94,29 @@ def is_of(optimizer: torch.optim.Optimizer, library: str) -> bool:
     return any(kind.__module__.partition(".")[0] == library for kind in type(optimizer).__mro__)
 
 
-def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
+def uneven_complex(parameters: Iterable[torch.Tensor]) -> set[int]:
+    """Find the complex parameters whose shards differ in size, and return their ids.
+
+    Most optimizers of torch step on `view_as_real`. It gathers such shards, so that the step changes a copy.
+    """
+    cut = [p for p in parameters if p.is_complex() and isinstance(p, DTensor)]
+    return {id(p) for p in cut if any(p.shape[dim] % size for dim, size in _cuts(p))}
+
+
+def _cuts(parameter: DTensor) -> Iterator[tuple[int, int]]:
+    """The dimensions in which it is cut, and into how many parts."""
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            yield cast("Shard", placement).dim, parameter.device_mesh.size(axis)
+
+
+def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: Collection[int]) -> None:
     """Raise if an optimizer is known not to step on DTensors, or to come to other numbers on them.
 
     Args:
         what: Name of the strategy, for the error text.
         optimizer: Over sharded parameters.
+        uneven: See `uneven_complex`.
 
     Raises:
         OrderError: `gather_step` is missing.
@@ -113,6 +131,8 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
         problem = f"{kind} with fused=True cannot step on shards: torch has its kernel for plain tensors only"
     elif isinstance(optimizer, torch.optim.Rprop):
         problem = f"{kind} cannot step on shards: torch has its operations for plain tensors only"
+    elif type(optimizer) is not torch.optim.SGD and _holds(optimizer, uneven):
+        problem = f"{kind} cannot step on complex shards that differ in size: torch would lose its steps"
     elif is_of(optimizer, "bitsandbytes"):
         problem = f"{kind} cannot step on shards: bitsandbytes has its kernels for plain tensors only"
     else:
@@ -128,6 +148,10 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
         if couples_all
         else "optimizer, ctx = weft.gather_step(optimizer, ctx)",
     )
+
+
+def _holds(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
+    return bool(wanted) and any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"])
 
 
 def _whole(value: Any) -> Any:

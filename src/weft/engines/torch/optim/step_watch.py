@@ -70,6 +70,7 @@ class Steps:
 
     Attributes:
         number: How many were seen.
+        changed: Whether parameters had changed without a step at the last look.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Steps:
             module: Whose parameters an optimizer may hold that nobody has named; None: every one is attached.
         """
         self.number = 0
+        self.changed = False
         self._what = what
         self._owner = weakref.ref(owner)
         self._group: dist.ProcessGroup | None = group
@@ -96,16 +98,8 @@ class Steps:
         self._version = self._number = 0  # of a parameter, and of steps, at the last look
         self._ignore_first_steps = None if module is None else _see_first_steps(self, module)
 
-    def search(self, parameters: Iterable[nn.Parameter], *, again: bool = False) -> None:
-        """Find the optimizers that hold `parameters`.
-
-        Args:
-            parameters: Of the strategy.
-            again: Something suggests that there are new ones; does nothing when that was often in vain.
-        """
-        if again and not self._searches_left:
-            return
-        self._searches_left -= again
+    def search(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Find the optimizers that hold `parameters`, all those of the strategy."""
         for optimizer in optimizers_of(parameters):
             self.attach(optimizer)
 
@@ -117,12 +111,14 @@ class Steps:
             parameters: All of them.
 
         Returns:
-            Whether optimizers were searched for.
+            Whether optimizers were searched for; not any more when that was often in vain.
         """
         version = -1 if first is None else first._version
-        searches = not self._looked or (version != self._version and self.number == self._number)
+        self.changed = self._looked and version != self._version and self.number == self._number
+        searches = not self._looked or (self.changed and self._searches_left > 0)
         if searches:
-            self.search(parameters(), again=self._looked)
+            self._searches_left -= self.changed
+            self.search(parameters())
             self._looked = True
         self._version, self._number = version, self.number
         return searches

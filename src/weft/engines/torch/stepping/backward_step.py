@@ -24,9 +24,10 @@ class BackwardStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         if any(is_sharded(p) for p in parameters):
-            from weft.engines.torch.optim.full_param_step import check_steps_on_shards  # noqa: PLC0415  (torch.distributed.tensor)
+            from weft.engines.torch.optim import full_param_step  # noqa: PLC0415  (torch.distributed.tensor)
 
-            check_steps_on_shards("step_in_backward", optimizer)
+            uneven = full_param_step.uneven_complex(parameters)
+            full_param_step.check_steps_on_shards("step_in_backward", optimizer, uneven)
         self._optimizer = weakref.ref(optimizer)
         self._step = plain_step(optimizer)
         self._places = {id(p): place for place, entry in enumerate(optimizer.param_groups) for p in entry["params"]}
