@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import weft
 from weft.contract import agree_on_parameters, check_methods
@@ -629,6 +630,10 @@ def test_a_result_that_was_not_unpacked_says_so():
             use()
     with pytest.raises(AttributeError, match="(?s)the result of replicate has no 'parameters'.*unpacked"):
         model.parameters()
+    loader = weft.shard_data(DataLoader([1, 2]), ctx)
+    with pytest.raises(TypeError, match=r"(?s)the result of shard_data was iterated.*loader, ctx = weft.shard_data"):
+        for _ in loader:
+            pass
     assert not hasattr(model, "__len_hint__") and "weft." not in plain(nn.Linear(1, 1), ctx).fix
 
 
@@ -636,6 +641,7 @@ def test_a_result_is_a_tuple():
     result = plain(nn.Linear(2, 2), weft.local())
     module, ctx = result
     assert isinstance(result, tuple) and result == (module, ctx) and len(result) == 2
+    assert list(result) == [module, *result[1:]]
     assert type(copy.copy(result)) is tuple and type(pickle.loads(pickle.dumps(result))) is tuple
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
@@ -125,6 +127,17 @@ class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
         """
         raise self.error(TypeError, "was called")
 
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack.
+
+        Raises:
+            TypeError: It is iterated in a `for` loop, like a loader.
+        """
+        caller = sys._getframe(1)
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "GET_ITER":
+            raise self.error(TypeError, "was iterated")
+        return super().__iter__()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -135,7 +148,7 @@ class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
         return kind(
             message(
                 f"the result of {self.made_by} {what}",
-                found=f"a tuple ({', '.join(type(part).__name__ for part in self)})",
+                found=f"a tuple ({', '.join(type(part).__name__ for part in tuple.__iter__(self))})",
                 expected="the objects and the next context, unpacked",
                 fix=self.fix,
             )

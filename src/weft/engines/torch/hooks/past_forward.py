@@ -25,14 +25,15 @@ def raise_past_forward(
     part = name.partition(".")[0]
     methods = [] if module is None else [m for m in methods_that_call(type(module), part) if m not in listed_methods]
     objects = "model, optimizer, ctx" if what == "zero_partition" else "model, ctx"
-    call = f"weft.{what}({objects}, methods={tuple(sorted({*listed_methods, *methods}))})"
+    whole = f"model(...)  # in place of model.{part}(...)"
+    call = f"weft.{what}({objects}, methods={tuple(sorted({*listed_methods, *methods}))}); or {whole}"
     raise NotSynchronized(
         f"{what}: a gradient reached {name!r} of {kind} past forward, and would not be reduced",
         found=f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself"
         if methods
         else f"a call of {part!r} itself, or of another part of the module",
         expected="calls of the module itself, or of a method in methods=(...)",
-        fix=call if methods else f"model(...)  # in place of model.{part}(...)",
+        fix=call if methods else whole,
     )
 
 
