@@ -617,6 +617,14 @@ def test_one_rank_skips_the_only_backward_pass_of_a_flat_step():
     assert check(t).startswith("refused:")
 
 
+@pytest.mark.slow
+def test_one_rank_gathers_rows_while_another_is_in_a_second_backward_pass():
+    """Where the backward pass waits cannot be seen, but that its thread does nothing."""
+    changes = {"samples": 11, "size": 3, "skipped": (1, 0), "skipped_by_one": (3, 1), "backward": "twice"}
+    t = dataclasses.replace(FOUND, strategy="zero1", reduce="last", share=True, **changes)
+    assert check(t).startswith("refused:")
+
+
 def test_a_wrong_training_is_noticed():
     """What is above can fail: a rank that leaves samples out differs from the loop that has them."""
     plain = dict.fromkeys((f.name for f in dataclasses.fields(Training)), ())

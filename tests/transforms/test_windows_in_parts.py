@@ -67,7 +67,7 @@ def values(model):
     return [whole(p.detach()).clone() for p in model.parameters()]
 
 
-def train(ctx, strategy, used, reduce="last", clip=None):
+def train(ctx, strategy, used, reduce="last", clip=None, set_to_none=True):
     """Train on the micro-batches of which `used[window][part]` holds this rank; `...` leaves the window."""
     model, optimizer, ctx = prepare(strategy, ctx)
     model, windows, ctx = weft.accumulate_grads(
@@ -83,7 +83,7 @@ def train(ctx, strategy, used, reduce="last", clip=None):
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
     return values(model)
 
 
@@ -156,17 +156,19 @@ def test_sharded_units_that_one_rank_does_not_call_are_named(strategy, used):
     assert isinstance(first, (weft.errors.PeerError, weft.errors.NotSynchronized)) and "rank" in str(first), first
 
 
-def _clipped_after_a_break(ctx, strategy):
+def _clipped_after_a_break(ctx, strategy, set_to_none):
+    """In the second window gradients of the first are there, if they were set to zero."""
     try:
-        train(ctx, strategy, [[ALL, ALL, ...]], clip=0.1)
+        train(ctx, strategy, [[ALL, ALL, ALL], [ALL, ALL, ...]], clip=0.1, set_to_none=set_to_none)
     except weft.errors.NotSynchronized as error:
         return str(error)
     return "nothing raised"
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("strategy", [*REPLICATED, *SHARDED])
-def test_clipping_what_a_window_left_early_is_refused(strategy):
-    for text in run_ranks(_clipped_after_a_break, 2, strategy):
+def test_clipping_what_a_window_left_early_is_refused(strategy, set_to_none):
+    for text in run_ranks(_clipped_after_a_break, 2, strategy, set_to_none):
         assert "for _ in window: pass" in text and "found:" in text
 
 

@@ -10,7 +10,8 @@ alike, so each rank has a thread, the watch. It recognises two cases that need n
   to that rank, or aborts the group, and whatever torch raises is turned into a `PeerError` that names it.
 
 One thing needs a limit: all ranks wait in collectives, but not in the same one. That may be messages of several groups
-which take long; after 6 seconds in which no rank has moved it is not.
+which take long; after 6 seconds in which no rank has moved it is not. Where a backward pass waits is hidden in C++: it
+waits if its thread takes no CPU time.
 
 A second thread, the guard, never asks the store anything: it ends questions that the store does not answer, those of
 the watch included, see board.py.
@@ -65,6 +66,8 @@ class Watch:
         self._asked = 0
         self._notes: list[dict[str, Any]] = []
         self._still = _Unchanged()
+        self._cpu = _Unchanged()
+        self._clock = _clock_of_main_thread()
         self._answers = _Unchanged()
         self._end = threading.Event()
         period_s = max(_PERIOD_S, world.size / _RANKS_PER_S)
@@ -124,6 +127,7 @@ class Watch:
     def _tick(self, world: World, store: Board) -> bool:
         """Answer those who wait, and see whether this rank waits in vain itself; False to end."""
         try:
+            place = self._place()
             asked = store.add("watch/asked", 0)
             if asked != self._asked:
                 self._asked = asked
@@ -134,7 +138,7 @@ class Watch:
                         "collectives": world.collectives(),
                         "at": _main_line(),
                         "waits": _may_wait(world),
-                        "in": _collective(),
+                        "in": place,
                     },
                 )
             for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1):
@@ -144,14 +148,22 @@ class Watch:
                     store.read(f"note/{number}", "from", "rank", "error", "left", "failures", "collectives", "ports")
                 )
             if not world.closed and world.failure is None:
-                self._look(world, store)
+                self._look(world, store, place)
         except (StoreLost, ContextError) as error:  # then nobody can be met any more
             if not world.closed and not self._end.is_set():
                 _give_up(world, getattr(error, "rank", -1), getattr(error, "text", str(error)), [])
             return False
         return True
 
-    def _look(self, world: World, store: Board) -> None:
+    def _place(self) -> str:
+        """The collective that the main thread is in, or the backward pass that waits in one; empty if that is not sure.
+
+        Called regularly: it compares the CPU time of that thread with those of earlier calls.
+        """
+        idle_s = 0.0 if self._clock is None else self._cpu.seconds(time.clock_gettime(self._clock))
+        return _collective() or ("a backward pass" if idle_s >= _SURE_S and _is_in_backward() else "")
+
+    def _look(self, world: World, store: Board, place: str) -> None:
         mine, waits = world.collectives(), _may_wait(world)
         still_s = self._still.seconds(mine if waits else None)
         if not waits or still_s < _SURE_S:
@@ -168,7 +180,7 @@ class Watch:
             if note["from"] in gone or self._stands(store, note):
                 _give_up(world, note["rank"], note["error"], note["ports"])
                 return
-        if still_s >= _STUCK_S and _collective():
+        if still_s >= _STUCK_S and place:
             self._look_at_all(world, store)
 
     def _look_at_all(self, world: World, store: Board) -> None:
@@ -274,6 +286,16 @@ def _collective() -> str:
         elif not module.startswith("torch"):
             return ""
     return found
+
+
+def _is_in_backward() -> bool:
+    """Whether the main thread is inside of autograd's engine, and in no hook."""
+    return next((frame.f_code.co_name for _, frame in _calls()), "") == "_engine_run_backward"
+
+
+def _clock_of_main_thread() -> int | None:
+    ident, clock_of = threading.main_thread().ident, getattr(time, "pthread_getcpuclockid", None)
+    return None if ident is None or clock_of is None else int(clock_of(ident))
 
 
 def _main_line() -> str:

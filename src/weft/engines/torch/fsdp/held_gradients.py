@@ -59,10 +59,9 @@ class HeldGradients:
                     expected="gradients are changed after they were reduced",
                     fix="for _ in window: pass  # after the break: ends the window, and reduces its gradients",
                 )
+            marker.give_way(cleared="cleared" in states)
             if "cleared" in states:
                 self.drop()
-            elif marker.is_ours:
-                marker.parameter.grad = None
         return self.pending
 
     def drop(self) -> None:
@@ -72,29 +71,30 @@ class HeldGradients:
 
 
 class _Marker:
-    """A gradient that stands for those in the units; see [Note: gradients of a window].
-
-    Attributes:
-        parameter: Whose.
-        is_ours: There was none before.
-    """
+    """A gradient that stands for those in the units, in the place of the one that is there; see the note above."""
 
     # Large, so that clipping changes it, and of a square that float32 has.
     _VALUE = 2.0**50
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
-        self.is_ours = parameter.grad is None
-        if parameter.grad is None:
-            parameter.grad = torch.full_like(parameter, self._VALUE)
-        self._gradient = parameter.grad
+        self._parameter = parameter
+        self._before = parameter.grad
+        self._gradient = parameter.grad = torch.full_like(parameter, self._VALUE)
         self._values = local(self._gradient).clone()
 
     def state(self) -> str:
         """Whether it is "kept", "cleared" or "changed", as far as this rank can see."""
-        if self.parameter.grad is not self._gradient:
+        if self._parameter.grad is not self._gradient:
             return "cleared"
         now = local(self._gradient)
         if torch.equal(now, self._values):  # the state of an empty part is what the others see
             return "kept"
         return "changed" if bool(now.any()) else "cleared"
+
+    def give_way(self, *, cleared: bool) -> None:
+        """Put back the gradient that was there; zeros, if the program has set gradients to zero."""
+        if self._parameter.grad is self._gradient:
+            if cleared and self._before is not None:
+                self._before.zero_()
+            if self._before is not None or not cleared:
+                self._parameter.grad = self._before
