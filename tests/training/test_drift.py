@@ -108,6 +108,24 @@ def test_a_first_step_without_a_backward_pass_is_named(strategy):
     assert time.monotonic() - start < 15
 
 
+def _another_program(ctx, strategy):
+    """The optimizer of the first program is gone, and the second one has no gradients in its first step."""
+    model, optimizer, _ = prepare(strategy, ctx)
+    _loss(model, ctx, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    del optimizer
+    gc.collect()
+    other, optimizer, _ = prepare(strategy, ctx)
+    optimizer.step()
+    return other is not model
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+def test_a_second_program_may_begin_with_a_step_that_has_nothing_to_do(strategy):
+    assert run_ranks(_another_program, 2, strategy) == [True, True]
+
+
 def _graph_of_gradients(ctx, strategy):
     model, _, ctx = prepare(strategy, ctx)
     with pytest.raises(weft.errors.ContractError, match=r"(?s)create_graph=True through .*autograd\.grad|replicate\("):

@@ -137,8 +137,8 @@ class Steps:
             ContractError: The module has gradients and no optimizer, and this one has no gradients.
         """
         held = [p for entry in optimizer.param_groups for p in entry["params"]]
-        if len(self._handles) or any(p.grad is not None for p in held) or self._group is None:
-            return
+        if self.number or len(self._handles) or self._group is None or any(p.grad is not None for p in held):
+            return  # a module that was stepped on had an optimizer, which may be gone
         if any(p.grad is not None for p in module.parameters()):
             kind = type(optimizer).__name__
             raise ContractError(
