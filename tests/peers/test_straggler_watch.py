@@ -13,6 +13,7 @@ from torch import nn
 import weft
 from tests.variants import slow
 from weft.context import World
+from weft.peers import straggler_watch
 from weft.peers.agreement import agree, exchange
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import listening_ports
@@ -44,6 +45,27 @@ def test_a_rank_that_ends_while_others_wait_in_a_backward_pass(ranks):
     for error in errors.values():
         assert isinstance(error, weft.errors.PeerError) and error.rank == 0
         assert error.text.startswith("left the job while others still work; if it left a loop")
+
+
+def _still_waits(ctx):
+    """Gave up because of one rank, and still waits: for another one, which has left since."""
+    world, watch = ctx.world, ctx.world.watch
+    watch.release()
+    watch._notes = [{"ports": [1111]}, {"ports": [2222]}]
+    world.failure = (1, "left the job")
+    cuts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "_SURE_S", 0.0)
+        patch.setattr(
+            straggler_watch, "cut", lambda which: cuts.append([which(5, port) for port in (1111, 2222, 3333)])
+        )
+        watch._look(world, world.store, "a backward pass")
+    world.failure = None
+    return cuts
+
+
+def test_a_rank_that_gave_up_is_cut_off_from_all_that_have_left():
+    assert run_ranks(_still_waits, 2) == [[[True, True, False]]] * 2
 
 
 def _raises_alike(ctx):

@@ -147,7 +147,7 @@ class Watch:
                 self._notes.append(
                     store.read(f"note/{number}", "from", "rank", "error", "left", "failures", "collectives", "ports")
                 )
-            if not world.closed and world.failure is None:
+            if not world.closed:
                 self._look(world, store, place)
         except (StoreLost, ContextError) as error:  # then nobody can be met any more
             if not world.closed and not self._end.is_set():
@@ -167,6 +167,9 @@ class Watch:
         mine, waits = world.collectives(), _may_wait(world)
         still_s = self._still.seconds(mine if waits else None)
         if not waits or still_s < _SURE_S:
+            return
+        if world.failure is not None:  # and what it waits for comes from another rank, which has left by now
+            _cut(world, [port for note in self._notes for port in note["ports"]])
             return
         behind = [
             note
@@ -237,14 +240,19 @@ def _is_behind(one: dict[str, int], other: dict[str, int]) -> bool:
 def _give_up(world: World, rank: int, text: str, ports: Sequence[int]) -> None:
     """Let what this rank waits for in a collective end with an error; `close_after` says which rank is to blame."""
     world.failure = (rank, text)
+    _cut(world, ports)
     group: Any = world.group
+    if group is not None and dist.get_backend(group) != "gloo":
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+
+def _cut(world: World, ports: Sequence[int]) -> None:
+    """End the connections to ranks that listen at these ports, and those that others have made to this rank."""
     store_port = None if world.store is None else world.store.port
     mine = set(listening_ports()) - {store_port}
     theirs = set(ports) - {store_port}
     cut(lambda local, remote: store_port not in (local, remote) and (local in mine or remote in theirs))
-    if group is not None and dist.get_backend(group) != "gloo":
-        with contextlib.suppress(RuntimeError):
-            group.abort()
 
 
 def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
