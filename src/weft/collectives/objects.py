@@ -53,16 +53,10 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     if world.group is None:
         pack("broadcast", value, ctx.device)
         return value
-    value, source = _of_source(value, source, world)
+    if isinstance(world.group, PretendedGroup):  # where the source is pretended, this rank does its part
+        value, source = world.group.told(value, source), ctx.rank
     with peers_named("broadcast", world):
         return cast("T", _broadcast_packed(value, ctx, world, source))
-
-
-def _of_source(value: Any, source: int, world: World) -> tuple[Any, int]:
-    """What is sent, and by which rank: where the others are pretended, this rank does what they would."""
-    if isinstance(world.group, PretendedGroup):
-        return world.group.told(value, source), world.rank
-    return value, source
 
 
 def _broadcast_packed(value: Any, ctx: DistContext, world: World, source: int) -> Any:
@@ -168,7 +162,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
         'a'
     """
     _check_source("scatter", source, ctx)
-    values, source = _of_source(values, source, enter("scatter", ctx, None, {"source": source}))
+    enter("scatter", ctx, None, {"source": source})
 
     def make() -> list[T]:
         given = [] if values is None else list(values)
@@ -201,7 +195,9 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
         made = make()
         return None if made is None else made[0]
     world = ctx.require_collective(what)
-    source = ctx.rank if world.pretended else source
+    if isinstance(world.group, PretendedGroup):  # likewise
+        known = world.group.told(make() if ctx.rank == source else None, source)
+        make, source = lambda: known, ctx.rank
     values: list[Any] | None = None
     packed: list[Packed] = []
     failure: Exception | None = None

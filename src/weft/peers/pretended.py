@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.errors import ContextError
 from weft.tensors.nested import map_tensors
 
-__all__ = ["BACKEND", "Mail", "NotSent", "PretendedGroup"]
+__all__ = ["BACKEND", "Mail", "NotSent", "PretendedGroup", "check_not_pretended"]
 
 BACKEND = "pretended_gloo"  # what depends on gloo, such as exchanges between pairs, is as on gloo
 Note = Callable[[str, "PretendedGroup", int], None]
@@ -245,6 +246,21 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         future.set_result(list(result))
         work: dist.Work = _create_work_from_future(future)
         return work
+
+
+def check_not_pretended(what: str, group: object, fix: str) -> None:
+    """Raise where ranks are pretended, for what cannot be rehearsed.
+
+    Raises:
+        ContextError: They are.
+    """
+    if isinstance(group, PretendedGroup):
+        raise ContextError(
+            f"{what} cannot be rehearsed",
+            found=f"{group.size()} ranks that are pretended",
+            expected="a real run, or a program without it",
+            fix=fix,
+        )
 
 
 def _bytes(tensors: Any) -> int:

@@ -1,7 +1,7 @@
 """Which tensors of a simulation have values, and what is read of those that have none.
 
 [Note: values] Tensors that are made without others (`torch.empty`, `randn`, the weights of layers) have shapes and no
-memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens. What is computed from values
+memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens; so do single numbers. What is computed from values
 alone has values, everything else has none; a tensor that had values has none once others wrote into it. Reading a
 number of a tensor without values is an error with the line of the program, unless `assume` answers it. Where weft
 itself reads one, all is finite and in order.
@@ -125,7 +125,7 @@ class Simulation:
                 default = torch.int64 if name == "randint" else torch.get_default_dtype()
                 dtype = tensors[0].dtype if tensors else default
             shape = next((each for each in args if isinstance(each, (list, tuple))), ())
-            return dtype in _INTEGERS and math.prod(shape) <= _MOST
+            return not shape or (dtype in _INTEGERS and math.prod(shape) <= _MOST)
         if not tensors:
             return False
         return math.prod(map(max, *_padded(tensors))) <= _MOST if len(tensors) > 1 else True
@@ -226,12 +226,12 @@ class _Reads(TorchFunctionMode):
                 shaped = torch.tensor(tree_unflatten(known, spec), *args[1:], **(kwargs or {}))
                 return self._fake.from_tensor(shaped)
         if func in _READING and not self._simulation.knows(args[0]):
-            return func(self._filled(args[0]), *args[1:], **(kwargs or {}))
+            return func(self.filled(args[0]), *args[1:], **(kwargs or {}))
         func, args, kwargs = placed_alike(func, args, kwargs or {})
         return func(*args, **kwargs)
 
 
-    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in which all numbers are the one that is read: there is one per rank in what some programs read."""
         number = self._simulation.read(tensor)
         with _disable_current_modes():
@@ -297,7 +297,8 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
 
     fake_class: Any = FakeTensor
     fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__ = _address, _copied, _pickled
-    to_list, fake_class.tolist = fake_class.tolist, torch.Tensor.tolist  # its own reads number by number
+    reads = _Reads(fake, simulation)
+    to_list, fake_class.tolist = fake_class.tolist, lambda each: reads.filled(each).tolist()
     mode: Any = FakeTensorMode
     converter: Any = fake.fake_tensor_converter.meta_converter
     swap: Any = torch.utils.swap_tensors
@@ -311,7 +312,7 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
     cache, mode.cache = mode.cache, {}
     handle = register_module_parameter_registration_hook(register)
     try:
-        with autocast_alike(), fake, _Reads(fake, simulation):
+        with autocast_alike(), fake, reads:
             yield simulation
     finally:
         handle.remove()
