@@ -119,7 +119,7 @@ def restore(
         mirror.drop(folder.name)
         folder, skipped = mirror.url / folder.name, [(mirror.url / one.name, why) for one, why in skipped]
     run = where if folder != where else folder.parent
-    if discard_newer:
+    if discard_newer and not ctx.world.pretended:
         there = from_main("restore", ctx, lambda: _discard_newer(run, manifest.step))
     history_of(ctx, run).restored(manifest.run, map(Path, there), [damaged for damaged, _ in skipped])
     return Restored(

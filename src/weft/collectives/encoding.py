@@ -84,11 +84,16 @@ class Packed(NamedTuple):
 
     Attributes:
         body: Its text and then its tensors; uint8 [n].
-        text_size: How many bytes are text.
+        text: JSON.
     """
 
     body: torch.Tensor
-    text_size: int
+    text: bytes
+
+    @property
+    def text_size(self) -> int:
+        """How many bytes are text."""
+        return len(self.text)
 
 
 def pack(what: str, value: object, device: torch.device, *, grad: bool = False) -> Packed:
@@ -98,7 +103,7 @@ def pack(what: str, value: object, device: torch.device, *, grad: bool = False) 
         TypeError: Something in it cannot be sent.
     """
     text, parts = encode(what, value, grad=grad)
-    return Packed(torch.cat([one.to(device) for one in (bytes_tensor(text), *parts)]), len(text))
+    return Packed(torch.cat([one.to(device) for one in (bytes_tensor(text), *parts)]), text)
 
 
 class _Encoder:
@@ -176,13 +181,19 @@ def _refusal(what: str, path: Path, found: str, fix: str) -> str:
     return message(f"{what}: {where} cannot be sent", found=found, expected=_EXPECTED, fix=fix)
 
 
-def decode(body: torch.Tensor, text_size: int, device: torch.device) -> Any:
+def decode(body: torch.Tensor, text: int | bytes, device: torch.device) -> Any:
     """The value whose text and bytes are in `body`; tensors on `device`.
+
+    Args:
+        body: Of `Packed`.
+        text: Its size; or the text, where `body` has no values, see rehearsal/.
+        device: For tensors.
 
     Raises:
         TypeError: It holds an instance of a class that this process has not imported.
     """
-    return _Decoder(body, text_size, device).decode(json.loads(bytes(body[:text_size].cpu().numpy())))
+    size, text = (text, bytes(body[:text].cpu().numpy())) if isinstance(text, int) else (len(text), text)
+    return _Decoder(body, size, device).decode(json.loads(text))
 
 
 class _Decoder:

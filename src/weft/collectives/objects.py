@@ -15,11 +15,12 @@ from weft.collectives.primitives import all_gather_bytes, all_gather_words, ente
 from weft.context import DistContext, World
 from weft.errors import value_error
 from weft.peers.liveness import exception_text, peer_error
+from weft.peers.pretended import PretendedGroup
 
 __all__ = ["broadcast", "gather_objects", "gather_packed", "scatter", "scatter_made"]
 
 T = TypeVar("T")
-_NOTHING = Packed(torch.empty(0, dtype=torch.uint8), 0)
+_NOTHING = Packed(torch.empty(0, dtype=torch.uint8), b"")
 
 
 def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
@@ -52,7 +53,8 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
     if world.group is None:
         pack("broadcast", value, ctx.device)
         return value
-    source = ctx.rank if world.pretended else source  # the others bring what this rank brings
+    if isinstance(world.group, PretendedGroup):  # where the source is pretended, this rank does its part
+        value, source = world.group.told(value, source), ctx.rank
     with peers_named("broadcast", world):
         return cast("T", _broadcast_packed(value, ctx, world, source))
 
@@ -129,7 +131,8 @@ def gather_packed(
     if bad:
         raise TypeError(f"{what}: rank {bad[0]} brought {each} that cannot be sent; see its error")
     bodies = all_gather_bytes(mine.body, [head[2] for head in heads], world, ctx)
-    return [decode(body, head[1], ctx.device) for body, head in zip(bodies, heads, strict=True)]
+    texts = [mine.text if world.pretended else head[1] for head in heads]
+    return [decode(body, text, ctx.device) for body, text in zip(bodies, texts, strict=True)]
 
 
 def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) -> T:
@@ -192,6 +195,9 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
         made = make()
         return None if made is None else made[0]
     world = ctx.require_collective(what)
+    if isinstance(world.group, PretendedGroup):  # likewise
+        known = world.group.told(make() if ctx.rank == source else None, source)
+        make, source = lambda: known, ctx.rank
     values: list[Any] | None = None
     packed: list[Packed] = []
     failure: Exception | None = None
@@ -221,8 +227,10 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
         raise failure
     if text_length:
         raise peer_error(what, source, bytes(text.cpu().numpy()).decode())
+    if not there:
+        return None
     text_size, size = sizes[2 * ctx.rank : 2 * ctx.rank + 2]
-    return decode(mine[:size], text_size, ctx.device) if there else None
+    return decode(mine[:size], packed[ctx.rank].text if world.pretended else text_size, ctx.device)
 
 
 def _check_source(what: str, source: int, ctx: DistContext) -> None:

@@ -30,7 +30,7 @@ from weft.peers.agreement import exchange
 from weft.peers.board import Board
 from weft.peers.connect import open_store, reach
 from weft.peers.liveness import announce
-from weft.peers.pretended import PretendedGroup
+from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import STORE, ReplicaGroup, has_replicas
 from weft.peers.straggler_watch import watch
 from weft.peers.world import World
@@ -104,6 +104,8 @@ def start(
         timeout_s=timeout_s, seed=seed, debug=debug,
     )  # fmt: skip
     if elastic is not None:
+        if dist.is_available() and dist.is_initialized():
+            check_not_pretended("start: an elastic job", dist.group.WORLD, 'weft.start(mesh={"replica": -1})')
         return _replica(place, settings, elastic, engine)
     if dist.is_available() and dist.is_initialized():
         return _adopted(dist.group.WORLD, None, settings, engine)

@@ -1,8 +1,8 @@
 """A process group whose other ranks are only pretended: nothing is sent, every message is written down.
 
 The others bring what this rank brings: a sum is the number of ranks times its own values, a gather is copies of
-them. Tensors without values (fake ones) have shapes alone, and those are right anyway. Numbers that one rank sends to
-another are in its `Mail`: the sender has to have run before.
+them. Tensors without values (fake ones) have shapes alone, and those are right anyway. What one rank alone has, such as
+numbers that it sends to another, or a value that it tells all, is in its `Mail`: the sender has to have run before.
 """
 
 # ruff: noqa: D102  (the operations are torch's)
@@ -20,10 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["BACKEND", "Mail", "NotSent", "PretendedGroup"]
+from weft.errors import ContextError
+from weft.tensors.nested import map_tensors
+
+__all__ = ["BACKEND", "Mail", "NotSent", "PretendedGroup", "check_not_pretended"]
 
 BACKEND = "pretended_gloo"  # what depends on gloo, such as exchanges between pairs, is as on gloo
 Note = Callable[[str, "PretendedGroup", int], None]
+_ALL = -1  # among ranks
 _Group: Any = dist.ProcessGroup  # whose operations have many overloads
 
 
@@ -40,10 +44,10 @@ class NotSent(BaseException):
 
 
 class Mail:
-    """The numbers that ranks send each other, kept while they run one after the other, each from its start."""
+    """What ranks send each other, kept while they run one after the other, each from its start."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._sent: dict[tuple[int, int], list[Any]] = {}
         self._counts: Counter[tuple[str, int, int]] = Counter()
 
     def __len__(self) -> int:
@@ -53,13 +57,13 @@ class Mail:
         """A rank starts."""
         self._counts.clear()
 
-    def send(self, source: int, target: int, values: torch.Tensor) -> None:
+    def send(self, source: int, target: int, values: Any) -> None:
         """Keep what a rank sends, if it did not in an earlier run."""
         sent = self._sent.setdefault((source, target), [])
         if self._next("sent", source, target) == len(sent):
             sent.append(values)
 
-    def receive(self, source: int, target: int) -> torch.Tensor:
+    def receive(self, source: int, target: int) -> Any:
         """The next message from one rank to another.
 
         Raises:
@@ -120,10 +124,19 @@ class PretendedGroup(_Group):  # type: ignore[misc]
 
     group_name: Any = pg_name
 
+    def told(self, value: Any, source: int) -> Any:
+        """The value that one rank has, given to all; where there is another one, that: it may well be the same."""
+        source = self.ranks[source]
+        if source == self.ranks[self.rank()]:
+            self._mail.send(source, _ALL, map_tensors(_kept, value))
+        elif value is None:
+            return map_tensors(_made_anew, self._mail.receive(source, _ALL))
+        return value
+
     # -- torch's operations ------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        for tensor in filter(_has_values, tensors):
+        for tensor in tensors:
             self._reduced(tensor, opts)
         return self._done("all_reduce", tensors, tensors)
 
@@ -136,8 +149,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return self._done("reduce", tensors, tensors)
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
-        if _has_values(output) and _has_values(given):
-            _put(output.view(self.size(), -1), given.view(1, -1))
+        _put_copies(output, given, self.size())
         return self._done("all_gather", [output], [output])
 
     all_gather_single = _allgather_base
@@ -149,22 +161,27 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return self._done("all_gather", outputs, [tensor for each in outputs for tensor in each])
 
     def allgather_into_tensor_coalesced(self, outputs: Any, given: Any, opts: Any = None) -> dist.Work:
+        for output, mine in zip(outputs, given, strict=True):
+            _put_copies(output, mine, self.size())
         return self._done("all_gather", outputs, outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
-        if _has_values(output) and _has_values(given):
-            _put(output, given.view(self.size(), *output.shape)[self.rank()])
-            self._reduced(output, opts)
+        self._put_sum(output, given, opts)
         return self._done("reduce_scatter", [given], [output])
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter(self, outputs: Any, given: Any, opts: Any = None) -> dist.Work:
+        for output, mine in zip(outputs, given, strict=True):
+            _put(output, mine[self.rank()])
+            self._reduced(output, opts)
         return self._done("reduce_scatter", given, outputs)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, given: Any, opts: Any = None) -> dist.Work:
+        for output, mine in zip(outputs, given, strict=True):
+            self._put_sum(output, mine, opts)
         return self._done("reduce_scatter", given, outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -172,9 +189,12 @@ class PretendedGroup(_Group):  # type: ignore[misc]
     def alltoall_base(
         self, output: Any, given: Any, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> dist.Work:
-        if output.shape == given.shape and not input_splits:
-            chunks = given.view(self.size(), -1)
-            _put(output.view(self.size(), -1), chunks[self.rank()].expand_as(chunks))
+        if _has_values(output) and len(output) and len(given):
+            sent = given.split(input_splits or len(given) // self.size())
+            received = output.split(output_splits or len(output) // self.size())
+            for place, theirs in zip(received, sent, strict=True):
+                choices = sent[self.rank()], theirs, torch.empty(1).expand(place.shape)  # a pair sends each other alike
+                _put(place, next(each for each in choices if each.shape == place.shape))
         return self._done("all_to_all", [given], [output])
 
     all_to_all_single = alltoall_base
@@ -197,8 +217,7 @@ class PretendedGroup(_Group):  # type: ignore[misc]
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         for tensor in filter(_has_values, tensors):
-            with _disable_current_modes():
-                self._mail.send(self.ranks[self.rank()], self.ranks[peer], tensor.detach().clone())
+            self._mail.send(self.ranks[self.rank()], self.ranks[peer], _kept(tensor))
         return self._done("send", tensors, tensors)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
@@ -212,9 +231,14 @@ class PretendedGroup(_Group):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------------------------
 
     def _reduced(self, tensor: torch.Tensor, opts: Any) -> None:
-        if opts is None or dist.ReduceOp.SUM in (opts, getattr(opts, "reduceOp", None)):
-            with _disable_current_modes(), torch.no_grad():
+        if _has_values(tensor) and (opts is None or dist.ReduceOp.SUM in (opts, getattr(opts, "reduceOp", None))):
+            with torch.no_grad():
                 tensor.mul_(self.size())
+
+    def _put_sum(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> None:
+        if _has_values(output):
+            _put(output, given.view(self.size(), *output.shape)[self.rank()])
+            self._reduced(output, opts)
 
     def _done(self, kind: str, counted: Any, result: list[torch.Tensor]) -> dist.Work:
         self._note(kind, self, _bytes(counted))
@@ -222,6 +246,21 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         future.set_result(list(result))
         work: dist.Work = _create_work_from_future(future)
         return work
+
+
+def check_not_pretended(what: str, group: object, fix: str) -> None:
+    """Raise where ranks are pretended, for what cannot be rehearsed.
+
+    Raises:
+        ContextError: They are.
+    """
+    if isinstance(group, PretendedGroup):
+        raise ContextError(
+            f"{what} cannot be rehearsed",
+            found=f"{group.size()} ranks that are pretended",
+            expected="a real run, or a program without it",
+            fix=fix,
+        )
 
 
 def _bytes(tensors: Any) -> int:
@@ -234,7 +273,25 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor for another simulation: its values, or its shape."""
+    if not _has_values(tensor):
+        return tensor.detach().to("meta")
+    with _disable_current_modes():
+        return tensor.detach().clone()
+
+
+def _made_anew(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu") if tensor.device.type == "meta" else tensor.clone()
+
+
 def _put(output: torch.Tensor, values: torch.Tensor) -> None:
-    if _has_values(output) and _has_values(values):
-        with _disable_current_modes(), torch.no_grad():
+    """Fill a tensor that may have values. The simulation sees it: it may have none afterwards."""
+    if _has_values(output):
+        with torch.no_grad():
             output.copy_(values)
+
+
+def _put_copies(output: torch.Tensor, values: torch.Tensor, count: int) -> None:
+    if _has_values(output):
+        _put(output.view(count, -1), values.view(1, -1))

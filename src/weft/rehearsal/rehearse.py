@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import warnings
@@ -29,6 +30,16 @@ from weft.rehearsal.simulation.shortcuts import shortcuts
 __all__ = ["Program", "observe_steps", "rehearse", "simulated"]
 
 R = TypeVar("R")
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (random.getstate, random.setstate),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (os.getcwd, os.chdir),
+)
 Program = Callable[[DistContext], Callable[[], object]]
 
 
@@ -173,7 +184,7 @@ def simulated(
         world_size=ranks,
         mesh=tuple(axes.items()),
         device="cpu",
-        steps=steps,
+        steps=len(moments) - 1,
         at_rest=moments[-1].at_rest,
         peak=max((each.peak for each in moments), key=lambda memory: memory.total),
         timeline=moments,
@@ -249,20 +260,23 @@ def _located(rank: int, ranks: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _left_as_it_was() -> Iterator[None]:
     """Put back what a program draws and sets."""
-    numpy = sys.modules.get("numpy")
-    drawn = numpy.random.get_state() if numpy else None
-    python, cpu, dtype = random.getstate(), torch.get_rng_state(), torch.get_default_dtype()
-    device, threads = _device.CURRENT_DEVICE, torch.get_num_threads()
+    numpy: Any = sys.modules.get("numpy")
+    drawn = [(numpy.random.get_state, numpy.random.set_state)] if numpy else []
+    before = [(put, get()) for get, put in (*_SETTINGS, *drawn)]
+    environment, device = dict(os.environ), _device.CURRENT_DEVICE
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    backends = dict(dynamo.cached_backends) if dynamo else {}
     try:
         with warnings.catch_warnings():
             yield
     finally:
         take_off_unless_used()
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
+        for put, value in before:
+            put(value)
         if device != _device.CURRENT_DEVICE:
             torch.set_default_device(device)
-        if numpy:
-            numpy.random.set_state(drawn)
+        for backend in dynamo.cached_backends.keys() - backends.keys() if dynamo else ():
+            del dynamo.cached_backends[backend]
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
 import sys
 import weakref
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -44,7 +46,8 @@ def rehearse_script(
     """As `weft.rehearse`, for a script as it is; `weft.start()` in it returns the pretended context.
 
     A step begins with the first call of a module, with gradients, after the optimizer has stepped; of several
-    optimizers, the one that stepped first counts. When `steps` of them are done, the script is left.
+    optimizers, the one that stepped first counts. When `steps` of them are done, the script is left. Of a script that
+    ends before it begins another one, the last step ends with that of the optimizer.
 
     Changes: what the script changes, such as files that it writes. Collectives: none.
 
@@ -65,7 +68,7 @@ def rehearse_script(
     """
 
     def run(found: Observed, memory: contextlib.AbstractContextManager[Simulation]) -> Simulation:
-        with memory as simulation, observing(found, simulation), _as_main(Path(script), arguments):
+        with memory as simulation, observing(found, simulation), _as_main(Path(script), arguments, links.per_node):
             found.begin("build")
             with _until(steps, found) as count:
                 try:
@@ -73,14 +76,14 @@ def rehearse_script(
                 except SystemExit as end:
                     if end.code not in (None, 0):
                         raise
-                if not count():
+                if count() < min(steps, 2):
                     raise ContextError(
-                        f"rehearse: {script} makes no step",
-                        found="no optimizer that steps",
-                        expected="a script that trains",
+                        f"rehearse: {script} makes {['no step', 'one step'][count()]}",
+                        found="no optimizer that steps" if count() == 0 else "a script that ends after it",
+                        expected="a script that trains, and at least two steps: what is held is seen between them",
                         fix=f"python {script}  # does it train?",
                     )
-                found.end()
+                found.end_in_step()
         return simulation
 
     name = " ".join([str(script), *arguments])
@@ -99,6 +102,7 @@ def _until(steps: int, found: Observed) -> Iterator[Any]:
         leader = leader or weakref.ref(optimizer)
         if leader() is optimizer:
             done, waiting = done + 1, True
+            found.stepped()
 
     def called(*_: Any) -> None:
         nonlocal waiting
@@ -120,8 +124,12 @@ def _until(steps: int, found: Observed) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """As `python script arguments` has it; what it prints goes to stderr."""
+def _as_main(script: Path, arguments: Sequence[str], per_node: int) -> Iterator[None]:
+    """As a launcher that starts `python script arguments` has it; what it prints goes to stderr."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = min(per_node, size - rank // per_node * per_node)
+    facts = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": local_size}
+    os.environ.update({name: str(number) for name, number in facts.items()})  # until the rehearsal is over
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

@@ -15,6 +15,7 @@ from weft.context import DistContext
 from weft.contract import Undoable, transform
 from weft.engines.torch.streaming.stream import StreamOptions
 from weft.errors import ContractError
+from weft.peers.pretended import check_not_pretended
 from weft.weights import PlacementPlan, plan_placement
 from weft.weights.assign import renamed
 from weft.weights.places.placed_tensors import PlacedTensors
@@ -85,6 +86,8 @@ def place(
         ...     torch.equal(model(torch.ones(1, 64)), plain(torch.ones(1, 64)))
         True
     """
+
+    check_not_pretended("place: streaming from files", ctx.world.group, "weft.weights.plan_placement(model, budgets)")
 
     def settle() -> tuple[PlacementPlan, PlacedTensors]:
         check_module("place", module, fix="model, ctx = weft.place(model, ctx, plan)")

@@ -44,7 +44,8 @@ class Allocations:
         self._gathered: set[int] = set()
         self._events: list[_Event] = []
         self._parts: list[tuple[str, int]] = []  # of the program: a label, and the first event
-        self._end = 0
+        self._end = self._stepped = 0
+        self._ends_in_step = False
         self._computes = False
 
     # -- what happens --------------------------------------------------------------------------------------
@@ -59,6 +60,14 @@ class Allocations:
         """The program is over; what happens from now on does not count."""
         gc.collect()
         self._end = len(self._events)
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self._stepped = len(self._events)
+
+    def end_in_step(self) -> None:
+        """The last part is over since then; what is live between steps was seen before it."""
+        self._end, self._ends_in_step = self._stepped, True
 
     def see(self, tensor: torch.Tensor) -> None:
         """A tensor was made, or returned once more."""
@@ -149,9 +158,10 @@ class Allocations:
                 live.apply(event)
             done = end
             memories[end] = self._memory(live, self._events[end - 1].line if end else "")
+        rests = [*ends[:-1], ends[-2]] if self._ends_in_step and len(ends) > 2 else ends
         return tuple(
-            Moment(label, memories[end], memories[peak])
-            for (label, _), end, peak in zip(self._parts, ends, peaks, strict=True)
+            Moment(label, memories[rest], memories[peak])
+            for (label, _), rest, peak in zip(self._parts, rests, peaks, strict=True)
         )
 
     def _memory(self, live: _Live, line: str) -> Memory:

@@ -63,10 +63,19 @@ class Traffic:
         self._found: list[tuple[str, tuple[int, ...], int]] = []
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._last_step = 0
+        self._stepped = 0
 
     def begin(self) -> None:
         """From here on a step."""
         self._last_step = len(self._found)
+
+    def stepped(self) -> None:
+        """Here the optimizer has stepped."""
+        self._stepped = len(self._found)
+
+    def end_in_step(self) -> None:
+        """What came after that is no part of a step."""
+        del self._found[self._stepped :]
 
     def note(self, kind: str, group: Any, size: int) -> None:
         """One message."""

@@ -44,10 +44,20 @@ class Observed:
         self.allocations.begin(label)
         self.traffic.begin()
 
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self.allocations.stepped()
+        self.traffic.stepped()
+
     def end(self) -> None:
         """The program is over."""
         self.allocations.look_at_modules()
         self.allocations.end()
+
+    def end_in_step(self) -> None:
+        """The program is over, and has let everything go: its last step ended when the optimizer had stepped."""
+        self.allocations.end_in_step()
+        self.traffic.end_in_step()
 
 
 class Observer(TorchDispatchMode):

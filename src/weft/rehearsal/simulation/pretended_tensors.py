@@ -1,9 +1,13 @@
 """Which tensors of a simulation have values, and what is read of those that have none.
 
 [Note: values] Tensors that are made without others (`torch.empty`, `randn`, the weights of layers) have shapes and no
-memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens. What is computed from values
-alone has values, everything else has none. Reading a number of a tensor without values is an error with the line of the
-program, unless `assume` answers it. Where weft itself reads one, all is finite and in order.
+memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens; so do single numbers. What is computed from values
+alone has values, everything else has none; a tensor that had values has none once others wrote into it. Reading a
+number of a tensor without values is an error with the line of the program, unless `assume` answers it. Where weft
+itself reads one, all is finite and in order.
+
+[Note: sizes] What a mask selects has a size that its values decide. Where the mask has values, such as that of padding
+in a batch, it is known; otherwise `assume` says how many there are.
 
 [Note: choices] A router chooses experts by values, and sizes of tensors and messages follow from its choices. So they
 may be declared, at the line of the `topk`, `max` or `argmax`: "balanced", every expert as often, or the number of the
@@ -14,11 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import safetensors.torch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -30,6 +37,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.errors import ContextError
@@ -39,6 +47,7 @@ from weft.rehearsal.simulation.lines import place
 __all__ = ["Assumed", "Simulation", "without_memory"]
 
 _MOST = 2**22  # elements of a tensor that has values
+_READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _SIZED = (
     "empty",
     "zeros",
@@ -70,25 +79,33 @@ class Simulation:
         self.assumed: dict[str, None] = {}
         self._assume = assume
         self._choosing: str | None = None  # the last line that chose without values
+        self._overwritten: dict[int, weakref.ref[Any]] = {}  # storages that had values, by address
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do one operation."""
         kwargs = with_device_alike(kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not any(isinstance(each, FakeTensor) for each in tensors) and self._has_values(func, args, kwargs, tensors):
+        if not any(isinstance(each, FakeTensor) for each in tensors) and (
+            func.is_view or (all(map(self.knows, tensors)) and self._has_values(func, args, kwargs, tensors))
+        ):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
             out = func(*args, **kwargs)
         except DataDependentOutputException:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return self.read(tensors[0])
-            raise _no_values(f"the values of {_described(tensors[0])} are needed by {func}") from None
+            kind = str(func._schema.returns[0].type)
+            if kind not in ("bool", "number"):
+                raise _no_values(f"the values of {_described(tensors[0])} are needed by {func}") from None
+            return self.read(tensors[0], bool if kind == "bool" else None)
         except DynamicOutputShapeException:
-            problem = f"the size of what {func} returns depends on the values of {_described(tensors[0])}"
-            raise _no_values(problem, chosen=self._choosing) from None
-        chooses = func._schema.name.partition("::")[2] in _CHOOSING
-        return self._chosen(func, out, args, kwargs) if chooses else out
+            return self._sized(func, args)
+        name = func._schema.name.partition("::")[2]
+        out = self._written(func, args, kwargs, out) if func._schema.is_mutable else out
+        return self._chosen(func, out, args, kwargs) if name in _CHOOSING else out
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has values that can be read."""
+        return not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._overwritten
 
     def _has_values(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
@@ -108,14 +125,54 @@ class Simulation:
                 default = torch.int64 if name == "randint" else torch.get_default_dtype()
                 dtype = tensors[0].dtype if tensors else default
             shape = next((each for each in args if isinstance(each, (list, tuple))), ())
-            return dtype in _INTEGERS and math.prod(shape) <= _MOST
+            return not shape or (dtype in _INTEGERS and math.prod(shape) <= _MOST)
         if not tensors:
             return False
         return math.prod(map(max, *_padded(tensors))) <= _MOST if len(tensors) > 1 else True
 
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
+        """What an operation returns that wrote what is not known into tensors: those that had values have none now."""
+        pairs = _given(func, args, kwargs)
+        targets = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+        for tensor in tree_leaves(targets):
+            if isinstance(tensor, torch.Tensor) and self.knows(tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                self._overwritten[key] = weakref.ref(storage, lambda _, key=key: self._overwritten.pop(key, None))
+        if isinstance(out, torch.Tensor):
+            return targets[0]
+        return type(out)(targets) if isinstance(out, tuple) and len(out) == len(targets) else out
+
+    def _sized(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What an operation returns whose size depends on values; see [Note: sizes]."""
+        name = func._schema.name.partition("::")[2]
+        if name == "nonzero":
+            return self._selected(func, args[0])
+        if name == "masked_select":
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return args[0].new_empty(len(self._selected(func, args[1])) * math.prod(shape) // args[1].numel())
+        if name == "index":
+            masks = [each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]]
+            pairs = zip(args[1], masks, strict=True)
+            places = [self._selected(func, each).unbind(1) if is_mask else (each,) for each, is_mask in pairs]
+            return func(args[0], list(itertools.chain.from_iterable(places)))
+        raise _unknown_size(func, tree_leaves(args)[0], self._choosing)
+
+    def _selected(self, func: Any, mask: torch.Tensor) -> torch.Tensor:
+        """The places [n, dims] where a mask is true."""
+        if self.knows(mask):
+            with unset_fake_temporarily():
+                return mask.nonzero()
+        line = place().line
+        count = self._assume.get(line)
+        if not isinstance(count, (int, float)):
+            raise _unknown_size(func, mask, self._choosing)
+        self.assumed[f"{line}: of {mask.numel()} elements, {int(count)} are selected"] = None
+        return mask.new_empty((int(count), mask.dim()), dtype=torch.int64)
+
     def _chosen(self, func: Any, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an operation returns whose indices are declared; see [Note: choices]."""
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        given = {argument.name: value for argument, value in _given(func, args, kwargs)}
         dim = given.get(
             "dim", next((each.default_value for each in func._schema.arguments if each.name == "dim"), None)
         )
@@ -139,10 +196,10 @@ class Simulation:
                 values = (rows % ways).view(shape).movedim(-1, dim).contiguous()
         return (*others, values) if others else values
 
-    def read(self, tensor: torch.Tensor) -> Any:
+    def read(self, tensor: torch.Tensor, kind: type[float] | None = None) -> Any:
         """A number that the program wants to know."""
         line, _, in_order = place()
-        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        kind = kind or (bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int)
         if in_order or not line:
             self.assumed["what weft reads is in order: gradients are finite, logged numbers are 0"] = None
             return kind(0)
@@ -156,9 +213,10 @@ class Simulation:
 class _Reads(TorchFunctionMode):
     """Functions that read memory, past all operations."""
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, simulation: Simulation) -> None:
         super().__init__()
         self._fake = fake
+        self._simulation = simulation
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
@@ -167,20 +225,22 @@ class _Reads(TorchFunctionMode):
                 known = [_like(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
                 shaped = torch.tensor(tree_unflatten(known, spec), *args[1:], **(kwargs or {}))
                 return self._fake.from_tensor(shaped)
-        if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
-            raise _no_values(f"the values of {_described(args[0])} are needed by numpy")
+        if func in _READING and not self._simulation.knows(args[0]):
+            return func(self.filled(args[0]), *args[1:], **(kwargs or {}))
         func, args, kwargs = placed_alike(func, args, kwargs or {})
         return func(*args, **kwargs)
+
+
+    def filled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in which all numbers are the one that is read: there is one per rank in what some programs read."""
+        number = self._simulation.read(tensor)
+        with _disable_current_modes():
+            return torch.full(tensor.shape, number, dtype=tensor.dtype)
 
 
 def _like(tensor: torch.Tensor) -> float | int | bool:
     """Some number of its kind."""
     return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
-
-
-def _nested(shape: tuple[int, ...], number: float) -> Any:
-    """What `tolist` returns if all numbers are the same."""
-    return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 
 def _padded(tensors: list[torch.Tensor]) -> Iterator[tuple[int, ...]]:
@@ -189,13 +249,27 @@ def _padded(tensors: list[torch.Tensor]) -> Iterator[tuple[int, ...]]:
     return ((1,) * (dims - each.dim()) + tuple(each.shape) or (1,) for each in tensors)
 
 
+def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The arguments of an operation, as its schema has them, and their values."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        yield argument, value
+    for argument in func._schema.arguments[len(args) :]:
+        if argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
 def _described(tensor: torch.Tensor) -> str:
     return f"a tensor {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _no_values(problem: str, line: str = "", *, chosen: str | None = None) -> ContextError:
+def _unknown_size(func: Any, tensor: torch.Tensor, chosen: str | None) -> ContextError:
+    problem = f"the size of what {func} returns depends on the values of {_described(tensor)}"
+    return _no_values(problem, chosen=chosen, value=str(tensor.numel()))
+
+
+def _no_values(problem: str, line: str = "", *, chosen: str | None = None, value: str = "1.0") -> ContextError:
     line = line or place().line
-    key, value, option = (line or "values", "1.0", "1.0") if chosen is None else (chosen, '"balanced"', "balanced")
+    key, value, option = (line or "values", value, value) if chosen is None else (chosen, '"balanced"', "balanced")
     answer = f'weft.rehearse(..., assume={{"{key}": {value}}}), or --assume {key}={option}'
     return ContextError(
         "rehearse: tensors have shapes and no values, and the program reads one",
@@ -222,9 +296,9 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
         return memo[parameter]
 
     fake_class: Any = FakeTensor
-    fake_class.data_ptr, fake_class.__deepcopy__ = _address, _copied
-    # All at once: there is one number per rank in what some programs read.
-    to_list, fake_class.tolist = fake_class.tolist, lambda each: _nested(tuple(each.shape), simulation.read(each))
+    fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__ = _address, _copied, _pickled
+    reads = _Reads(fake, simulation)
+    to_list, fake_class.tolist = fake_class.tolist, lambda each: reads.filled(each).tolist()
     mode: Any = FakeTensorMode
     converter: Any = fake.fake_tensor_converter.meta_converter
     swap: Any = torch.utils.swap_tensors
@@ -238,19 +312,34 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
     cache, mode.cache = mode.cache, {}
     handle = register_module_parameter_registration_hook(register)
     try:
-        with autocast_alike(), fake, _Reads(fake):
+        with autocast_alike(), fake, reads:
             yield simulation
     finally:
         handle.remove()
-        del fake_class.data_ptr, fake_class.__deepcopy__
+        del fake_class.data_ptr, fake_class.__deepcopy__, fake_class.__reduce_ex__
         fake_class.tolist = to_list
         mode.cache = cache
         torch.utils.swap_tensors = swap
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """What `data_ptr` is good for: to see whether two tensors lie at the same place."""
+    """What `data_ptr` is good for: to see whether two tensors lie at the same place. Nothing can be read there."""
+    if sys._getframe(1).f_code is safetensors.torch._to_ndarray.__code__:
+        raise _unwritten(tensor)
     return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())
+
+
+def _pickled(tensor: torch.Tensor, _: int) -> Any:
+    raise _unwritten(tensor)
+
+
+def _unwritten(tensor: torch.Tensor) -> ContextError:
+    return ContextError(
+        "rehearse: tensors have shapes and no values, and the program writes one into a file",
+        found=f"{_described(tensor)}, at {place().line}",
+        expected="checkpoints of weft, whose bytes are counted, or none within the steps that are rehearsed",
+        fix="weft.save(state, folder, step, ctx)",
+    )
 
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from weft.tensors.dtensor import forget_groups
 __all__ = ["pretended_world"]
 
 _OF_GROUPS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
+_BY_LAUNCHED = ("init_process_group", "destroy_process_group")  # of programs that do it themselves: it is done
 _FIRST_NAME = 10**9  # torch numbers its groups; a real one of the same name must not be lost
 
 
@@ -38,6 +39,10 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
             return pickled(*args)
 
     pickled, c10d._object_to_tensor = c10d._object_to_tensor, to_tensor
+    torch_dist: Any = dist
+    own = {name: getattr(dist, name) for name in _BY_LAUNCHED}
+    for name in _BY_LAUNCHED:
+        setattr(torch_dist, name, lambda *_, **__: None)
     mail.begin()
     Backend._plugins[BACKEND.upper()] = Backend._BackendPlugin(create, True)  # noqa: FBT003
     Backend.backend_list.append(BACKEND)
@@ -57,6 +62,8 @@ def pretended_world(size: int, rank: int, per_node: int, note: Note, mail: Mail)
         for name, value in before.items():
             setattr(c10d, name, value)
         c10d._object_to_tensor = pickled
+        for name, function in own.items():
+            setattr(torch_dist, name, function)
         c10d._world.group_count = count
         c10d._update_default_pg(default)
         Backend.backend_list.remove(BACKEND)

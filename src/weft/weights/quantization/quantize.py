@@ -17,6 +17,7 @@ from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
 from weft.contract.select_modules import fits_pattern
 from weft.errors import OrderError, listed, value_error
+from weft.peers.pretended import check_not_pretended
 from weft.tensors.quantized import quantized_parts
 from weft.weights.assign import Placement, renamed
 from weft.weights.quantization.quantized_layers import Quantizer, quantizer
@@ -88,6 +89,7 @@ def quantized(
           fix:      quantized(..., scheme='nf4')
     """
     check_module("quantized", module, fix='weft.quantized(model, ctx, "nf4")')
+    check_not_pretended("quantized: making weights of few bits", ctx.world.group, "weft estimate MODEL  # int8, int4")
     compute = floating_dtype("quantized", dtype)
     how = on_all("quantized", ctx, lambda: quantizer(scheme, engine, double=double))
     layers = on_all("quantized", ctx, lambda: _chosen(module, ctx, scheme, skip, weights))
