@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied embedding and head, a parameter of its own, blocks of which one is used twice."""
+    """Tied embedding and head, a parameter of its own, blocks of which one is used twice, and one has two names."""
 
     def __init__(self, layers=5, dim=16):
         super().__init__()
@@ -47,6 +47,7 @@ class Net(nn.Module):
         self.head = nn.Linear(dim, 20, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.full((), 1.5))
+        self.again = self.blocks[2]
 
     def forward(self, x, **kwargs):
         x = self.embed(x) * self.scale
@@ -159,6 +160,17 @@ def test_every_dtype_is_read_as_it_lies(tmp_path, dtype):
     with torch.no_grad():
         for part, whole in zip(model, plain, strict=True):
             assert torch.equal(part(), whole())
+
+
+def test_products_with_weights_that_require_gradients_have_the_same_bits(tmp_path):
+    plain = nn.Sequential(*(nn.Linear(64, 10, bias=False) for _ in range(3)))
+    save_file(plain.state_dict(), tmp_path / "w.safetensors")
+    model = _meta(lambda: nn.Sequential(*(nn.Linear(64, 10, bias=False) for _ in range(3))))
+    model, _ = weft.place(model, weft.local(), {"cpu": "5KB", "disk": None}, weights=tmp_path / "w.safetensors")
+    x = torch.randn(2, 64, 6, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert all(torch.equal(part(x), whole(x)) for part, whole in zip(model, plain, strict=True))
 
 
 def test_files_of_another_dtype_are_converted(files):
@@ -335,6 +347,24 @@ def test_what_is_streamed_cannot_be_copied(files, copied):
     assert torch.equal(copy.deepcopy(whole)(X), plain(X))
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model, x: nn.functional.linear(x, model.embed.weight), lambda model, x: x @ model.embed.weight.T,
+        lambda model, x: x @ model.embed.weight.data.t(), lambda model, x: model.embed.weight[0].item(),
+        lambda model, x: x @ model.state_dict()["embed.weight"].t(), lambda model, x: model.blocks[1].up(x),
+        lambda model, x: torch.save(model.state_dict(), io.BytesIO()),
+    ],
+)  # fmt: skip
+def test_what_is_streamed_cannot_be_read_between_calls(files, read):
+    _, paths = files
+    model, _ = _placed(paths["file"])
+    with torch.no_grad(), pytest.raises(weft.errors.ContractError, match="is read while" + FORM + ".*keep="):
+        read(model, torch.ones(2, 16))
+    weight = model.embed.weight
+    assert (weight.shape, weight.dtype, weight.is_meta, weight.numel()) == ((20, 16), torch.float32, True, 320)
+
+
 def test_it_cannot_be_exported(files):
     _, paths = files
     model, _ = _placed(paths["file"])
@@ -447,7 +477,7 @@ def test_files_that_are_not_there(tmp_path):
 
 def test_names_may_be_changed_and_left_over(files, tmp_path):
     plain, _ = files
-    named = {f"model.{name}": value for name, value in plain.state_dict().items() if name != "head.weight"}
+    named = {f"model.{name}": value for name, value in plain.state_dict().items() if name[:5] not in ("head.", "again")}
     save_file(named | {"model.more": torch.ones(1)}, tmp_path / "w.safetensors")
     with pytest.raises(weft.errors.CheckpointError, match="only in the file: more"):
         _placed(tmp_path / "w.safetensors", rename=lambda name: name.removeprefix("model."))

@@ -105,7 +105,7 @@ def place(
     main, *others = made.computes_on
     first = torch.device(main)
     named = dict(module.named_modules())
-    units = {name: unit for unit in made.units for name in unit.names if name}
+    units = {name: unit for unit in made.units for name in unit.names if name and name in named}  # each part once
     devices = tuple(
         (named[name], torch.device(unit.place) if unit.place in (main, *others) else first)
         for name, unit in units.items()

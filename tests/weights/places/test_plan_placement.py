@@ -71,8 +71,11 @@ def test_what_fits_is_streamed_nowhere():
 
 
 def test_tied_parts_lie_together_and_the_rest_stays():
-    plan = plan_placement(_net(), {"cpu": "30KB", "disk": None})
+    model = _net()
+    model.again = model.layers[2]
+    plan = plan_placement(model, {"cpu": "30KB", "disk": None})
     assert [unit.names for unit in plan.units][:2] == [("",), ("embed", "head")]
+    assert plan.unit_of("again.0.weight") == plan.unit_of("layers.2") and plan.check(model) is None
     assert plan.units[0].num_bytes == 12 and plan.units[0].buffer_bytes == 20
     assert plan.place_of("scale") == plan.place_of("table") == "cpu"
     assert plan.place_of("embed.weight") == plan.place_of("head.weight")

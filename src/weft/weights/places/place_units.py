@@ -20,7 +20,7 @@ class PlaceUnit(NamedTuple):
     """Parts that lie in one place: one part, or several that share parameters.
 
     Attributes:
-        names: Of the parts, without what lies in other units; "" is the module itself.
+        names: Of the parts, all that each has, without what lies in other units; "" is the module itself.
         parameters: Bytes, tied ones once.
         buffers: Bytes; they stay where the unit computes.
         slot: Bytes that the largest of the parts takes while it is streamed.
@@ -128,7 +128,9 @@ def _own_blocks(module: nn.Module) -> list[nn.Module]:
 
 def _parts(module: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """What can lie apart: chosen parts, and beside them the outermost parts that are called and hold parameters."""
-    names = {id(part): name for name, part in module.named_modules()}
+    names: dict[int, list[str]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(part), []).append(name)
     seen: set[int] = set()
 
     def visit(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -139,7 +141,7 @@ def _parts(module: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module
             if id(child) not in chosen and (_is_list(child) or any(id(one) in chosen for one in child.modules())):
                 yield from visit(child)
             elif any(True for _ in child.parameters()):
-                yield names[id(child)], child
+                yield from ((name, child) for name in names[id(child)])
 
     return visit(module)
 

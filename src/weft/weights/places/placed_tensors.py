@@ -13,9 +13,10 @@ from torch import nn
 
 from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Stored, Transfer, transfer
+from weft.engines.torch.streaming.stand_in import stand_in
 from weft.engines.torch.streaming.stream import StreamedPart, StreamedTensor
 from weft.errors import listed, value_error
-from weft.tensors.elsewhere import empty_elsewhere, forget_elsewhere
+from weft.tensors.elsewhere import forget_elsewhere
 from weft.weights.assign import compare
 from weft.weights.places.plan_placement import PlacementPlan
 from weft.weights.sources import Source
@@ -38,14 +39,14 @@ class _Placed:
         values: Where they lie, unless in a file.
     """
 
-    def __init__(self, before: torch.Tensor, place: torch.device | None, *, streamed: bool) -> None:
+    def __init__(self, name: str, before: torch.Tensor, place: torch.device | None, *, streamed: bool) -> None:
         self.owners: list[tuple[nn.Module, str]] = []
         self.before = before
         self.home = before.device
         self.place = place
         self.streamed = streamed
         self.stored: Stored | None = None
-        self.now: torch.Tensor = empty_elsewhere(before) if streamed else before
+        self.now: torch.Tensor = stand_in(before, name) if streamed else before
         self.values: torch.Tensor | None = None
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -96,8 +97,8 @@ class PlacedTensors:
         first, place = self._plan.computes_on[0], self._plan.place_of(name)
         streamed = place not in self._plan.computes_on and isinstance(tensor, nn.Parameter)
         if streamed:
-            return _Placed(tensor, None if place == "disk" else torch.device(place), streamed=True)
-        return _Placed(tensor, torch.device(place if place in self._plan.computes_on else first), streamed=False)
+            return _Placed(name, tensor, None if place == "disk" else torch.device(place), streamed=True)
+        return _Placed(name, tensor, torch.device(place if place in self._plan.computes_on else first), streamed=False)
 
     def _check_values(self) -> None:
         """Raise if a tensor has no values, or none on a disk."""

@@ -31,7 +31,7 @@ class PlacedUnit:
     """Parts that lie in one place.
 
     Attributes:
-        names: Of the parts; several share parameters. "" is what lies in no other unit.
+        names: Of the parts; several share parameters, or are one part. "" is what lies in no other unit.
         place: A device, "cpu" or "disk".
         num_bytes: Of parameters, tied ones once.
         buffer_bytes: Of buffers, which stay where the unit computes.
@@ -90,7 +90,7 @@ class PlacementPlan:
         Raises:
             ValueError: It has other parts or sizes, a tied parameter would lie in two places, or a budget is exceeded.
         """
-        parts = dict(module.named_modules())
+        parts = dict(module.named_modules(remove_duplicate=False))
         unknown = [name for unit in self.units for name in unit.names if name not in parts]
         held: dict[PlacedUnit, list[torch.Tensor]] = {unit: [] for unit in self.units}
         owners: dict[int, PlacedUnit] = {}

@@ -125,16 +125,19 @@ class Streamed:
                 fix="model, ctx = weft.undo(model, ctx)",
             )
         self._turn.acquire()
-        try:
-            entered = slots.enter(index)
-        except BaseException:
-            self._turn.release()
-            raise
-        self._thread = threading.get_ident()
-        for tensor, values in zip(part.tensors, entered, strict=True):
-            parameter = nn.Parameter(values, requires_grad=False)
-            for owner, name in tensor.owners:
-                setattr(owner, name, parameter)
+        # torch chooses by `requires_grad` how it multiplies, also without gradients; no tensor made in inference mode
+        # has it.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            try:
+                entered = slots.enter(index)
+            except BaseException:
+                self._turn.release()
+                raise
+            self._thread = threading.get_ident()
+            for tensor, values in zip(part.tensors, entered, strict=True):
+                parameter = nn.Parameter(values, tensor.stand_in.requires_grad)
+                for owner, name in tensor.owners:
+                    setattr(owner, name, parameter)
 
     def _leave(self, index: int, *_: Any) -> None:
         if self._slots is None or self._slots.in_use != index or self._thread != threading.get_ident():
