@@ -118,8 +118,8 @@ def ddp_inside(ctx):
     weft.replicate(DistributedDataParallel(_net()), ctx)
 
 
-def part_called(ctx):
-    model, _, _, _ = _begin(ctx)
+def part_called(ctx, strategy):
+    model, _, _, _ = _begin(ctx, strategy)
     model[2](torch.ones(1, 8)).sum().backward()
 
 
@@ -143,6 +143,12 @@ def unused_parameters(ctx):
 def result_not_unpacked(ctx):
     model = weft.replicate(_net(), ctx)
     model(torch.ones(1, 4))
+
+
+def result_looped_over(ctx):
+    loader = weft.shard_data(_loader(), ctx)
+    for x, y in loader:
+        raise AssertionError(x, y)
 
 
 def old_context(ctx):
@@ -289,6 +295,18 @@ def state_dict_of_shards(ctx):
     torch.save(model.state_dict(), f"{tempfile.mkdtemp()}/model.pt")
 
 
+def optimizer_state_of_parts(ctx, strategy):
+    loader, ctx = weft.shard_data(_loader(), ctx)
+    model = _net()
+    if strategy is weft.fully_shard:
+        model, ctx = strategy(model, ctx)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    else:
+        model, optimizer, ctx = strategy(model, torch.optim.AdamW(model.parameters(), 0.1), ctx, stage=1)
+    _train(model, optimizer, loader)
+    torch.save(optimizer.state_dict(), f"{tempfile.mkdtemp()}/optimizer.pt")
+
+
 def checkpoint_of_another_model(ctx, folder):
     for width in (8, 9):
         model, _ = weft.replicate(_net(width), ctx)
@@ -312,9 +330,11 @@ CASES = [
     (converted, (_there_and_back,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),
     (ddp_around, (), weft.errors.AlreadyApplied, "replicate: torch's DistributedDataParallel reduces gradients of"),
     (ddp_inside, (), weft.errors.AlreadyApplied, "replicate: torch's DistributedDataParallel reduces these gradients"),
-    (part_called, (), weft.errors.NotSynchronized, "replicate: a gradient reached '2.bias' of Sequential past forward"),
+    (part_called, (weft.replicate,), weft.errors.NotSynchronized, "replicate: a gradient reached '2.bias' of"),
+    (part_called, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: '2.weight' of Sequential is used past"),
     (unused_parameters, (), weft.errors.UnusedParameters, "replicate: 2 parameter(s) of _TwoHeads got no gradient"),
     (result_not_unpacked, (), TypeError, "the result of replicate was called"),
+    (result_looped_over, (), TypeError, "the result of shard_data was looped over"),
     (old_context, (), weft.errors.StaleContext, "accumulate_grads: the context does not know what was done to this"),
     (optimizer_before_fully_shard, (), weft.errors.OrderError, "fully_shard: 1 optimizer(s) hold parameters of"),
     (optimizer_of_another_model, (weft.replicate,), weft.errors.ContractError, "replicate: SGD steps on none of the"),
@@ -338,6 +358,8 @@ CASES = [
     (saved_on_one_rank, (), weft.errors.ContextError, "save: the ranks do not agree"),
     *slow_cases((loop_left_by_one_rank, (), weft.errors.PeerError, "left the job while others still work")),
     (state_dict_of_shards, (), weft.errors.ContractError, "fully_shard: the state_dict of a sharded module cannot be"),
+    (optimizer_state_of_parts, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: the state_dict of AdamW"),
+    (optimizer_state_of_parts, (weft.zero_partition,), weft.errors.ContractError, "zero_partition: the state_dict of A"),
     (checkpoint_of_another_model, ("folder",), weft.errors.CheckpointError, "restore: "),
     (gathered_with_gradients, (), TypeError, "gather: a tensor requires grad"),
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
@@ -117,6 +119,17 @@ class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
 
+    def __iter__(self) -> Iterator[Any]:
+        """Let it be unpacked.
+
+        Raises:
+            TypeError: A `for` loop goes over it, which was meant to go over the loader.
+        """
+        caller = sys._getframe(1)
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "GET_ITER":
+            raise self.error(TypeError, "was looped over")
+        return super().__iter__()
+
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Refuse.
 
@@ -135,7 +148,7 @@ class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
         return kind(
             message(
                 f"the result of {self.made_by} {what}",
-                found=f"a tuple ({', '.join(type(part).__name__ for part in self)})",
+                found=f"a tuple ({', '.join(type(part).__name__ for part in tuple.__iter__(self))})",
                 expected="the objects and the next context, unpacked",
                 fix=self.fix,
             )
