@@ -243,7 +243,7 @@ def save_state(draft: Draft, call: ast.Call) -> None:
     step = next((found[-1] for found in names if found), "")  # as in f"{folder}/step_{step}"
     step = step or next((dotted(target) for target in loops if dotted(target)), "") or "0"
     ctx = draft.context(call.func.value)  # type: ignore[attr-defined]
-    draft.check(call, f"{step} is the number of the checkpoint: it has to grow from save to save")
+    draft.check(call, f"{step} is the number of the checkpoint: it has to grow from save to save; one folder per run")
     draft.edits.replace(call, f"weft.save({draft.state}, {draft.edits.text(folder)}, {step}, {ctx})")
 
 

@@ -95,6 +95,9 @@ def refuse_parts(
         sharded: Ids of its parameters, where they are in shards.
         methods: Listed ones.
         removable: Ends it; to be used when the module is called, so that calls cost nothing more.
+
+    Raises:
+        ContractError: Not here: in such a call.
     """
     of = weakref.ref(module)
 
