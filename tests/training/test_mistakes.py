@@ -359,7 +359,12 @@ CASES = [
     *slow_cases((loop_left_by_one_rank, (), weft.errors.PeerError, "left the job while others still work")),
     (state_dict_of_shards, (), weft.errors.ContractError, "fully_shard: the state_dict of a sharded module cannot be"),
     (optimizer_state_of_parts, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: the state_dict of AdamW"),
-    (optimizer_state_of_parts, (weft.zero_partition,), weft.errors.ContractError, "zero_partition: the state_dict of A"),
+    (
+        optimizer_state_of_parts,
+        (weft.zero_partition,),
+        weft.errors.ContractError,
+        "zero_partition: the state_dict of A",
+    ),
     (checkpoint_of_another_model, ("folder",), weft.errors.CheckpointError, "restore: "),
     (gathered_with_gradients, (), TypeError, "gather: a tensor requires grad"),
 ]
