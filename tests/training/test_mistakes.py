@@ -208,6 +208,17 @@ def windows_not_used(ctx):
     _train(model, optimizer, loader)
 
 
+def backward_on_one_rank_in_windows(ctx):
+    model, optimizer, windows, ctx = _begin(ctx, samples=32, steps=2)
+    for window in windows:
+        for x, y in window:
+            loss = mse_loss(model(x), y) * window.share
+            if ctx.is_main:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _in_windows(ctx, samples=16, *, weigh=lambda window: window.share, before=None, after=None):
     model, optimizer, windows, ctx = _begin(ctx, samples=samples, steps=2)
     for window in windows:
@@ -353,6 +364,7 @@ CASES = [
     *slow_cases(
         (backward_on_one_rank, (), weft.errors.PeerError, "replicate: optimizer.step() without a backward pass")
     ),
+    (backward_on_one_rank_in_windows, (), UserWarning, "replicate: a rank makes no backward pass through"),
     (evaluated_on_one_rank, (), weft.errors.NotSynchronized, "fully_shard: the ranks gather different units"),
     (eval_mode_on_one_rank, (), weft.errors.ContextError, "of SGD: the ranks do not agree"),
     (saved_on_one_rank, (), weft.errors.ContextError, "save: the ranks do not agree"),
