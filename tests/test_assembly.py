@@ -35,7 +35,7 @@ SETTINGS = {
         "accumulate": partial(weft.accumulate_grads, steps=2, reduce="every"),
     },
     "zero": {
-        "strategy": [partial(weft.sync_batch_norm), partial(weft.zero_partition, stage=2)],
+        "strategy": [weft.sync_batch_norm, partial(weft.zero_partition, stage=2)],
         "compile": partial(weft.compile, backend="eager"),
         "accumulate": 4,
     },

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ __all__ = ["Assembled", "assemble"]
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O")  # noqa: E741  (as in the transforms)
-Strategy = Literal["replicate", "fully_shard"] | partial[Any]
+Strategy = Literal["replicate", "fully_shard"] | Callable[..., Any]
 
 _NAMED: dict[str, Callable[..., Any]] = {"replicate": replicate, "fully_shard": fully_shard}
 
@@ -110,7 +110,7 @@ def assemble(
         loader: A `DataLoader` of the whole dataset, for `shard_data`.
         precision: Policy of `with_precision`. With a policy that scales losses, `skip_nonfinite` is applied too.
         recompute: Blocks of `recompute`.
-        strategy: "replicate", "fully_shard", or a partial of a transform, such as
+        strategy: "replicate", "fully_shard", or a transform, such as `weft.fully_shard` or
             `partial(weft.zero_partition, stage=2)`; or several of them, in order.
         compile: Whether to `compile` the model.
         accumulate: Micro-batches per window, for `accumulate_grads`.
@@ -131,7 +131,7 @@ def assemble(
         model, ctx = weft.replicate(model, ctx)
         optimizer = make_optimizer(model)  # SGD
     """
-    given = [strategy] if isinstance(strategy, (str, partial)) else list(strategy)
+    given = [strategy] if isinstance(strategy, str) or callable(strategy) else list(strategy)
     strategies = [_strategy(each) for each in given]
     _check(strategies, optimizer, loader, accumulate)
     bench = _Bench({"model": model, "loader": loader}, ctx)
@@ -191,14 +191,14 @@ def _stage(value: Any, transform: Callable[..., Any], option: str) -> partial[An
 
 
 def _strategy(value: Any) -> Callable[..., Any]:
-    if isinstance(value, partial):
-        return value
+    if callable(value):
+        return cast("Callable[..., Any]", value)
     if value in _NAMED:
         return _NAMED[value]
     raise value_error(
         f"assemble: strategy = {value!r} is unknown",
         found=repr(value),
-        expected='"replicate", "fully_shard", or a partial of a transform',
+        expected='"replicate", "fully_shard", a transform, or a partial of one',
         fix="weft.assemble(ctx, model=model, strategy=partial(weft.zero_partition, stage=2), ...)",
     )
 

@@ -130,8 +130,8 @@ def ddp_inside(ctx):
     weft.replicate(DistributedDataParallel(_net()), ctx)
 
 
-def part_called(ctx):
-    model, _, _, _ = _begin(ctx)
+def part_called(ctx, strategy):
+    model, _, _, _ = _begin(ctx, strategy)
     model[2](torch.ones(1, 8)).sum().backward()
 
 
@@ -155,6 +155,12 @@ def unused_parameters(ctx):
 def result_not_unpacked(ctx):
     model = weft.replicate(_net(), ctx)
     model(torch.ones(1, 4))
+
+
+def result_looped_over(ctx):
+    loader = weft.shard_data(_loader(), ctx)
+    for x, y in loader:
+        raise AssertionError(x, y)
 
 
 def old_context(ctx):
@@ -212,6 +218,17 @@ def windows_not_used(ctx):
     model, optimizer, loader, ctx = _begin(ctx)
     model, _, ctx = weft.accumulate_grads(model, loader, ctx, steps=2)
     _train(model, optimizer, loader)
+
+
+def backward_on_one_rank_in_windows(ctx):
+    model, optimizer, windows, ctx = _begin(ctx, samples=32, steps=2)
+    for window in windows:
+        for x, y in window:
+            loss = mse_loss(model(x), y) * window.share
+            if ctx.is_main:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _in_windows(ctx, samples=16, *, weigh=lambda window: window.share, before=None, after=None):
@@ -301,6 +318,18 @@ def state_dict_of_shards(ctx):
     torch.save(model.state_dict(), f"{tempfile.mkdtemp()}/model.pt")
 
 
+def optimizer_state_of_parts(ctx, strategy):
+    loader, ctx = weft.shard_data(_loader(), ctx)
+    model = _net()
+    if strategy is weft.fully_shard:
+        model, ctx = strategy(model, ctx)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    else:
+        model, optimizer, ctx = strategy(model, torch.optim.AdamW(model.parameters(), 0.1), ctx, stage=1)
+    _train(model, optimizer, loader)
+    torch.save(optimizer.state_dict(), f"{tempfile.mkdtemp()}/optimizer.pt")
+
+
 def checkpoint_of_another_model(ctx, folder):
     for width in (8, 9):
         model, _ = weft.replicate(_net(width), ctx)
@@ -326,9 +355,11 @@ CASES = [
     (converted, (_there_and_back,), weft.errors.ContractError, "replicate: Sequential was moved or converted after"),
     (ddp_around, (), weft.errors.AlreadyApplied, "replicate: torch's DistributedDataParallel reduces gradients of"),
     (ddp_inside, (), weft.errors.AlreadyApplied, "replicate: torch's DistributedDataParallel reduces these gradients"),
-    (part_called, (), weft.errors.NotSynchronized, "replicate: a gradient reached '2.bias' of Sequential past forward"),
+    (part_called, (weft.replicate,), weft.errors.NotSynchronized, "replicate: a gradient reached '2.bias' of"),
+    (part_called, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: '2.weight' of Sequential is used past"),
     (unused_parameters, (), weft.errors.UnusedParameters, "replicate: 2 parameter(s) of _TwoHeads got no gradient"),
     (result_not_unpacked, (), TypeError, "the result of replicate was called"),
+    (result_looped_over, (), TypeError, "the result of shard_data was looped over"),
     (old_context, (), weft.errors.StaleContext, "accumulate_grads: the context does not know what was done to this"),
     (optimizer_before_fully_shard, (), weft.errors.OrderError, "fully_shard: 1 optimizer(s) hold parameters of"),
     (optimizer_of_another_model, (weft.replicate,), weft.errors.ContractError, "replicate: SGD steps on none of the"),
@@ -347,11 +378,19 @@ CASES = [
     *slow_cases(
         (backward_on_one_rank, (), weft.errors.PeerError, "replicate: optimizer.step() without a backward pass")
     ),
+    (backward_on_one_rank_in_windows, (), UserWarning, "replicate: a rank makes no backward pass through"),
     (evaluated_on_one_rank, (), weft.errors.NotSynchronized, "fully_shard: the ranks gather different units"),
     (eval_mode_on_one_rank, (), weft.errors.ContextError, "of SGD: the ranks do not agree"),
     (saved_on_one_rank, (), weft.errors.ContextError, "save: the ranks do not agree"),
     *slow_cases((loop_left_by_one_rank, (), weft.errors.PeerError, "left the job while others still work")),
     (state_dict_of_shards, (), weft.errors.ContractError, "fully_shard: the state_dict of a sharded module cannot be"),
+    (optimizer_state_of_parts, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: the state_dict of AdamW"),
+    (
+        optimizer_state_of_parts,
+        (weft.zero_partition,),
+        weft.errors.ContractError,
+        "zero_partition: the state_dict of A",
+    ),
     (checkpoint_of_another_model, ("folder",), weft.errors.CheckpointError, "restore: "),
     (gathered_with_gradients, (), TypeError, "gather: a tensor requires grad"),
 ]

@@ -119,6 +119,17 @@ class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
 
+    def __iter__(self) -> Iterator[Any]:
+        """Let it be unpacked.
+
+        Raises:
+            TypeError: A `for` loop goes over it, which was meant to go over the loader.
+        """
+        caller = sys._getframe(1)
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "GET_ITER":
+            raise self.error(TypeError, "was looped over")
+        return super().__iter__()
+
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Refuse.
 

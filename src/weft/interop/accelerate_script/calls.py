@@ -43,6 +43,7 @@ METHODS = {
     "unwrap_model": Template("{model}", {"model": None, "keep_fp32_wrapper": "", "keep_torch_compile": ""}),
     "get_state_dict": Template("{model}.state_dict()", {"model": None}),
     "end_training": Template("{ctx}.close()"),
+    "destroy_process_group": Template("{ctx}.close()"),
     "main_process_first": Template("weft.main_first({ctx})"),
     "local_main_process_first": Template("weft.main_first({ctx}, local=True)"),
     "split_between_processes": Template(
@@ -95,6 +96,7 @@ REMARKS = {
     "gather": "rows of unequal batches are neither padded nor repeated; what requires grad is detached first",
     "gather_for_metrics": "every sample once; detach what requires grad; weft.metrics.gather_metrics keeps the order",
     "no_sync": "gradients travel in every backward; weft.accumulate_grads sends them once per window",
+    "gather_object": "takes numbers, texts, dates, arrays, tensors and containers of them; refuses pictures",
     "get_state_dict": "under fully_shard: with weft.full_params(model, ctx)",
     "get_logger": "prints on all ranks; where there is a context: weft.monitoring.logger(__name__, ctx)",
 }

@@ -10,10 +10,19 @@ from weft.interop.accelerate_script.loops import is_after_backward
 from weft.interop.accelerate_script.names import dotted
 from weft.interop.accelerate_script.reach import setting_at
 from weft.interop.accelerate_script.setup import SETTINGS, construct, load_state, save_state
-from weft.interop.accelerate_script.statements import STATEMENTS
+from weft.interop.accelerate_script.statements import STATEMENTS, leave_and
 from weft.interop.accelerate_script.translation import Draft
 
-__all__ = ["leave_argument", "leave_attribute", "leave_call", "leave_compare", "leave_keyword", "leave_name"]
+__all__ = [
+    "leave_argument",
+    "leave_attribute",
+    "leave_bool",
+    "leave_call",
+    "leave_compare",
+    "leave_keyword",
+    "leave_name",
+    "leave_scope",
+]
 
 _DEFAULTS = {"mixed_precision": '"no"', "gradient_accumulation_steps": "1"}
 
@@ -32,6 +41,13 @@ def leave_argument(draft: Draft, node: ast.arg) -> None:
         draft.edits.replace_part(node, len(node.arg), draft.ctx)
 
 
+def leave_scope(draft: Draft, node: ast.Global | ast.Nonlocal) -> None:
+    """`nonlocal accelerator`."""
+    if set(node.names) & draft.names.accelerators:
+        names = [draft.ctx if each in draft.names.accelerators else each for each in node.names]
+        draft.edits.replace(node, f"{type(node).__name__.lower()} {', '.join(names)}")
+
+
 def leave_keyword(draft: Draft, node: ast.keyword) -> None:
     """The accelerator, given by name to a function of the script."""
     call = draft.names.parents[node]
@@ -44,6 +60,10 @@ def leave_attribute(draft: Draft, node: ast.Attribute) -> None:
     name, parent = draft.names.method(node), draft.names.parents[node]
     if dotted(node) in draft.names.accelerators:
         draft.edits.replace(node, draft.context(node))
+    elif parent in draft.names.late:
+        return  # its statement is removed
+    elif name and not isinstance(node.ctx, ast.Load):
+        draft.left(node, HINTS.get(name, "the settings are arguments of weft.start and of the transforms"))
     elif node.attr == "no_sync" and draft.prepared.get(dotted(node.value)) == "model":
         draft.imports.add("contextlib")
         draft.edits.replace(node, "contextlib.nullcontext")
@@ -52,7 +72,7 @@ def leave_attribute(draft: Draft, node: ast.Attribute) -> None:
         draft.edits.replace(node, text)
     elif name is None or _is_part(draft, node, name):
         return  # it is translated as a whole
-    elif name in ATTRIBUTES and isinstance(node.ctx, ast.Load):
+    elif name in ATTRIBUTES:
         draft.imports |= {"torch"} if name == "save" else set()
         text = ATTRIBUTES[name].format(ctx=draft.context(node.value))
         draft.edits.replace(
@@ -78,8 +98,14 @@ def _is_part(draft: Draft, node: ast.Attribute, name: str) -> bool:
         return name not in ATTRIBUTES
     if isinstance(parent, ast.Attribute):
         compared = parent.attr == "distributed_type" and isinstance(draft.names.parents[parent], ast.Compare)
-        return name == "state" and (compared or _state_of(draft, parent) is not None)
+        return name == "state" and (compared or _state_of(draft, parent) is not None or _is_never_read(draft, node))
     return {"sync_gradients": ast.If, "distributed_type": ast.Compare}.get(name) is type(parent)
+
+
+def _is_never_read(draft: Draft, node: ast.Attribute) -> bool:
+    """Whether a part of a test is not evaluated, as its first part decides."""
+    tests = (each for each in draft.names.above(node) if isinstance(each, ast.BoolOp))
+    return any(_is_decided(draft, each.values[0]) is isinstance(each.op, ast.Or) for each in tests)
 
 
 def _state_of(draft: Draft, node: ast.Attribute) -> str | None:
@@ -90,12 +116,33 @@ def _state_of(draft: Draft, node: ast.Attribute) -> str | None:
         return ATTRIBUTES[node.attr].format(ctx=draft.context(node.value.value))  # type: ignore[attr-defined]
     plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
     known = draft.names.are_known and node.attr not in draft.names.settings
-    return "None" if node.attr in plugins and known else None
+    asked = not isinstance(draft.names.parents[node], ast.Attribute)
+    return "None" if node.attr in plugins and known and asked else None
+
+
+def leave_bool(draft: Draft, node: ast.BoolOp) -> None:
+    """`plugin is None or ...plugin.config`, of which only the first part is evaluated; `... and sync_gradients`."""
+    if _is_decided(draft, node.values[0]) is isinstance(node.op, ast.Or):
+        draft.edits.replace(node, str(isinstance(node.op, ast.Or)))
+    else:
+        leave_and(draft, node)
+
+
+def _is_decided(draft: Draft, node: ast.expr) -> bool | None:
+    """The value of `accelerator.state.deepspeed_plugin is None`, where the script makes no such plugin."""
+    if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Attribute):
+        return None
+    [kind, *more], [right, *_] = node.ops, node.comparators
+    none = isinstance(right, ast.Constant) and right.value is None and isinstance(kind, (ast.Is, ast.IsNot))
+    known = none and not more and draft.names.method(node.left.value) == "state"
+    return isinstance(kind, ast.Is) if known and _state_of(draft, node.left) == "None" else None
 
 
 def leave_compare(draft: Draft, node: ast.Compare) -> None:
-    """`accelerator.distributed_type == DistributedType.XLA`, also with `accelerator.state`."""
+    """`accelerator.distributed_type == DistributedType.XLA`, also with `accelerator.state`; `plugin is None`."""
     left = node.left
+    if (decided := _is_decided(draft, node)) is not None:
+        draft.edits.replace(node, str(decided))
     if not isinstance(left, ast.Attribute) or left.attr != "distributed_type":
         return
     holder = left.value
@@ -120,6 +167,8 @@ def leave_call(draft: Draft, node: ast.Call) -> None:
         _other_call(draft, node)
     elif _is_part_of_more(draft, node, method, imported):
         return
+    elif imported in ("Accelerator", "PartialState") and isinstance(draft.names.parents[node], ast.Attribute):
+        draft.left(node, "ctx = weft.start(), once; then ctx.rank, ctx.is_main, ctx.is_last, ctx.device")
     elif imported in ("Accelerator", "PartialState"):
         construct(draft, node)
     elif imported == "set_seed" and node.args:

@@ -105,7 +105,7 @@ def is_after_backward(draft: Draft, node: ast.AST) -> bool:
     """Whether a node of a translated loop is in its outer part, where gradients are synchronized."""
     found, statement = draft.loop_of(node)
     if found is None:
-        return not draft.names.loops
+        return not any(draft.names.calls("accumulate"))
     steps = [
         *found.block.body[_first_of_step(draft, found) :],
         *found.loop.body[found.loop.body.index(found.block) + 1 :],

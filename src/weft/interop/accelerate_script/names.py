@@ -42,6 +42,7 @@ class Names:
     constructors: list[ast.Call] = field(default_factory=list)
     settings: dict[str, ast.expr] = field(default_factory=dict)  # keywords of all constructors
     are_known: bool = True  # whether these are all
+    late: set[ast.AST] = field(default_factory=set)  # statements that set them on an accelerator
     values: dict[str, ast.expr] = field(default_factory=dict)  # what names were assigned, the last one
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
@@ -144,6 +145,12 @@ def _settings_and_roles(names: Names) -> None:
         names.are_known &= None not in spread.values()
         if call.args:  # device_placement comes first, and has no meaning here
             names.settings.setdefault("device_placement", call.args[0])
+    where = {names.scope(call) for call in names.calls("prepare")}
+    for node in names.parents:
+        steps = isinstance(node, ast.Assign) and names.method(node.targets[0]) == "gradient_accumulation_steps"
+        if isinstance(node, ast.Assign) and steps and names.scope(node) in where:
+            names.settings["gradient_accumulation_steps"] = node.value
+            names.late.add(node)
     for call in names.calls("prepare"):
         for each in call.args:
             role = names.role(each)

@@ -79,6 +79,8 @@ def prepare(draft: Draft, node: ast.Assign, call: ast.Call) -> None:
     owner = draft.names.scope(node)
     parameters = {each.arg for each in ast.walk(owner.args) if isinstance(each, ast.arg)} if owner else set()  # type: ignore[attr-defined]
     accelerator = call.func.value  # type: ignore[attr-defined]
+    declared = (n for n in draft.names.parents if isinstance(n, (ast.Global, ast.Nonlocal)))
+    parameters |= {name for each in declared if draft.names.scope(each) is owner for name in each.names}
     made_here = any(draft.names.scope(each) is owner for each in draft.names.constructors)
     if unknown or not is_plain or not (made_here or "." in dotted(accelerator) or dotted(accelerator) in parameters):
         what = f"what is {', '.join(unknown)}: model, optimizer, loader or scheduler? " if unknown else ""
@@ -241,7 +243,7 @@ def save_state(draft: Draft, call: ast.Call) -> None:
     step = next((found[-1] for found in names if found), "")  # as in f"{folder}/step_{step}"
     step = step or next((dotted(target) for target in loops if dotted(target)), "") or "0"
     ctx = draft.context(call.func.value)  # type: ignore[attr-defined]
-    draft.check(call, f"{step} is the number of the checkpoint: it has to grow from save to save")
+    draft.check(call, f"{step} is the number of the checkpoint: it has to grow from save to save; one folder per run")
     draft.edits.replace(call, f"weft.save({draft.state}, {draft.edits.text(folder)}, {step}, {ctx})")
 
 

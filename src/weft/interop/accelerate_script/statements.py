@@ -18,6 +18,7 @@ def statement(draft: Draft, node: ast.Expr | ast.Assign) -> None:
     """A call that is a statement, or whose value is assigned."""
     call = node.value
     if not isinstance(call, ast.Call):
+        _other_statement(draft, node)
         return
     name = draft.names.method(call.func) or ""
     if name in PREPARE and isinstance(node, ast.Assign) and own_lines(draft, node):
@@ -36,6 +37,14 @@ def statement(draft: Draft, node: ast.Expr | ast.Assign) -> None:
         draft.edits.statement(node, [], alone=alone(draft, node))
     elif draft.prepared.get(dotted(getattr(call.func, "value", None))) == "scheduler":
         _step_scheduler(draft, node, call)
+
+
+def _other_statement(draft: Draft, node: ast.Expr | ast.Assign) -> None:
+    """A function of Accelerate under another name, and steps of accumulation that are set late."""
+    if isinstance(node, ast.Assign) and dotted(node.value) in draft.names.imported:
+        draft.left(node, "weft has no function of this name")
+    elif node in draft.names.late and own_lines(draft, node):
+        draft.edits.statement(node, [], alone=alone(draft, node))
 
 
 def _log(draft: Draft, node: ast.stmt, call: ast.Call) -> None:
@@ -126,7 +135,7 @@ def _start_trackers(draft: Draft, node: ast.stmt, call: ast.Call) -> None:
         if configs:
             hparams = f"weft.monitoring.HParams({configs.removeprefix('config=')})"
             lines.append(f'weft.log({{"config": {hparams}}}, 0, {ctx}, {draft.trackers})')
-        if kind not in ("tensorboard", "all"):
+        if kind != "tensorboard":
             draft.check(call, "TensorBoard; others: weft.monitoring.trackers.libraries")
     draft.has_trackers, draft.trackers_in = True, draft.names.scope(node)
     draft.edits.statement(node, lines)

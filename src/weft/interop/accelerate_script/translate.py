@@ -10,14 +10,16 @@ from weft.interop.accelerate_script.edits import Edits
 from weft.interop.accelerate_script.expressions import (
     leave_argument,
     leave_attribute,
+    leave_bool,
     leave_call,
     leave_compare,
     leave_keyword,
     leave_name,
+    leave_scope,
 )
-from weft.interop.accelerate_script.names import find_names
+from weft.interop.accelerate_script.names import dotted, find_names
 from weft.interop.accelerate_script.setup import alone
-from weft.interop.accelerate_script.statements import leave_and, leave_for, leave_if, leave_with, statement
+from weft.interop.accelerate_script.statements import leave_for, leave_if, leave_with, statement
 from weft.interop.accelerate_script.translation import Draft, Finding
 
 __all__ = ["Translation", "translate"]
@@ -75,6 +77,8 @@ def _use(draft: Draft, node: ast.AST) -> str | None:
     """The name of what is used of Accelerate, if this node does."""
     if isinstance(node, ast.Call) and draft.names.original(node.func):
         return draft.names.original(node.func)
+    if isinstance(node, ast.Assign) and dotted(node.value) in draft.names.imported:
+        return draft.names.imported[dotted(node.value)]
     return draft.names.method(node)
 
 
@@ -90,13 +94,15 @@ _LEAVE: dict[Any, Callable[[Draft, Any], None]] = {
     ast.Name: leave_name,
     ast.arg: leave_argument,
     ast.keyword: leave_keyword,
+    ast.Global: leave_scope,
+    ast.Nonlocal: leave_scope,
     ast.Attribute: leave_attribute,
     ast.Compare: leave_compare,
     ast.Call: leave_call,
     ast.Expr: statement,
     ast.Assign: statement,
     ast.If: leave_if,
-    ast.BoolOp: leave_and,
+    ast.BoolOp: leave_bool,
     ast.For: leave_for,
     ast.With: leave_with,
 }

@@ -226,6 +226,7 @@ class GradientReducer(Strategy):
         number = str(self._reductions)
         if not pending:
             trained.forget()
+            self._first_steps.note_nothing(self._reductions)
             self._peers.count(number, 1)
         used = [n for n, got in zip(trained.names, trained.got, strict=True) if got or not self.finds_unused]
         self._called_at = trained.parameters[0]._version

@@ -32,13 +32,14 @@ from weft.engines.torch.fsdp.refusals import (
     check_reduces,
     check_without_gradients,
     refuse_copies,
+    refuse_parts,
 )
 from weft.engines.torch.fsdp.remove import remove_fsdp
 from weft.engines.torch.fsdp.trained import Trained
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
-from weft.engines.torch.hooks.method_hooks import attach
+from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.reduced_apart import ReducedApart
@@ -65,11 +66,14 @@ class ShardedModule(Strategy):
         hooks: dict[str, Any] = {"before": self._before, "after": self._after, "around": self._around}
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
         refuse_copies(self._what, module, self._removable)
+        self._refused = Removable()  # of parts, until the module is called
+        self._removable.add(self._refused.remove)
         self._held = HeldGradients(self._what, self._class_name, self._units, peers)
         self._unused = Unused(mesh.device_type)
         how = {name: options.apart.get(name, Reduction(group, self.mean_over)) for name in options.ignored}
         apart = ReducedApart(how, options.dtype)
         self._trained = Trained(self._what, module, self._units, apart, lambda: self._entrance)
+        refuse_parts(self._what, module, self._units.ids, options.methods, self._refused)
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), weakref.ref(self))
 
@@ -132,6 +136,7 @@ class ShardedModule(Strategy):
         if self._units.alone:
             check_without_gradients(self._what, self._class_name)
             return
+        self._refused.remove()
         if self._trained.on_meta:
             self._trained.take_loaded(self._class_name, module)
         if self._session.was_torn() or module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:

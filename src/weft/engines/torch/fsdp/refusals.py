@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from weft.engines.torch.amp.graph_walk import Running
 from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.hooks.no_file import refuse_file
+from weft.engines.torch.hooks.past_forward import calls_past_forward
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies"]
+__all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies", "refuse_parts"]
 
 _COPYING = ("__deepcopy__", "__reduce_ex__")  # looked up on the instance, before its class
 
@@ -48,34 +52,13 @@ def allow_copies(module: nn.Module) -> None:
             vars(part).pop(name, None)
 
 
-class _NoFile:
-    """Goes with a shard in a state_dict, and comes up when it is pickled."""
-
-    def __init__(self, what: str, name: str, shape: torch.Size) -> None:
-        self._what = what
-        self._name = name
-        self._shape = tuple(shape)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NoFile:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise ContractError(
-            f"{self._what}: the state_dict of a sharded module cannot be pickled",
-            found=f"torch.save or pickle of {self._name} {list(self._shape)}, of which this rank holds a part",
-            expected="all ranks save their parts, or the weights are made whole",
-            fix="weft.save(state, directory, step, ctx); weft.export(path, folder)  # safetensors; or on all ranks:\n"
-            "            with weft.full_params(model, ctx): ...",
-        )
-
-
 def _refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
     """Let a state_dict of shards raise when it is pickled, and whole tensors when they are loaded as one."""
 
     def mark(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, tensor in state.items():
-            if name.startswith(prefix) and is_sharded(tensor) and not isinstance(tensor, nn.Parameter):
-                vars(tensor)["weft_part"] = _NoFile(what, name, tensor.shape)
+            if name.startswith(prefix) and not isinstance(tensor, nn.Parameter):
+                refuse_file(what, "a sharded module", name, tensor)
 
     def check(part: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
         named = part.named_parameters()
@@ -99,6 +82,41 @@ def _is_whole(value: object) -> bool:
 
 def _with_parameters(module: nn.Module) -> Iterator[nn.Module]:
     return (part for part in module.modules() if any(True for _ in part.parameters()))
+
+
+def refuse_parts(
+    what: str, module: nn.Module, sharded: Callable[[], Collection[int]], methods: Sequence[str], removable: Removable
+) -> None:
+    """Let calls raise of parts whose parameters nobody gathers, in place of torch's error about DTensors.
+
+    Args:
+        what: Name of the strategy.
+        module: Sharded in units, which may be called themselves.
+        sharded: Ids of its parameters, where they are in shards.
+        methods: Listed ones.
+        removable: Ends it; to be used when the module is called, so that calls cost nothing more.
+
+    Raises:
+        ContractError: Not here: in such a call.
+    """
+    of = weakref.ref(module)
+
+    def refuse(part: nn.Module, args: Any) -> None:
+        whole, ids = of(), sharded()
+        names = {id(p): name for name, p in whole.named_parameters()} if whole is not None else {}
+        held = [names[id(p)] for p in part._parameters.values() if id(p) in ids and id(p) in names]
+        if held:
+            found, fix = calls_past_forward(what, held[0], whole, methods)
+            raise ContractError(
+                f"{what}: {held[0]!r} of {type(whole).__name__.removeprefix('FSDP')} is used past forward, in shards",
+                found=found,
+                expected="calls of the module itself, of a unit, or of a method in methods=(...)",
+                fix=fix,
+            )
+
+    for part in module.modules():
+        if part._parameters and not isinstance(part, FSDPModule):
+            removable.add(part.register_forward_pre_hook(refuse).remove)
 
 
 def check_without_gradients(what: str, class_name: str) -> None:

@@ -73,6 +73,10 @@ class Units:
         for group in self.groups():
             yield from group.fsdp_params
 
+    def ids(self) -> set[int]:
+        """Of the parameters an optimizer sees."""
+        return {id(one.sharded_param) for one in self.parameters()}
+
     def synchronize(self, *, enabled: bool) -> None:
         """Let the next backward passes reduce, or not."""
         for unit in self:

@@ -7,4 +7,5 @@ parameter_reads.py   a sharded parameter that is read outside of its unit
 every_optimizer.py   functions before each step of every optimizer
 first_steps.py       mistakes that are in a program from its first step on
 past_forward.py      the error for gradients that came through another method
+no_file.py           parts of tensors that raise where they are pickled
 """

@@ -43,6 +43,7 @@ class FirstSteps:
         self._class_name = class_name
         self._peers = peers
         self._batches: list[str] = []
+        self._empty = 0  # windows without a backward pass on this rank
         self._seen = 0  # forward passes whose inputs were looked at
         self._kept_often = 0
         self.wants_inputs = self.wants_gradients = True
@@ -154,6 +155,17 @@ class FirstSteps:
     def begin_window(self) -> None:
         """What an earlier window has left may be changed."""
         self._kept = None
+
+    def note_nothing(self, number: int) -> None:
+        """A window ends in which this rank made no backward pass; `number` reductions were there before."""
+        self._empty += 1
+        if self._empty == number + 1 == _NUM_STEPS:
+            self._warn(
+                f"{self._what}: a rank makes no backward pass through {self._class_name}",
+                f"this rank skipped every micro-batch of the first {_NUM_STEPS} windows; its gradient counts as zero",
+                "a backward pass on each rank",
+                "(loss * window.share).backward()  # not under `if ctx.is_main:`",
+            )
 
     def check_kept(self, probe: nn.Parameter | None) -> None:
         """The next micro-batch of a window is computed.

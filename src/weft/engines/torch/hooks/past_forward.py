@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.errors import NotSynchronized, listed
 
-__all__ = ["methods_that_call", "raise_past_forward"]
+__all__ = ["calls_past_forward", "methods_that_call", "raise_past_forward"]
 
 
 def raise_past_forward(
@@ -22,19 +22,29 @@ def raise_past_forward(
     Raises:
         NotSynchronized: The text names the methods that compute with the parameter, if there are any.
     """
+    found, fix = calls_past_forward(what, name, module, listed_methods)
+    raise NotSynchronized(
+        f"{what}: a gradient reached {name!r} of {kind} past forward, and would not be reduced",
+        found=found,
+        expected="calls of the module itself, or of a method in methods=(...)",
+        fix=fix,
+    )
+
+
+def calls_past_forward(
+    what: str, name: str, module: nn.Module | None, listed_methods: Sequence[str]
+) -> tuple[str, str]:
+    """Which calls may compute with parameter `name` past forward, and what to write instead."""
     part = name.partition(".")[0]
     methods = [] if module is None else [m for m in methods_that_call(type(module), part) if m not in listed_methods]
     objects = "model, optimizer, ctx" if what == "zero_partition" else "model, ctx"
     whole = f"model(...)  # in place of model.{part}(...)"
-    call = f"weft.{what}({objects}, methods={tuple(sorted({*listed_methods, *methods}))}); or {whole}"
-    raise NotSynchronized(
-        f"{what}: a gradient reached {name!r} of {kind} past forward, and would not be reduced",
-        found=f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself"
-        if methods
-        else f"a call of {part!r} itself, or of another part of the module",
-        expected="calls of the module itself, or of a method in methods=(...)",
-        fix=call if methods else whole,
-    )
+    if methods:
+        return (
+            f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself",
+            f"weft.{what}({objects}, methods={tuple(sorted({*listed_methods, *methods}))}); or {whole}",
+        )
+    return f"a call of {part!r} itself, or of another part of the module", whole
 
 
 def methods_that_call(cls: type, part: str) -> list[str]:

@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.hooks.no_file import refuse_file
 from weft.engines.torch.optim.closures import replace_closure
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.dtensor import local
@@ -92,6 +93,7 @@ class Steps:
         self._group: dist.ProcessGroup | None = group
         self._peers = peers
         self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._searches_left = _MAX_SEARCHES
         self._looked = False
@@ -129,6 +131,7 @@ class Steps:
             handle = self._handles[optimizer] = optimizer.register_step_pre_hook(self._before)
             # First of all: other hooks read gradients, which may be pending.
             optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            self._saves[optimizer] = optimizer.register_state_dict_post_hook(self._refuse_file)
 
     def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Raise if an optimizer that holds nothing of the module was meant for it.
@@ -151,12 +154,19 @@ class Steps:
 
     def release(self) -> None:
         """Take the hooks off and let the process group go."""
-        for handle in list(self._handles.values()):
+        for handle in (*self._handles.values(), *self._saves.values()):
             handle.remove()
         self._handles.clear()
+        self._saves.clear()
         if self._ignore_first_steps is not None:
             self._ignore_first_steps()
         self._group = None
+
+    def _refuse_file(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Its state_dict holds parts, of which a file of one rank would be all there is."""
+        for number, entry in state["state"].items():
+            for name, value in entry.items():
+                refuse_file(self._what, type(optimizer).__name__, f"{name} of parameter {number}", value)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = self._owner()
