@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,7 +21,16 @@ from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
 from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
 from weft.context import Applied, DistContext
-from weft.contract import KeepsParameters, OwnsState, Stateful, StepsApart, check_not_streamed, offered, owners
+from weft.contract import (
+    KeepsOrder,
+    KeepsParameters,
+    OwnsState,
+    Stateful,
+    StepsApart,
+    check_not_streamed,
+    offered,
+    owners,
+)
 from weft.errors import listed, type_error, value_error
 from weft.tensors.dtensor import resting_parameters
 from weft.tensors.quantized import is_wrapped, quantization_state
@@ -45,6 +54,8 @@ __all__ = [
     "tell_keepers",
 ]
 
+
+T = TypeVar("T")
 
 _COMPILED = "_orig_mod"
 
@@ -206,7 +217,8 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
         TypeError: A leaf is neither a tensor nor a plain value; the text names it.
     """
     for obj in state.objects.values() if to_save else ():
-        for one in (obj, *offered(obj, Checked)):
+        parts = list(obj.modules()) if isinstance(obj, nn.Module) else [obj]
+        for one in (obj, *(offer for part in parts for offer in offered(part, Checked))):
             if isinstance(one, Checked):
                 one.check_savable()
     content = Content()
@@ -288,8 +300,12 @@ def _collect_module(
             )
     for name, tensor in scales.items():
         content.tensors[f"{key}/{name}"] = hold(f"{key}/{name}", tensor)
-    kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
+    keep = kept_by(module, Stateful)
+    kept = {name: encode(f"{key}/#{name}", offer.state_dict(), content.tensors) for name, offer in keep.items()}
+    orders = {name: order for name, offer in kept_by(module, KeepsOrder).items() if (order := offer.sum_order())}
     content.values[key] = {"extra": values, "transforms": kept}
+    if orders:
+        content.values[key]["orders"] = encode(f"{key}/#orders", orders, content.tensors)
     adapters = adapters_of(module, {plain_name(name): value for name, value in found.items()})
     if adapters:
         content.values[key]["peft"] = {adapter: one._asdict() for adapter, one in adapters.items()}
@@ -336,14 +352,23 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def kept_by(module: nn.Module) -> dict[str, Stateful]:
-    """What transforms of a module have to keep, such as a loss scale, by class name."""
-    kept: dict[str, Stateful] = {}
-    for offer in offered(module, Stateful):
-        name = type(offer).__name__.strip("_")
-        while name in kept:
-            name += "'"
-        kept[name] = offer
+def kept_by(module: nn.Module, kind: Callable[..., T]) -> dict[str, T]:
+    """What transforms of a module and of its parts have to keep, such as a loss scale.
+
+    Args:
+        module: The whole.
+        kind: What they offer.
+
+    Returns:
+        The offers, by the name of the part and of their class.
+    """
+    kept: dict[str, T] = {}
+    for path, part in module.named_modules():
+        for offer in offered(part, kind):
+            name = ".".join([*filter(None, [plain_name(path)]), type(offer).__name__.strip("_")])
+            while name in kept:
+                name += "'"
+            kept[name] = offer
     return kept
 
 
