@@ -20,6 +20,7 @@ from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
 from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
+from weft.checks import is_of
 from weft.context import Applied, DistContext
 from weft.contract import (
     KeepsOrder,
@@ -33,7 +34,7 @@ from weft.contract import (
 )
 from weft.errors import listed, type_error, value_error
 from weft.tensors.dtensor import resting_parameters
-from weft.tensors.quantized import is_wrapped, quantization_state
+from weft.tensors.quantized import quantization_state
 
 __all__ = [
     "Checked",
@@ -111,7 +112,7 @@ def checkpointable(
         The state, for `save` and `restore`; and `ctx` with this in `applied`.
 
     Raises:
-        TypeError: An object has no state; the text names it.
+        TypeError: An object has no state, or is an optimizer of torchao; the text names it.
         ValueError: A name cannot be used, or an optimizer holds a parameter of no module in it.
 
     Example:
@@ -145,6 +146,7 @@ def checkpointable(
     for name, obj in objects.items():
         check_not_streamed("checkpointable", obj)
         if isinstance(obj, torch.optim.Optimizer):
+            _check_state_kept(name, obj)
             _parameters_of(name, obj, parameter_names(state))
     record = Applied(
         name="checkpointable",
@@ -152,6 +154,17 @@ def checkpointable(
         targets=tuple(type(obj).__name__ for obj in objects.values()),
     )
     return state, replace(ctx, applied=(*ctx.applied, record))
+
+
+def _check_state_kept(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the state of an optimizer could not be saved; it will be there after steps only."""
+    if is_of(optimizer, "torchao"):
+        raise type_error(
+            f"checkpointable: the state of {name} cannot be saved",
+            found=f"{type(optimizer).__name__} of torchao, whose state is tensors of its own classes",
+            expected="plain tensors, as in optimizers of torch, and in the 8-bit ones of bitsandbytes",
+            fix="bitsandbytes.optim.AdamW8bit(model.parameters()); or leave the optimizer out of the state",
+        )
 
 
 def check_state(what: str, state: object) -> None:
@@ -272,13 +285,6 @@ def _collect_module(
             content.same_as[full] = seen[id(value)]
         elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
             tensor: Any = elsewhere.get(id(value), value)
-            if is_wrapped(tensor):
-                raise type_error(
-                    f"save: {full} cannot be saved",
-                    found=f"{type(tensor).__name__} of torchao, whose numbers are in several tensors",
-                    expected="plain tensors; those of bitsandbytes are saved with their scales",
-                    fix='weft.quantized(model, ctx, "nf4"), or engine="bitsandbytes"',
-                )
             check_tensor(full, tensor)
             check_memory("save", full, tensor)
             content.tensors[full] = hold(full, tensor)
