@@ -20,6 +20,7 @@ __all__ = [
     "check_optimizer",
     "check_torch",
     "import_extra",
+    "is_of",
 ]
 
 
@@ -136,6 +137,11 @@ def check_optimizer(what: str, optimizer: object, *, fix: str = "") -> None:
             expected="a torch.optim.Optimizer",
             fix=fix or f"optimizer, ctx = weft.{what}(optimizer, ctx)",
         )
+
+
+def is_of(optimizer: torch.optim.Optimizer, library: str) -> bool:
+    """Whether an optimizer, or what it was derived from, is of a library, by name."""
+    return any(kind.__module__.partition(".")[0] == library for kind in type(optimizer).__mro__)
 
 
 def check_not_lazy(what: str, module: nn.Module) -> None:

@@ -294,6 +294,26 @@ def test_schedulers_scale_and_averages_come_back(tmp_path):
         weft.restore(plain, tmp_path, weft.local(), strict=True)
 
 
+def test_what_transforms_of_a_part_keep_comes_back(tmp_path):
+    def build():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        _, ctx = weft.with_precision(model[1], weft.local(), "fp16")
+        _, ctx = weft.average_weights(model[0], ctx)
+        return model, *weft.checkpointable({"model": model}, ctx)
+
+    model, state, ctx = build()
+    (model(torch.ones(1, 2)).sum() * float("inf")).backward()
+    optimizer, ctx = weft.skip_nonfinite(torch.optim.SGD(model[1].parameters(), 0.1), ctx)
+    optimizer.step()
+    weft.averages(model[0]).update()
+    weft.save(state, tmp_path, 1, ctx)
+    other, state, ctx = build()
+    assert weft.loss_scale(other[1]) != weft.loss_scale(model[1])
+    weft.restore(state, tmp_path, ctx)
+    assert weft.loss_scale(other[1]) == weft.loss_scale(model[1])
+    assert weft.averages(other[0]).num_averaged == 1
+
+
 def _draw():
     return random.random(), float(np.random.rand()), float(torch.rand(1))
 

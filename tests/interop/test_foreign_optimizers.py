@@ -90,6 +90,12 @@ def test_they_step_as_in_one_process_or_are_refused(kind):
                 assert largest_difference(result, found["replicate"]) < (1e-12 if kind == "schedulefree" else 1e-7)
 
 
+def test_state_that_cannot_be_saved_is_refused_before_training():
+    model, optimizer, ctx = _build(weft.local(), "torchao", "replicate")
+    with pytest.raises(TypeError, match=r"(?s)found:    AdamW8bit of torchao.*fix: .*bitsandbytes.optim.AdamW8bit"):
+        weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
+
+
 def _resumed(ctx, folder):
     """Saved in training mode, in the middle of a run."""
     found = []

@@ -98,7 +98,7 @@ def test_layers_are_listed_and_parts_may_have_another_precision():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3), nn.Linear(3, 16), nn.Linear(16, 32))
     _, ctx = weft.with_precision(model[3], weft.local(), "bf16")
     model, ctx = weft.with_precision(model, ctx, "fp8")
-    assert fp8_layers(model) == ["0"]
+    assert fp8_layers(model) == ["0"] and "chosen: 8-bit products of 0" in weft.explain(ctx)
     assert model(torch.zeros(2, 16)).dtype == f32  # rows of zeros have a scale
     twin = copy.deepcopy(model)
     assert "forward" not in vars(twin[0]) or fp8_layers(twin) == []

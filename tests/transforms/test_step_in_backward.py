@@ -127,6 +127,8 @@ def _refused(ctx):
     }.items():
         with pytest.raises(order, match=rf"(?s){name}: needs.*found:    step_in_backward.*fix: .*or {name}"):
             call()
+    with pytest.raises(order, match=r"(?s)found:    another optimizer.*fix: .*the other optimizer out"):
+        weft.step_in_backward(torch.optim.SGD(model.parameters()), here)
     model(x).sum().backward()
     with pytest.raises(weft.errors.ContractError, match=r"(?s)found:    a parameter of shape.*fix: .*optimizer.step"):
         model(x).sum().backward()

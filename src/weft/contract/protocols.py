@@ -12,6 +12,7 @@ __all__ = [
     "ComputesAlone",
     "EndsBackward",
     "GradSync",
+    "KeepsOrder",
     "KeepsParameters",
     "Layout",
     "OwnsState",
@@ -174,6 +175,22 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> object:
         """Resume from it."""
+
+
+@runtime_checkable
+class KeepsOrder(Protocol):
+    """Offered by transforms that find out while a program runs in which order they add up gradients.
+
+    A sum has the same bits in the same order only, so the order is saved with the module. Unlike what is `Stateful`, it
+    need not fit: a checkpoint without it, or of another strategy, is restored as any other.
+    """
+
+    def sum_order(self) -> Any:
+        """The order, in plain values; None before it is found."""
+        ...
+
+    def resume_order(self, order: Any, /) -> None:
+        """Add up in this order, if it is one of the present gradients, or in the one to begin with."""
 
 
 @runtime_checkable

@@ -168,7 +168,8 @@ NAMED: dict[PolicyName, Precision] = {
 class PrecisionOffer:
     """What later transforms may ask of a module with a precision."""
 
-    def __init__(self, precision: Precision, precise: Any, stored: Any = None) -> None:
+    def __init__(self, precision: Precision, precise: Any, stored: Any = None, chosen: str = "") -> None:
+        self.chosen = chosen
         self.precision = precision
         self.stored = stored
         self.reduce_dtype = precision.reduce

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from weft.checks import is_of
 from weft.collectives import broadcast
 from weft.context import DistContext
 from weft.contract import StepsApart, offered
 from weft.contract.layout import axes_of_dims
 from weft.engines.results import Undoable
 from weft.engines.torch.optim.flat_step import is_elementwise
-from weft.engines.torch.optim.full_param_step import is_of
 from weft.engines.torch.stepping.owners import Block
 from weft.errors import ContractError, OrderError, value_error
 from weft.tensors.dtensor import is_sharded, local

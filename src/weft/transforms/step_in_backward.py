@@ -11,6 +11,7 @@ from weft.checks import check_optimizer, check_torch
 from weft.context import DistContext
 from weft.contract import GradSync, applied_to, offered, transform
 from weft.engines.torch.optim.flat_step import check_elementwise
+from weft.engines.torch.stepping.backward_step import is_stepped_in_backward
 from weft.errors import OrderError
 from weft.precision import PrecisionOffer
 from weft.tensors.dtensor import resting_parameters
@@ -48,8 +49,8 @@ def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
         AlreadyApplied: It was applied before.
         ContextError: Several ranks, and torch is older than 2.13.
         OrderError: No gradients of its parameters are reduced unit by unit (`replicate`, `zero_partition`,
-            `unused="zero"`), or with `accumulate_grads`, `skip_nonfinite`, a loss scale; later,
-            `clip_grads` and `accumulate_grads` raise it.
+            `unused="zero"`), or with `accumulate_grads`, `skip_nonfinite`, a loss scale, or on parameters of
+            another optimizer that does the same; later, `clip_grads` and `accumulate_grads` raise it.
         ValueError: An optimizer that looks at whole tensors (Adafactor, LBFGS, Muon), or a subclass.
         ContractError: In backward: a second gradient of one parameter before `optimizer.step()`.
         TypeError: Not an optimizer.
@@ -75,6 +76,8 @@ def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
 def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> list[torch.Tensor]:
     """The parameters whose gradients arrive reduced, once per step; raises where there are none."""
     own = {id(p): p for entry in optimizer.param_groups for p in entry["params"]}
+    if any(map(is_stepped_in_backward, own.values())):
+        _refuse("another optimizer, which frees the gradients of the same parameters", "the other optimizer")
     found: list[torch.Tensor] = []
     alive = {id(one): one for record in ctx.applied for ref in record.refs if (one := ref()) is not None}
     for module in alive.values():

@@ -41,7 +41,7 @@ def with_precision(
     skip steps whose gradients overflowed: `skip_nonfinite`.
 
     Policies: "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs; "fp8": as "fp32", but linear
-    layers, of which both sides are multiples of 16, multiply 8-bit numbers (`fp8_layers` lists them); "fp32",
+    layers, of which both sides are multiples of 16, multiply 8-bit numbers (`fp8_layers`, `explain`); "fp32",
     "fp64", "bf16-true", "fp16-true": everything in that dtype; or a `Precision`. A part of a module
     may have a policy of its own, given before or after that of the whole.
 
@@ -110,7 +110,10 @@ def _on_module(module: M, ctx: DistContext, precision: Precision, methods: tuple
     idle = options == CastOptions(methods=methods)
     precise = None if idle else ctx.engine.apply_precision(module, ctx.device, options)
     kept = [precise.scale] if precise is not None and precise.scale is not None else []  # for checkpoints
-    return module, ctx.offering(PrecisionOffer(precision, precise, stored), *kept)
+    products = set(options.products)
+    names = [name or "itself" for name, part in module.named_modules() if part in products]
+    chosen = f"8-bit products of {listed(names)}" if names else ""
+    return module, ctx.offering(PrecisionOffer(precision, precise, stored, chosen), *kept)
 
 
 def _check_device(precision: Precision, ctx: DistContext) -> None:

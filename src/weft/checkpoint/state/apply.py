@@ -38,7 +38,7 @@ from weft.checkpoint.state.collect import (
 from weft.checkpoint.state.json_values import decode, encode
 from weft.context import DistContext
 from weft.context.placement import values_replaced
-from weft.contract import OwnsState, StepsApart, offered
+from weft.contract import KeepsOrder, OwnsState, StepsApart, offered
 from weft.errors import CheckpointError, listed
 from weft.tensors.dtensor import cut_like, is_sharded, local
 
@@ -347,9 +347,12 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
                 part = obj.get_submodule(here[name].rpartition(".")[0])
                 undo.callback(part.set_extra_state, _copied(part.get_extra_state()))
                 part.set_extra_state(value)
-        for kind, offer in kept_by(obj).items():
-            if kind in loaded["transforms"]:
-                _load(offer, loaded["transforms"][kind], undo)
+        for name, offer in kept_by(obj, Stateful).items():
+            if name in loaded["transforms"]:
+                _load(offer, loaded["transforms"][name], undo)
+        for name, one in kept_by(obj, KeepsOrder).items():
+            undo.callback(one.resume_order, one.sum_order())
+            one.resume_order(loaded.get("orders", {}).get(name))
     else:
         _load(obj, loaded, undo)
 

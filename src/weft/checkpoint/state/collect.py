@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,11 +20,21 @@ from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
 from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
+from weft.checks import is_of
 from weft.context import Applied, DistContext
-from weft.contract import KeepsParameters, OwnsState, Stateful, StepsApart, check_not_streamed, offered, owners
+from weft.contract import (
+    KeepsOrder,
+    KeepsParameters,
+    OwnsState,
+    Stateful,
+    StepsApart,
+    check_not_streamed,
+    offered,
+    owners,
+)
 from weft.errors import listed, type_error, value_error
 from weft.tensors.dtensor import resting_parameters
-from weft.tensors.quantized import is_wrapped, quantization_state
+from weft.tensors.quantized import quantization_state
 
 __all__ = [
     "Checked",
@@ -45,6 +55,8 @@ __all__ = [
     "tell_keepers",
 ]
 
+
+T = TypeVar("T")
 
 _COMPILED = "_orig_mod"
 
@@ -100,7 +112,7 @@ def checkpointable(
         The state, for `save` and `restore`; and `ctx` with this in `applied`.
 
     Raises:
-        TypeError: An object has no state; the text names it.
+        TypeError: An object has no state, or is an optimizer of torchao; the text names it.
         ValueError: A name cannot be used, or an optimizer holds a parameter of no module in it.
 
     Example:
@@ -134,6 +146,7 @@ def checkpointable(
     for name, obj in objects.items():
         check_not_streamed("checkpointable", obj)
         if isinstance(obj, torch.optim.Optimizer):
+            _check_state_kept(name, obj)
             _parameters_of(name, obj, parameter_names(state))
     record = Applied(
         name="checkpointable",
@@ -141,6 +154,17 @@ def checkpointable(
         targets=tuple(type(obj).__name__ for obj in objects.values()),
     )
     return state, replace(ctx, applied=(*ctx.applied, record))
+
+
+def _check_state_kept(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the state of an optimizer could not be saved; it will be there after steps only."""
+    if is_of(optimizer, "torchao"):
+        raise type_error(
+            f"checkpointable: the state of {name} cannot be saved",
+            found=f"{type(optimizer).__name__} of torchao, whose state is tensors of its own classes",
+            expected="plain tensors, as in optimizers of torch, and in the 8-bit ones of bitsandbytes",
+            fix="bitsandbytes.optim.AdamW8bit(model.parameters()); or leave the optimizer out of the state",
+        )
 
 
 def check_state(what: str, state: object) -> None:
@@ -206,7 +230,8 @@ def collect(state: Checkpoint, *, to_save: bool = True) -> Content:
         TypeError: A leaf is neither a tensor nor a plain value; the text names it.
     """
     for obj in state.objects.values() if to_save else ():
-        for one in (obj, *offered(obj, Checked)):
+        parts = list(obj.modules()) if isinstance(obj, nn.Module) else [obj]
+        for one in (obj, *(offer for part in parts for offer in offered(part, Checked))):
             if isinstance(one, Checked):
                 one.check_savable()
     content = Content()
@@ -260,13 +285,6 @@ def _collect_module(
             content.same_as[full] = seen[id(value)]
         elif id(value) in held and not name.startswith("#"):  # that marks what transforms keep
             tensor: Any = elsewhere.get(id(value), value)
-            if is_wrapped(tensor):
-                raise type_error(
-                    f"save: {full} cannot be saved",
-                    found=f"{type(tensor).__name__} of torchao, whose numbers are in several tensors",
-                    expected="plain tensors; those of bitsandbytes are saved with their scales",
-                    fix='weft.quantized(model, ctx, "nf4"), or engine="bitsandbytes"',
-                )
             check_tensor(full, tensor)
             check_memory("save", full, tensor)
             content.tensors[full] = hold(full, tensor)
@@ -288,8 +306,12 @@ def _collect_module(
             )
     for name, tensor in scales.items():
         content.tensors[f"{key}/{name}"] = hold(f"{key}/{name}", tensor)
-    kept = {kind: encode(f"{key}/#{kind}", o.state_dict(), content.tensors) for kind, o in kept_by(module).items()}
+    keep = kept_by(module, Stateful)
+    kept = {name: encode(f"{key}/#{name}", offer.state_dict(), content.tensors) for name, offer in keep.items()}
+    orders = {name: order for name, offer in kept_by(module, KeepsOrder).items() if (order := offer.sum_order())}
     content.values[key] = {"extra": values, "transforms": kept}
+    if orders:
+        content.values[key]["orders"] = encode(f"{key}/#orders", orders, content.tensors)
     adapters = adapters_of(module, {plain_name(name): value for name, value in found.items()})
     if adapters:
         content.values[key]["peft"] = {adapter: one._asdict() for adapter, one in adapters.items()}
@@ -336,14 +358,23 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def kept_by(module: nn.Module) -> dict[str, Stateful]:
-    """What transforms of a module have to keep, such as a loss scale, by class name."""
-    kept: dict[str, Stateful] = {}
-    for offer in offered(module, Stateful):
-        name = type(offer).__name__.strip("_")
-        while name in kept:
-            name += "'"
-        kept[name] = offer
+def kept_by(module: nn.Module, kind: Callable[..., T]) -> dict[str, T]:
+    """What transforms of a module and of its parts have to keep, such as a loss scale.
+
+    Args:
+        module: The whole.
+        kind: What they offer.
+
+    Returns:
+        The offers, by the name of the part and of their class.
+    """
+    kept: dict[str, T] = {}
+    for path, part in module.named_modules():
+        for offer in offered(part, kind):
+            name = ".".join([*filter(None, [plain_name(path)]), type(offer).__name__.strip("_")])
+            while name in kept:
+                name += "'"
+            kept[name] = offer
     return kept
 
 

@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 from weft.checkpoint.format.manifest import DTYPES
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.errors import type_error
+from weft.tensors.dtensor import local
+from weft.tensors.quantized import is_wrapped
 
 __all__ = ["check_tensor", "check_values", "decode", "encode"]
 
@@ -86,6 +88,13 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
     Raises:
         TypeError: Its dtype or layout has no place in the format; the text names its path.
     """
+    if is_wrapped(local(tensor)):
+        raise type_error(
+            f"save: {path} cannot be saved",
+            found=f"{type(local(tensor)).__name__} of torchao, whose numbers are in several tensors",
+            expected="plain tensors; those of bitsandbytes are saved with their scales",
+            fix='weft.quantized(model, ctx, "nf4"), or engine="bitsandbytes"',
+        )
     name = str(tensor.dtype).removeprefix("torch.")
     if name in DTYPES and tensor.layout is torch.strided and not is_lazy(tensor):
         return

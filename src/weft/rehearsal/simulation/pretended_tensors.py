@@ -133,7 +133,9 @@ class Simulation:
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
         """What an operation returns that wrote what is not known into tensors: those that had values have none now."""
         pairs = _given(func, args, kwargs)
-        targets = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+        targets = [
+            value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         for tensor in tree_leaves(targets):
             if isinstance(tensor, torch.Tensor) and self.knows(tensor):
                 storage = tensor.untyped_storage()
@@ -229,7 +231,6 @@ class _Reads(TorchFunctionMode):
             return func(self.filled(args[0]), *args[1:], **(kwargs or {}))
         func, args, kwargs = placed_alike(func, args, kwargs or {})
         return func(*args, **kwargs)
-
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in which all numbers are the one that is read: there is one per rank in what some programs read."""

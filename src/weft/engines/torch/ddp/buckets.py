@@ -1,11 +1,16 @@
 """Gradients in buckets: torch's DDP reducer, used directly.
 
+[Note: order of sums] Buckets are made anew after the first backward pass, in the order in which gradients arrived, as
+in DDP. Where a gradient lies in a bucket decides in which order three ranks or more add it up, and so its last bit:
+a run that resumes begins with the buckets it had.
+
 Source: `torch.distributed.Reducer` (torch/csrc/distributed/c10d/reducer.cpp), Li et al., "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +26,11 @@ __all__ = ["Buckets", "sparse_gradients"]
 
 
 class Buckets:
-    """Averages gradients bucket by bucket, while backward still runs."""
+    """Averages gradients bucket by bucket, while backward still runs.
+
+    Attributes:
+        order: The parameters of each bucket, by place, once gradients have arrived; see [Note: order of sums].
+    """
 
     def __init__(
         self,
@@ -34,25 +43,27 @@ class Buckets:
         find_unused: bool,
         dtype: torch.dtype | None,
         compress: Compress | None = None,
+        order: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._parameters: list[torch.Tensor] = list(parameters)
         self._names, self._group = list(names), group
         self._bucket_bytes, self._find_unused = bucket_bytes, find_unused
         by_name = sparse_gradients(module)
         self._sparse = [name in by_name for name in names]
-        self._memory = compress if isinstance(compress, PowerSgdHook) else None
+        if isinstance(compress, PowerSgdHook):
+            compress.take(self._parameters)
         self._hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
+        fits = order is not None and sorted(itertools.chain(*order)) == list(range(len(self._parameters)))
+        self.order = [list(bucket) for bucket in order] if order is not None and fits else None
         self._make_reducer()
 
     def _make_reducer(self) -> None:
         limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, self._bucket_bytes), self._bucket_bytes]
         buckets, sizes = dist._compute_bucket_assignment_by_size(self._parameters, limits, self._sparse)
-        known = self._memory.lay_out(self._parameters) if self._memory is not None else None
-        self._needs_rebuild = known is None
         self._reducer = dist.Reducer(
             self._parameters,
-            known or list(reversed(buckets)),  # gradients come last layer first
-            [self._bucket_bytes] * len(known) if known else list(reversed(sizes)),
+            self.order or list(reversed(buckets)),  # gradients come last layer first
+            [self._bucket_bytes] * len(self.order) if self.order else list(reversed(sizes)),
             self._group,
             self._sparse,
             self._bucket_bytes,
@@ -65,9 +76,7 @@ class Buckets:
             dist._register_comm_hook(self._reducer, self._group, self._hook)
 
     def prepare(self) -> None:
-        """Use the buckets that a restored state remembers."""
-        if self._memory is not None and self._memory.is_restored:
-            self._make_reducer()
+        """Nothing to prepare: the buckets are there."""
 
     def begin(self, outputs: list[torch.Tensor]) -> None:
         """Expect a gradient for every parameter (that `outputs` depend on, if unused ones may be)."""
@@ -76,8 +85,11 @@ class Buckets:
     def end(self, got: bytearray) -> None:
         """Check that all buckets have travelled; once, reorder them as the gradients really came."""
         self._reducer._check_reducer_finalized()
-        if self._needs_rebuild:
-            self._needs_rebuild = not self._reducer._rebuild_buckets()
+        # torch does not tell what is in the new buckets but so, nor at all where gradients are sparse.
+        if self.order is None and not any(self._sparse) and self._reducer._rebuild_buckets():
+            place = {id(p): i for i, p in enumerate(self._parameters)}
+            buckets: list[dist.GradBucket] = self._reducer._get_zeros_like_grad_buckets()
+            self.order = [[place[id(p)] for p in bucket.parameters()] for bucket in buckets]
 
     def undo(self) -> None:
         """Nothing to undo: the parameters were not touched."""

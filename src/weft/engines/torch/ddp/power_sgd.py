@@ -4,13 +4,12 @@
 group. Those of two buckets could be in another order on another rank, so each bucket is waited for; on a GPU that
 is a wait of the stream and not of the program.
 
-[Note: buckets] What is remembered belongs to a bucket and the order in it. Buckets are made anew after the first
-backward pass, in the order in which gradients arrived, as in DDP; they are saved, and made so when a run resumes.
+[Note: buckets] What is remembered belongs to a bucket and the order in it. A run that resumes has the same buckets;
+where it has others, because `bucket_bytes` is another, say, it begins without memory.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +26,7 @@ __all__ = ["PowerSgdHook"]
 
 
 class PowerSgdHook:
-    """The communication hook of one module.
-
-    Attributes:
-        is_restored: Whether a state was restored whose buckets are not used yet.
-    """
+    """The communication hook of one module."""
 
     def __init__(
         self, options: PowerSGD, place: int, num_ranks: int, stacked: Callable[[torch.Tensor], torch.Tensor]
@@ -49,14 +44,10 @@ class PowerSgdHook:
         self._made: PowerSGDState | None = None
         self._places: dict[int, int] = {}  # of parameters, by their ids
         self._buckets: dict[int, list[int]] = {}  # parameters of each, by place; see [Note: buckets]
-        self.is_restored = False
 
-    def lay_out(self, parameters: Sequence[torch.Tensor]) -> list[list[int]] | None:
-        """The buckets in which these parameters were remembered, by place; None if it was not these."""
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Average these from now on."""
         self._places = {id(p): place for place, p in enumerate(parameters)}
-        self.is_restored = False
-        known = [self._buckets[index] for index in sorted(self._buckets)]
-        return known if sorted(itertools.chain(*known)) == list(range(len(parameters))) else None
 
     def __call__(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket."""
@@ -93,7 +84,7 @@ class PowerSgdHook:
         state.iter = saved["steps"]
         keys, *rest = saved["random"]
         state.rng.set_state(("MT19937", keys, *rest))
-        self._buckets, self.is_restored = dict(enumerate(saved["buckets"])), True
+        self._buckets = dict(enumerate(saved["buckets"]))
         state.error_dict = {int(index): self._mine(value) for index, value in saved["errors"].items()}
         state.p_memory_dict = {int(index): local(value).clone() for index, value in saved["left"].items()}
         state.q_memory_dict = {int(index): local(value).clone() for index, value in saved["right"].items()}

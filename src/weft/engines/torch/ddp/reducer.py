@@ -93,6 +93,14 @@ class GradientReducer(Strategy):
         """Whether no backward pass has reduced the gradients of the running window."""
         return super().owes and bool(self._trained.parameters)
 
+    def sum_order(self) -> dict[str, Any] | None:
+        """See `KeepsOrder`."""
+        return self.transport.sum_order()
+
+    def resume_order(self, order: Any) -> None:
+        """See `KeepsOrder`."""
+        self.transport.resume_order(order)
+
     def release(self) -> None:
         """Let the process group go; backward raises from now on."""
         super().release()

@@ -61,10 +61,20 @@ class Transport:
         else:
             self.channel = self._make_channel(module) if named else None
 
+    def sum_order(self) -> dict[str, Any] | None:
+        """See `KeepsOrder`: the parameters of each bucket, and how large buckets may be."""
+        order = self._order
+        return None if order is None else {"bucket_bytes": self._options.bucket_bytes, "buckets": order}
+
+    def resume_order(self, saved: Mapping[str, Any] | None) -> None:
+        """See `KeepsOrder`."""
+        fits = saved is not None and saved["bucket_bytes"] == self._options.bucket_bytes
+        self._renew(saved["buckets"] if saved is not None and fits else None)
+
     def expect(self, output: Any, *, enabled: bool) -> Any:
         """Find the parameters that the outputs of a forward pass do not depend on."""
         if self.armed and not enabled:
-            self.renew()  # a forward pass had no backward; this one shall not communicate
+            self._renew(self._order)  # a forward pass had no backward; this one shall not communicate
         output = _through_one_node(output)
         # Several calls may come before one backward: all their outputs count.
         self._outputs = [ref for ref in self._outputs if ref() is not None]
@@ -123,14 +133,18 @@ class Transport:
     def start_anew(self) -> None:
         """A backward pass broke off half-way: its communication cannot be continued."""
         self._outputs.clear()
-        self.renew()
+        self._renew(self._order)
 
-    def renew(self) -> None:
-        """Expect nothing any more."""
+    @property
+    def _order(self) -> list[list[int]] | None:
+        return self.channel.order if isinstance(self.channel, Buckets) else None
+
+    def _renew(self, order: list[list[int]] | None) -> None:
+        """Expect nothing any more; add up in this order."""
         module = self._module()
         self.armed = False
         if module is not None and isinstance(self.channel, Buckets) and self._group is not None:
-            self.channel = self._make_channel(module)
+            self.channel = self._make_channel(module, order)
 
     def undo(self) -> None:
         """Take the channel off the parameters."""
@@ -141,7 +155,7 @@ class Transport:
         """Let the process group go."""
         self._group = self.channel = None
 
-    def _make_channel(self, module: nn.Module) -> Channel:
+    def _make_channel(self, module: nn.Module, order: list[list[int]] | None = None) -> Channel:
         assert self._group is not None
         options, parameters = self._options, list(self._named.values())
         find_unused = options.unused == "zero"
@@ -159,6 +173,7 @@ class Transport:
             find_unused=find_unused,
             dtype=options.dtype,
             compress=options.compress,
+            order=order,
         )
 
 

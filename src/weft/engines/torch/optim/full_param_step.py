@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.checks import is_of
 from weft.engines.options import StepMeshes
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.optim.state_layout import state_layout
@@ -23,7 +24,7 @@ from weft.engines.torch.optim.zero1_step import PartitionedStep
 from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
 
-__all__ = ["WholeStep", "check_steps_on_shards", "is_of", "uneven_complex"]
+__all__ = ["WholeStep", "check_steps_on_shards", "uneven_complex"]
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 _FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kernels for plain tensors only
@@ -87,11 +88,6 @@ class WholeStep(SwappedStep):
             return like(value, parameter)
         layout = state_layout(parameter, rows, cut)
         return like(value, parameter) if layout is None else layout.dtensor(layout.part(value))
-
-
-def is_of(optimizer: torch.optim.Optimizer, library: str) -> bool:
-    """Whether an optimizer, or what it was derived from, is of a library, by name."""
-    return any(kind.__module__.partition(".")[0] == library for kind in type(optimizer).__mro__)
 
 
 def uneven_complex(parameters: Iterable[torch.Tensor]) -> set[int]:

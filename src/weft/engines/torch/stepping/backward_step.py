@@ -16,7 +16,7 @@ from weft.engines.torch.optim.swapped_step import plain_step
 from weft.errors import ContractError, OrderError
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["BackwardStep", "check_has_gradients"]
+__all__ = ["BackwardStep", "check_has_gradients", "is_stepped_in_backward"]
 
 
 class BackwardStep:
@@ -79,12 +79,16 @@ def check_has_gradients(what: str, parameters: Iterable[torch.Tensor]) -> None:
     Raises:
         OrderError: They are.
     """
-    for parameter in parameters:
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        if any(isinstance(getattr(hook, "__self__", None), BackwardStep) for hook in hooks.values()):
-            raise OrderError(
-                f"{what}: needs the gradients of all parameters after backward, where there are none",
-                found="step_in_backward on an optimizer, which steps on each gradient and frees it in backward",
-                expected=f"either {what} or step_in_backward",
-                fix=f"leave step_in_backward out, or {what}",
-            )
+    if any(map(is_stepped_in_backward, parameters)):
+        raise OrderError(
+            f"{what}: needs the gradients of all parameters after backward, where there are none",
+            found="step_in_backward on an optimizer, which steps on each gradient and frees it in backward",
+            expected=f"either {what} or step_in_backward",
+            fix=f"leave step_in_backward out, or {what}",
+        )
+
+
+def is_stepped_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer steps on a parameter inside of backward, and frees its gradient there."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(getattr(hook, "__self__", None), BackwardStep) for hook in hooks.values())
