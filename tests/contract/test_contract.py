@@ -631,7 +631,7 @@ def test_a_result_that_was_not_unpacked_says_so():
     with pytest.raises(AttributeError, match="(?s)the result of replicate has no 'parameters'.*unpacked"):
         model.parameters()
     loader = weft.shard_data(DataLoader([1, 2]), ctx)
-    with pytest.raises(TypeError, match=r"(?s)the result of shard_data was iterated.*loader, ctx = weft.shard_data"):
+    with pytest.raises(TypeError, match=r"(?s)the result of shard_data was looped over.*loader, ctx = weft.shard_data"):
         for _ in loader:
             pass
     assert not hasattr(model, "__len_hint__") and "weft." not in plain(nn.Linear(1, 1), ctx).fix

@@ -283,6 +283,8 @@ ENVIRONMENT = {
     "weft/cli/explain.py",  # tells what is in it
     "weft/cli/doctor.py",  # checks it
     "weft/engines/deepspeed/library.py",  # puts back what DeepSpeed changes, and lends what it reads
+    "weft/rehearsal/script.py",  # sets what a launcher would, ...
+    "weft/rehearsal/rehearse.py",  # ... and puts back what a program has set
     "weft/testing/laws.py",  # law 7 compares it
     "weft/testing/ranks.py",  # hands it to the ranks ...
     "weft/testing/rank_worker.py",  # ... which put it back before each job

@@ -138,17 +138,6 @@ class Transformed(tuple[Any, ...]):  # noqa: SLOT001  (a tuple has none)
         """
         raise self.error(TypeError, "was called")
 
-    def __iter__(self) -> Iterator[Any]:
-        """Unpack.
-
-        Raises:
-            TypeError: It is iterated in a `for` loop, like a loader.
-        """
-        caller = sys._getframe(1)
-        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "GET_ITER":
-            raise self.error(TypeError, "was iterated")
-        return super().__iter__()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -259,7 +259,7 @@ def _located(rank: int, ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _left_as_it_was() -> Iterator[None]:
-    """Put back what a program draws and sets."""
+    """Put back what a program draws and sets; it begins with gradients, as a job does."""
     numpy: Any = sys.modules.get("numpy")
     drawn = [(numpy.random.get_state, numpy.random.set_state)] if numpy else []
     before = [(put, get()) for get, put in (*_SETTINGS, *drawn)]
@@ -267,7 +267,7 @@ def _left_as_it_was() -> Iterator[None]:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     backends = dict(dynamo.cached_backends) if dynamo else {}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.enable_grad():
             yield
     finally:
         take_off_unless_used()

@@ -86,7 +86,6 @@ def place(
         ...     torch.equal(model(torch.ones(1, 64)), plain(torch.ones(1, 64)))
         True
     """
-
     check_not_pretended("place: streaming from files", ctx.world.group, "weft.weights.plan_placement(model, budgets)")
 
     def settle() -> tuple[PlacementPlan, PlacedTensors]:

@@ -1,10 +1,10 @@
 """Which tensors of a simulation have values, and what is read of those that have none.
 
 [Note: values] Tensors that are made without others (`torch.empty`, `randn`, the weights of layers) have shapes and no
-memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens; so do single numbers. What is computed from values
-alone has values, everything else has none; a tensor that had values has none once others wrote into it. Reading a
-number of a tensor without values is an error with the line of the program, unless `assume` answers it. Where weft
-itself reads one, all is finite and in order.
+memory. Small ones of integers and booleans have values: indices, sizes, plans, tokens; so do single numbers. What is
+computed from values alone has values, everything else has none; a tensor that had values has none once others wrote
+into it. Reading a number of a tensor without values is an error with the line of the program, unless `assume` answers
+it. Where weft itself reads one, all is finite and in order.
 
 [Note: sizes] What a mask selects has a size that its values decide. Where the mask has values, such as that of padding
 in a batch, it is known; otherwise `assume` says how many there are.
@@ -91,7 +91,7 @@ class Simulation:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
-            out = func(*args, **kwargs)
+            out = _grouped(*args, **kwargs) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         except DataDependentOutputException:
             kind = str(func._schema.returns[0].type)
             if kind not in ("bool", "number"):
@@ -210,6 +210,12 @@ class Simulation:
                 self.assumed[f"{line}: a number that is read is {self._assume[key]}"] = None
                 return kind(self._assume[key])
         raise _no_values(f"{line} reads a number of {_described(tensor)}", line)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **given: Any) -> torch.Tensor:
+    """What `torch.nn.functional.grouped_mm` returns: torch knows the shape for the dtypes of its GPU kernel alone."""
+    batch = [len(offs) if a.dim() == 2 else len(a)] if a.dim() == b.dim() else []
+    return a.new_empty([*batch, a.shape[-2], b.shape[-1]], dtype=given.get("out_dtype") or a.dtype)
 
 
 class _Reads(TorchFunctionMode):
