@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import safetensors
 import torch
 
 __all__ = ["Place", "line_in", "place"]
@@ -21,7 +20,6 @@ _SCALER = f"{_TORCH}amp/grad_scaler.py"
 _OWN = str(Path(__file__).parents[1]) + "/"
 _STDLIB = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _UNSEEN = tuple(f"{_TORCH}{name}" for name in ("_subclasses/", "_dynamo/", "_compile.py", "_ops.py"))  # simulate
-_FILES = str(Path(safetensors.__file__).parent) + "/"
 _STRATEGIES = ("/distributed/fsdp/", "/distributed/_composable/", "/engines/torch/ddp/", "/engines/torch/fsdp/")
 
 
@@ -66,7 +64,11 @@ def line_in(error: BaseException) -> str | None:
 
 @functools.cache
 def _owner(file: str) -> str:
-    if file.startswith((_OWN, _FILES, "<", *_UNSEEN)) or (file.startswith(_STDLIB) and "-packages/" not in file):
+    if (
+        "/safetensors/" in file
+        or file.startswith((_OWN, "<", *_UNSEEN))
+        or (file.startswith(_STDLIB) and "-packages/" not in file)
+    ):
         return "python"
     if not file.startswith((_TORCH, _WEFT)):
         return "user"

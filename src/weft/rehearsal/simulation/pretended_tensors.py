@@ -23,9 +23,9 @@ import math
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -139,11 +139,13 @@ class Simulation:
         for tensor in tree_leaves(targets):
             if isinstance(tensor, torch.Tensor) and self.knows(tensor):
                 storage = tensor.untyped_storage()
-                key = storage._cdata
-                self._overwritten[key] = weakref.ref(storage, lambda _, key=key: self._overwritten.pop(key, None))
+                self._overwritten[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
         if isinstance(out, torch.Tensor):
             return targets[0]
         return type(out)(targets) if isinstance(out, tuple) and len(out) == len(targets) else out
+
+    def _forget(self, key: int, _: object) -> None:
+        self._overwritten.pop(key, None)
 
     def _sized(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What an operation returns whose size depends on values; see [Note: sizes]."""
@@ -331,7 +333,7 @@ def without_memory(assume: Assumed) -> Iterator[Simulation]:
 
 def _address(tensor: torch.Tensor) -> int:
     """What `data_ptr` is good for: to see whether two tensors lie at the same place. Nothing can be read there."""
-    if sys._getframe(1).f_code is safetensors.torch._to_ndarray.__code__:
+    if "/safetensors/" in sys._getframe(1).f_code.co_filename:  # it would write what is there
         raise _unwritten(tensor)
     return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())
 
