@@ -65,7 +65,7 @@ def line_in(error: BaseException) -> str | None:
 @functools.cache
 def _owner(file: str) -> str:
     if (
-        "/safetensors/" in file
+        "-packages/safetensors/" in file
         or file.startswith((_OWN, "<", *_UNSEEN))
         or (file.startswith(_STDLIB) and "-packages/" not in file)
     ):
