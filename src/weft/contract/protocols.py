@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -189,8 +189,11 @@ class KeepsOrder(Protocol):
         """The order, in plain values; None before it is found."""
         ...
 
-    def resume_order(self, order: Any, /) -> None:
-        """Add up in this order, if it is one of the present gradients, or in the one to begin with."""
+    def resume_order(self, orders: Sequence[Any], /) -> None:
+        """Add up in that of these orders which is one of the present gradients, or in the one to begin with.
+
+        There are several where ranks have different parameters, as in a pipeline.
+        """
 
 
 @runtime_checkable

@@ -351,8 +351,9 @@ def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
             if name in loaded["transforms"]:
                 _load(offer, loaded["transforms"][name], undo)
         for name, one in kept_by(obj, KeepsOrder).items():
-            undo.callback(one.resume_order, one.sum_order())
-            one.resume_order(loaded.get("orders", {}).get(name))
+            before = one.sum_order()
+            undo.callback(one.resume_order, [] if before is None else [before])
+            one.resume_order(loaded.get("orders", {}).get(name, []))
     else:
         _load(obj, loaded, undo)
 

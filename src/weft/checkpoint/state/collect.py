@@ -308,10 +308,10 @@ def _collect_module(
         content.tensors[f"{key}/{name}"] = hold(f"{key}/{name}", tensor)
     keep = kept_by(module, Stateful)
     kept = {name: encode(f"{key}/#{name}", offer.state_dict(), content.tensors) for name, offer in keep.items()}
-    orders = {name: order for name, offer in kept_by(module, KeepsOrder).items() if (order := offer.sum_order())}
+    orders = {name: [order] for name, offer in kept_by(module, KeepsOrder).items() if (order := offer.sum_order())}
     content.values[key] = {"extra": values, "transforms": kept}
     if orders:
-        content.values[key]["orders"] = encode(f"{key}/#orders", orders, content.tensors)
+        content.values[key]["orders"] = orders
     adapters = adapters_of(module, {plain_name(name): value for name, value in found.items()})
     if adapters:
         content.values[key]["peft"] = {adapter: one._asdict() for adapter, one in adapters.items()}

@@ -10,7 +10,6 @@ Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,8 +52,8 @@ class Buckets:
         if isinstance(compress, PowerSgdHook):
             compress.take(self._parameters)
         self._hook = _in_dtype(dtype) if compress is None and dtype is not None else compress
-        fits = order is not None and sorted(itertools.chain(*order)) == list(range(len(self._parameters)))
-        self.order = [list(bucket) for bucket in order] if order is not None and fits else None
+        is_whole = order is not None and sum(map(len, order)) == len(parameters)  # none was frozen or unfrozen since
+        self.order = [list(bucket) for bucket in order] if order is not None and is_whole else None
         self._make_reducer()
 
     def _make_reducer(self) -> None:

@@ -22,7 +22,7 @@ step; if they were changed in between (clipped, say), the step raises unless the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -97,9 +97,9 @@ class GradientReducer(Strategy):
         """See `KeepsOrder`."""
         return self.transport.sum_order()
 
-    def resume_order(self, order: Any) -> None:
+    def resume_order(self, orders: Sequence[Any]) -> None:
         """See `KeepsOrder`."""
-        self.transport.resume_order(order)
+        self.transport.resume_order(orders)
 
     def release(self) -> None:
         """Let the process group go; backward raises from now on."""

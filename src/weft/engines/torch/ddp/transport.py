@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,14 +62,22 @@ class Transport:
             self.channel = self._make_channel(module) if named else None
 
     def sum_order(self) -> dict[str, Any] | None:
-        """See `KeepsOrder`: the parameters of each bucket, and how large buckets may be."""
-        order = self._order
-        return None if order is None else {"bucket_bytes": self._options.bucket_bytes, "buckets": order}
+        """See `KeepsOrder`: the names in each bucket, and how large buckets may be."""
+        if self._order is None:
+            return None
+        names = list(self._named)
+        buckets = [[names[place] for place in bucket] for bucket in self._order]
+        return {"bucket_bytes": self._options.bucket_bytes, "buckets": buckets}
 
-    def resume_order(self, saved: Mapping[str, Any] | None) -> None:
+    def resume_order(self, orders: Sequence[Mapping[str, Any]]) -> None:
         """See `KeepsOrder`."""
-        fits = saved is not None and saved["bucket_bytes"] == self._options.bucket_bytes
-        self._renew(saved["buckets"] if saved is not None and fits else None)
+        place = {name: i for i, name in enumerate(self._named)}
+        for saved in orders:
+            named = [name for bucket in saved["buckets"] for name in bucket]
+            if saved["bucket_bytes"] == self._options.bucket_bytes and sorted(named) == sorted(place):
+                self._renew([[place[name] for name in bucket] for bucket in saved["buckets"]])
+                return
+        self._renew(None)
 
     def expect(self, output: Any, *, enabled: bool) -> Any:
         """Find the parameters that the outputs of a forward pass do not depend on."""
