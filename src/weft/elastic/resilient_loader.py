@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -133,11 +134,13 @@ class Resilient(Generic[B]):
         self.step, self.again = step, 0
         self._loader: ShardedLoader[B] = loader
         self._ctx, self._state, self._replicas = ctx, state, replicas
-        self._facts = facts_of_program(state)
+        self._facts = facts_of_program(state, loader, ctx)
+        self._began = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         self._mark, self._copy = StepMark(state, loader, ctx), copy
         self._is_fresh = True
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0
+        replicas.on_loss = self._mark.keep_weights
         optimizer.register_step_pre_hook(self._before_step)
         self._meet(loader.state_dict())
 
@@ -153,6 +156,7 @@ class Resilient(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         epoch = self._loader.epoch
+        self._mark.begin()
         while self._loader.epoch == epoch:
             batches: Any = iter(self._loader)
             self._begin_step()
@@ -226,6 +230,7 @@ class Resilient(Generic[B]):
             lost += answer.lost
             if has_met:
                 break
+        self._mark.begin()
         self._loader.weft_divide(replicas.index, replicas.size)
         if self.leads and self._ctx.is_main and replicas.number > 1:
             logging.getLogger("weft").log(
@@ -244,9 +249,9 @@ class Resilient(Generic[B]):
         if not replicas.broken and replicas.index == answer.source and copied > self.step:
             self.step = self._copy.load()  # nobody else has more, so nobody lives
         if not replicas.broken and replicas.index in answer.receivers:
-            received = take(answer.source, replicas)
+            received = take(answer.source, replicas, began=self._began)
         elif not replicas.broken and replicas.index == answer.source and answer.receivers:
-            give(self._state, self.step, answer.receivers, replicas, self._ctx)
+            give(self._state, self.step, answer.receivers, replicas, self._ctx, began=self._began)
         if not replicas.vote():
             return answer, False
         if received is not None:
