@@ -48,7 +48,7 @@ LAUNCHED = "launched"  # key: this launcher decides about quorums
 MEMORY = "memory"  # key: a folder of the launcher, by node
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided
 _LOOK_S = 0.05  # how often it is looked whether somebody new waits
-_PATIENCE_S = 1.0  # how long an operation may take before it is looked whether it can still succeed
+_PATIENCE_S = 0.5  # how long an operation may take before it is looked whether it can still succeed
 _PIECE = 2**24  # bytes of a message
 _PIECE_S = 30.0  # how long one may take
 
