@@ -26,13 +26,15 @@ from weft.elastic.join import give, put_in_place, take
 from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
-from weft.errors import ContractError
+from weft.errors import ContextError, ContractError
 from weft.peers.quorum import Answer
 from weft.peers.replica_groups import ReplicaGroup
 
 __all__ = ["Resilient", "resilient"]
 
 B = TypeVar("B")
+
+_ATTEMPTS = 5  # to meet, while nobody is lost
 
 
 def resilient(
@@ -78,7 +80,7 @@ def resilient(
 
     Raises:
         ContextError: It is no elastic job; or this replica is refused: it is another program than the others, or a
-            second process of one replica.
+            second process of one replica. Or replicas cannot connect to each other.
         ContractError: A step could not be made again.
         CheckpointError: The state of the others does not fit the objects here.
         PeerError: The launcher is gone.
@@ -225,11 +227,13 @@ class Resilient(Generic[B]):
         replicas = self._replicas
         lost: list[str] = []
         failed = replicas.broken
-        while True:
+        has_met, in_vain = False, 0
+        while not has_met:
             answer, has_met = self._try_to_meet(failed=failed)
             lost += answer.lost
-            if has_met:
-                break
+            in_vain = 0 if answer.lost else in_vain + 1
+            if in_vain > _ATTEMPTS and replicas.index != answer.source:  # which has the state of all
+                raise _out_of_reach(answer)
         self._mark.begin()
         self._loader.weft_divide(replicas.index, replicas.size)
         if self.leads and self._ctx.is_main and replicas.number > 1:
@@ -258,6 +262,15 @@ class Resilient(Generic[B]):
             self.step = put_in_place(received, self._state, self._ctx)
         self._is_fresh = False
         return answer, True
+
+
+def _out_of_reach(answer: Answer) -> ContextError:
+    return ContextError(
+        "resilient: replicas that live cannot connect to each other",
+        found=f"{_ATTEMPTS} attempts of replicas {', '.join(answer.members)}",
+        expected="a network over which the machines reach each other, at the address of their host's name",
+        fix="export GLOO_SOCKET_IFNAME=eth0  # the interface of that network, on each node",
+    )
 
 
 def _wrong_loop(found: str, expected: str) -> ContractError:

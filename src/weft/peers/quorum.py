@@ -73,7 +73,7 @@ class Quorums:
         inside: Those of the present quorum that live.
         asking: What those bring that wait for the next one.
         facts: What all have in common; of those that came first.
-        is_broken: A member of the present quorum is gone, or has lost a step.
+        is_broken: A member of the present quorum is gone, or has asked for the next one.
         is_done: A replica has ended in good order: nobody begins from nothing any more.
         waiting_since: When the first of those that wait now has asked.
     """
@@ -110,7 +110,7 @@ class Quorums:
             said = [f"{key}: {ask.facts[key]}, where the others have {self.facts[key]}" for key in differing]
             return f"{name} is another program: {'; '.join(said)}; {_FACT}"
         self.asking[name] = ask
-        self.is_broken |= ask.failed and name in self.inside
+        self.is_broken |= name in self.inside
         self.waiting_since = now if self.waiting_since is None else self.waiting_since
         return ""
 

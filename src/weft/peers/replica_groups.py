@@ -16,7 +16,7 @@ A replica may have several ranks. Each of them is connected to the rank of the s
     answer/<k>        the quorum, or why it is refused
     passed/<name>/<m> the same, for the other ranks of the replica, at their meeting m
     called/<number>   the members of this quorum are to come together after their step
-    broken/<number>   a member of this quorum is gone, or has lost a step
+    broken/<number>   a member of this quorum is gone, or waits for the next one
     group/<number>/   where the members of a quorum connect
     order/<launcher>/<k>  what the launcher of another node is to do; what it has to say is an ask, too
 """
@@ -172,18 +172,27 @@ class ReplicaGroup:
 
     def _connect(self) -> bool:
         assert self._store is not None
-        limit = timedelta(seconds=_CONNECT_S)
+        store = dist.PrefixStore(f"group/{self.number}/{self.inside.rank}", self._store)
+        place = self.index, self.size, timedelta(seconds=_CONNECT_S)
+        made: list[Any] = []
+        over = threading.Event()
+
+        def connect() -> None:
+            with contextlib.suppress(RuntimeError):
+                made.append(dist.ProcessGroupGloo(store, *place))
+            over.set()
+
         before = connections()
-        try:
-            store = dist.PrefixStore(f"group/{self.number}/{self.inside.rank}", self._store)
-            group: Any = dist.ProcessGroupGloo(store, self.index, self.size, limit)
-            group._set_default_timeout(timedelta(seconds=self.inside.timeout_s))
-        except RuntimeError:
+        threading.Thread(target=connect, name="weft connect", daemon=True).start()
+        while not over.wait(_PATIENCE_S):  # gloo waits five times as long as it is told, for one that has just died
+            if self._is_hopeless():
+                return False
+        if not made:
             return False
-        finally:
-            server = None if self._board is None else self._board.port
-            self._connections = {one for one in connections() - before if one[1] != server}
-        self._group = group
+        server = None if self._board is None else self._board.port
+        self._connections = {one for one in connections() - before if one[1] != server}
+        self._group = made.pop()
+        self._group._set_default_timeout(timedelta(seconds=self.inside.timeout_s))
         return True
 
     def release(self) -> None:
@@ -236,7 +245,11 @@ class ReplicaGroup:
             except RuntimeError:
                 if hopeless or work.is_completed():
                     raise
-            hopeless = self._board is not None and self._board.has(f"broken/{self.number}")
+            hopeless = self._is_hopeless()
+
+    def _is_hopeless(self) -> bool:
+        """Whether the launcher knows of a member that will not take part any more."""
+        return self._board is not None and self._board.has(f"broken/{self.number}")
 
     def vote(self) -> bool:
         """Whether no rank of this replica has lost another one; they come here together."""
