@@ -370,7 +370,7 @@ def test_what_has_to_be_alike_on_all_replicas(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "train.py").write_text("")
     (folder / "elastic_helper.py").write_text("")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"), raising=False)
     monkeypatch.syspath_prepend(folder)
     __import__("elastic_helper")
 
