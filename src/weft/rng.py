@@ -160,8 +160,8 @@ def set_seed(
         seed: 0 <= seed < 2**63.
         ctx: Where we run.
         ranks: "same": all ranks get the same streams. "distinct": ranks that see different batches get
-            streams of their own. A list of mesh axes, such as ["pipeline"]: ranks with another place on
-            one of these axes do, and the others share one.
+            streams of their own, those of other replicas of an elastic job too. A list of mesh axes, such as
+            ["pipeline"]: ranks with another place on one of these axes do, and the others share one.
         deterministic: Let torch raise where an operation has no deterministic algorithm. CUDA needs
             the variable CUBLAS_WORKSPACE_CONFIG=:4096:8 for it.
 
@@ -187,6 +187,8 @@ def set_seed(
     place = 0
     for name, at in ctx.coordinates.items():
         place = place * sizes[name] + at if name in sizes else place
+    if ranks == "distinct" and ctx.replicas is not None:
+        place += ctx.replicas.place * ctx.data_size
     plain = isinstance(ranks, str) and ranks == "same"
     seeds = (
         Seeds(seed, (seed % 2**32, seed >> 32)[: 1 if seed < 2**32 else 2], seed)

@@ -1,11 +1,16 @@
 """resilient: replicas die and come back, and the run ends as if nothing had happened."""
 
 import json
+import os
 import pathlib
 import random
 import runpy
 import signal
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,11 +20,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.elastic.chaos import LIMIT_S, Job, check, harm
 from tests.processes import until
+from weft.elastic.join import give, take
+from weft.elastic.requirements import facts_of_program
 from weft.errors import ContextError, ContractError
+from weft.peers import replica_groups
 from weft.peers.board import Board
 from weft.peers.quorum import Answer
 from weft.peers.replica_groups import ReplicaGroup
 from weft.peers.world import World
+from weft.tensors.rng_state import RngState
 
 
 @pytest.mark.slow
@@ -77,11 +86,12 @@ def test_a_rank_of_a_sharded_replica_that_dies_takes_the_replica_with_it(tmp_pat
 @pytest.mark.slow
 def test_another_model_is_refused_and_the_others_continue(tmp_path):
     faults = {"1.0": [3, signal.SIGKILL], "1.1": "other model"}
-    code, text = Job(tmp_path, epochs=6, pause_s=0.05, restarts=1, faults=faults).ended()
+    code, text = Job(tmp_path, epochs=6, pause_s=0.05, faults=faults).ended()
     assert code == 0, text
     check(tmp_path, epochs=6)
     assert "weft launch: refused: 1.1 is another program: objects: " in text
     assert "this replica was refused" in text
+    assert text.count("it is started again") == 1, text
 
 
 @pytest.mark.slow
@@ -152,6 +162,78 @@ def test_a_second_process_of_a_replica_is_refused():
     with pytest.raises(ContextError, match=r"refused[\s\S]*found: .*two processes[\s\S]*fix: "):
         second.meet(0, fresh=True, facts={})
     assert first.add_up([torch.ones(1)])
+
+
+def _members(count, job):
+    """What a function gives that gets each of so many replicas, which make steps together, and a barrier."""
+    store, together = torch.distributed.HashStore(), threading.Barrier(count)
+    board = Board(store, limit_s=5.0)
+    names = tuple(f"{number}.0" for number in range(count))
+    for number in range(count):
+        board.write(f"answer/{number + 1}", Answer(1, names)._asdict())
+
+    def run(name):
+        world = World(ranks=(0,), rank=0, timeout_s=20)
+        group = ReplicaGroup(board, store, name, count, world, torch.device("cpu"))
+        group.meet(0, fresh=True, facts={})
+        together.wait()
+        return job(group, together, board)
+
+    with ThreadPoolExecutor(count) as all_of_them:
+        return list(all_of_them.map(run, names))
+
+
+def _lets_go(group, together, board):
+    if group.index == 0:
+        copies = [os.dup(int(path.name)) for path in pathlib.Path("/dev/fd").iterdir() if path.is_socket()]
+        group.release()  # others have its connections, as if they were forked from it
+    together.wait()
+    begin = time.monotonic()
+    lost = group.index and not group.add_up([torch.ones(5)])
+    together.wait()
+    if group.index == 0:
+        for number in copies:
+            os.close(number)
+    return lost, time.monotonic() - begin
+
+
+def test_who_lets_go_wakes_those_that_wait_though_his_workers_keep_the_connections():
+    found = _members(3, _lets_go)
+    assert [lost for lost, _ in found] == [0, True, True]
+    assert max(seconds for _, seconds in found) < 5
+
+
+def _stays_away(group, together, board):
+    if group.index == 0:
+        board.write("broken/1", 1)
+    begin = time.monotonic()
+    lost = group.index and not group.add_up([torch.ones(5)])
+    seconds = time.monotonic() - begin
+    together.wait()
+    return lost, seconds
+
+
+def test_who_waits_in_vain_hears_of_a_loss_by_the_launcher(monkeypatch):
+    monkeypatch.setattr(replica_groups, "_PATIENCE_S", 0.1)
+    (_, _), (lost, seconds) = _members(2, _stays_away)
+    assert lost and 0.1 < seconds < 5
+
+
+def test_random_numbers_are_those_of_the_source_only_if_all_began_alike():
+    def job(group, together, board):
+        _, _, _, state, ctx = _alone()
+        began = {"alike": 7, "distinct": 7 + group.index}
+        if group.index == 0:
+            return all(give(state, 3, [1], group, ctx, began=each) for each in began.values())
+        return [take(0, group, began=each).manifest.ranks[0]["rng"] is None for each in began.values()]
+
+    assert _members(2, job) == [True, [False, True]]
+    ctx = weft.start(elastic="replica", device="cpu")
+    others = [replace(ctx, replicas=ReplicaGroup(None, None, f"{n}.4", 9, ctx.world, ctx.device)) for n in range(3)]
+    before = RngState.capture()
+    assert len({weft.rng.set_seed(0, each, ranks="distinct").seeds for each in others}) == 3
+    before.apply()
+    ctx.close()
 
 
 def test_replicas_add_up_and_hear_of_a_new_one_in_the_same_message():
@@ -244,6 +326,74 @@ def test_a_step_that_failed_takes_back_what_it_has_changed():
     ctx.close()
 
 
+def test_weights_that_the_loop_changes_by_itself_are_put_back():
+    ends = []
+    for fails in False, True:
+        torch.manual_seed(0)
+        model, optimizer, loader, _, ctx = _alone()
+        average, teacher = torch.optim.swa_utils.AveragedModel(model), torch.nn.Linear(1, 1)
+        objects = {"model": model, "optimizer": optimizer, "loader": loader, "average": average, "teacher": teacher}
+        batches = weft.resilient(loader, ctx, state=weft.checkpointable(objects, ctx)[0])
+        for (x,) in batches:
+            teacher.weight.data = 0.9 * teacher.weight.data + 0.1 * model.weight.data
+            (model(x).sub(teacher(x)).square().mean() * loader.share).backward()
+            if fails and batches.step == 2 and not batches.again:
+                ctx.replicas.broken = True
+                ctx.replicas.on_loss()
+            model.weight.data.mul_(0.9)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        ends.append([p.detach().clone() for each in (model, average, teacher) for p in each.parameters()])
+        ctx.close()
+    assert all(map(torch.equal, *ends))
+
+
+def test_weights_inside_of_a_model_that_no_optimizer_steps_may_not_change_in_a_step():
+    model, optimizer, loader, state, ctx = _alone(
+        module=torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    )
+    del optimizer.param_groups[0]["params"][2:]
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ContractError, match=r"no optimizer steps[\s\S]*found: .*1.bias[\s\S]*fix: "):
+        for (x,) in weft.resilient(loader, ctx, state=state):
+            (model(x).mean() * loader.share).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model[1].bias.data = model[1].bias.data + 1
+    ctx.close()
+
+
+def test_what_has_to_be_alike_on_all_replicas(tmp_path, monkeypatch):
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "train.py").write_text("")
+    (folder / "elastic_helper.py").write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"), raising=False)
+    monkeypatch.syspath_prepend(folder)
+    __import__("elastic_helper")
+
+    def facts(change=None, *, activation=torch.nn.Tanh, **options):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), activation())
+        _, _, loader, state, ctx = _alone(module=model, **options)
+        if change:
+            (folder / change).write_text("1")
+        ctx.close()
+        return facts_of_program(state, loader, ctx)
+
+    usual = facts()
+    assert usual == facts()
+    others = {
+        "objects": facts(activation=torch.nn.ReLU),
+        "samples": facts(samples=10),
+        "shard_data": facts(uneven="empty"),
+        "elastic_helper.py": facts("elastic_helper.py"),
+    }
+    for key, found in others.items():
+        assert usual[key] != found[key], key
+
+
 def test_loops_whose_steps_cannot_be_made_again_are_refused():
     model, optimizer, loader, state, ctx = _alone()
     with pytest.raises(ContractError, match=r"0 optimizer steps after a backward pass[\s\S]*expected:  ?one step"):
@@ -276,6 +426,9 @@ def test_programs_whose_steps_cannot_be_made_again_are_refused():
         weft.resilient(loader, ctx, state=weft.checkpointable(objects, ctx)[0])
     with pytest.raises(ContractError, match=r"not supported in an elastic job: average_weights[\s\S]*fix: "):
         weft.resilient(loader, weft.average_weights(model, ctx)[1], **call)
+    with pytest.raises(ContractError, match=r"sparse or complex gradients: weight[\s\S]*fix: "):
+        _, _, loader_of_sparse, sparse, after = _alone(module=torch.nn.Embedding(8, 1, sparse=True))
+        weft.resilient(loader_of_sparse, after, state=sparse)
     with pytest.raises(ValueError, match=r"replicate: not supported in an elastic job[\s\S]*found:  ?.*flat=True"):
         weft.replicate(torch.nn.Linear(1, 1), ctx, flat=True)
     with pytest.raises(ContractError, match=r"counts cannot be added up[\s\S]*fix: .*loader.share"):

@@ -73,8 +73,11 @@ def test_who_never_comes_is_overdue():
 def test_who_is_refused():
     quorums, _ = _three()
     assert "no replica that this launcher has started" in quorums.ask("7.0", _ask(), 1.0)
-    other = {**FACTS, "script": "def"}
-    assert "is another program: script: def, where the others have None" in quorums.ask("2.0", _ask(facts=other), 1.0)
+    first = next(iter(FACTS))
+    other = {first: "def", "model.py": "only one has it"}
+    assert f"is another program: {first}: def, where the others have {FACTS[first]}; start" in quorums.ask(
+        "2.0", _ask(facts=other), 1.0
+    )
     assert "objects: xyz, where the others have abc" in quorums.ask("1.0", _ask(facts={"objects": "xyz"}), 1.0)
 
 

@@ -28,11 +28,14 @@ from weft.peers.replica_groups import ReplicaGroup
 __all__ = ["Received", "give", "put_in_place", "take"]
 
 
-def give(state: Checkpoint, step: int, to: Sequence[int], replicas: ReplicaGroup, ctx: DistContext) -> bool:
-    """Send the state to some members of the quorum; False if one was lost."""
+def give(
+    state: Checkpoint, step: int, to: Sequence[int], replicas: ReplicaGroup, ctx: DistContext, *, began: int
+) -> bool:
+    """Send the state to some members of the quorum; False if one was lost. `began`: see `take`."""
     content = collect(state, to_save=False)
     header = {
         "step": step,
+        "began": began,
         "ranks": ctx.world_size,
         "tensors": {n: [held.dtype, held.shape, tuple(held.local.shape)] for n, held in content.tensors.items()},
         "same_as": content.same_as,
@@ -49,8 +52,12 @@ def give(state: Checkpoint, step: int, to: Sequence[int], replicas: ReplicaGroup
     return True
 
 
-def take(source: int, replicas: ReplicaGroup) -> Received | None:
-    """Receive a state, and change nothing yet; None if a replica was lost."""
+def take(source: int, replicas: ReplicaGroup, *, began: int) -> Received | None:
+    """Receive a state, and change nothing yet; None if a replica was lost.
+
+    `began` stands for torch's random state with which a replica has begun. If all began with the same, they go on with
+    the same; otherwise each one draws numbers of its own.
+    """
     length = torch.zeros(1, dtype=torch.int64)
     if not replicas.receive(length, source):
         return None
@@ -58,6 +65,8 @@ def take(source: int, replicas: ReplicaGroup) -> Received | None:
     if not replicas.receive(text, source):
         return None
     header = json.loads(bytes(text.tolist()))
+    if header["began"] != began:
+        header["rank"]["rng"] = None
     values: dict[str, torch.Tensor] = {}
     for name, (dtype, _, part) in header["tensors"].items():
         values[name] = torch.empty(part, dtype=getattr(torch, dtype))

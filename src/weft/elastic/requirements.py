@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from torch import nn
 
 from weft.checkpoint.state.collect import Checkpoint, check_state
 from weft.context import DistContext
-from weft.contract import GradSync, offered
 from weft.data.split.sharded_loader import ShardedLoader
+from weft.elastic.step_mark import averaged_parameters
+from weft.engines.torch.ddp.buckets import sparse_gradients
 from weft.errors import ContextError, ContractError, listed, type_error, value_error
 from weft.peers.replica_groups import ReplicaGroup
 from weft.version import __version__
@@ -24,7 +27,7 @@ __all__ = ["check_program", "facts_of_program"]
 _FIT = frozenset(
     ("shard_data", "replicate", "fully_shard", "accumulate_grads", "with_precision", "recompute", "compile")
 )
-_CALL = "for batch in weft.resilient(loader, ctx, state=state): ..."
+_LONG = 200  # characters of a fact that is told in full
 
 
 def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[ReplicaGroup, torch.optim.Optimizer]:
@@ -55,19 +58,26 @@ def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[Rep
     plan = reading.plan
     if plan.step_units is None or reading.planned(loader.weft_cursor.todo) is None or plan.costs is not None:
         what = "batches without a size, a stream, data that was split already, dispatch, or cost="
-        raise _unfit("the samples of a step are not known beforehand", what)
+        raise _unfit(
+            f"the samples of a step are not known beforehand: {what}",
+            "a map-style dataset, whose samples are split into batches of a known size",
+            "loader, ctx = weft.shard_data(DataLoader(dataset, batch_size=8), ctx)",
+        )
     if plan.uneven not in ("balance", "empty"):
-        raise _unfit(f'uneven="{plan.uneven}" makes other samples of other numbers of replicas', 'uneven="balance"')
+        found = f'uneven="{plan.uneven}" makes other samples of other numbers of replicas'
+        raise _unfit(found, 'uneven="balance" or "empty"', "loader, ctx = weft.shard_data(loader, ctx)")
     strange = sorted({record.name for record in ctx.applied} - _FIT - {"checkpointable"})
     if strange:
         raise _unfit(
-            f"not supported in an elastic job: {listed(strange)}", f"of transforms only {listed(sorted(_FIT))}"
+            f"not supported in an elastic job: {listed(strange)}",
+            f"of transforms only {', '.join(sorted(_FIT))}",
+            f"leave {listed(strange)} out",
         )
     return ctx.replicas, _optimizer_of(loader, state)
 
 
-def _unfit(found: str, expected: str) -> ContractError:
-    return ContractError("resilient: a step could not be made again", found=found, expected=expected, fix=_CALL)
+def _unfit(found: str, expected: str, fix: str) -> ContractError:
+    return ContractError("resilient: a step could not be made again", found=found, expected=expected, fix=fix)
 
 
 def _optimizer_of(loader: Any, state: Checkpoint) -> torch.optim.Optimizer:
@@ -80,33 +90,55 @@ def _optimizer_of(loader: Any, state: Checkpoint) -> torch.optim.Optimizer:
             expected="modules, one optimizer, whose step ends a step of the job, and the loader itself",
             fix='state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer, "loader": loader}, ctx)',
         )
-    averaged = {
-        id(p) for module in modules for part in module.modules() if offered(part, GradSync) for p in part.parameters()
-    }
+    averaged = averaged_parameters(modules)
+    unfit = [name for module in modules for name in sparse_gradients(module)]
+    unfit += [name for module in modules for name, p in module.named_parameters() if p.is_complex()]
+    if unfit:
+        found = f"sparse or complex gradients: {listed(unfit)}"
+        raise _unfit(found, "dense gradients of real numbers", "nn.Embedding(..., sparse=False)")
     if any(id(p) not in averaged for group in optimizers[0].param_groups for p in group["params"]):
-        raise _unfit("parameters whose gradients nobody averages", "model, ctx = weft.replicate(model, ctx)")
+        found = "parameters whose gradients nobody averages"
+        raise _unfit(found, "modules that are replicated or sharded", "model, ctx = weft.replicate(model, ctx)")
     return optimizers[0]
 
 
-def facts_of_program(state: Checkpoint) -> dict[str, str]:
-    """What has to be alike on all replicas, as short texts."""
-    objects = {
-        key: [f"{name} {value.dtype} {tuple(value.shape)}" for name, value in _tensors(obj)]
-        for key, obj in state.objects.items()
-    }
-    kinds = {key: type(obj).__name__ for key, obj in state.objects.items()}
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    script = Path(main).read_bytes() if main is not None and Path(main).is_file() else b""
-    return {
+def facts_of_program(state: Checkpoint, loader: ShardedLoader[Any], ctx: DistContext) -> dict[str, str]:
+    """What has to be alike on all replicas, as short texts; those that only one of two has are not compared."""
+    plan, total = loader.weft_reading.plan, loader.weft_reading.total
+    found = {
         "weft": __version__,
         "torch": torch.__version__,
-        "objects": _digest(json.dumps([kinds, objects]).encode()),
-        "script": _digest(script),
+        "objects": _digest(json.dumps([_facts_of_object(key, obj) for key, obj in state.objects.items()]).encode()),
+        "samples": f"{plan.per_step} of {total} in a step, uneven={plan.uneven!r}, drop_last={plan.drop_last}",
+        "transforms": ", ".join(record.name for record in ctx.applied),
     }
+    for record in ctx.applied:
+        text = str(record)
+        key = record.name if record.name not in found else f"{record.name}, number {len(found)}"
+        found[key] = text if len(text) < _LONG else _digest(text.encode())
+    return found | _facts_of_files()
 
 
-def _tensors(obj: object) -> list[tuple[str, torch.Tensor]]:
-    return [*obj.named_parameters(), *obj.named_buffers()] if isinstance(obj, nn.Module) else []
+def _facts_of_object(key: str, obj: object) -> list[object]:
+    if not isinstance(obj, nn.Module):
+        return [key, type(obj).__name__]
+    parameters = [f"{name} {p.dtype} {tuple(p.shape)} {p.requires_grad}" for name, p in obj.named_parameters()]
+    buffers = [f"{name} {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in obj.named_buffers()]
+    return [key, re.sub(r"0x[0-9a-f]+", "", repr(obj)), parameters, buffers]
+
+
+def _facts_of_files() -> dict[str, str]:
+    """The script, and what was imported from its folder."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is None or not Path(main).is_file():
+        return {}
+    found = {"script": _digest(Path(main).read_bytes())}
+    folder = f"{Path(main).resolve().parent}{os.sep}"
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(folder) and "site-packages" not in file and Path(file).is_file():
+            found[file.removeprefix(folder)] = _digest(Path(file).read_bytes())
+    return found
 
 
 def _digest(data: bytes) -> str:

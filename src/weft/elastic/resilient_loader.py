@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -25,13 +26,15 @@ from weft.elastic.join import give, put_in_place, take
 from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
-from weft.errors import ContractError
+from weft.errors import ContextError, ContractError
 from weft.peers.quorum import Answer
 from weft.peers.replica_groups import ReplicaGroup
 
 __all__ = ["Resilient", "resilient"]
 
 B = TypeVar("B")
+
+_ATTEMPTS = 5  # to meet, while nobody is lost
 
 
 def resilient(
@@ -77,7 +80,7 @@ def resilient(
 
     Raises:
         ContextError: It is no elastic job; or this replica is refused: it is another program than the others, or a
-            second process of one replica.
+            second process of one replica. Or replicas cannot connect to each other.
         ContractError: A step could not be made again.
         CheckpointError: The state of the others does not fit the objects here.
         PeerError: The launcher is gone.
@@ -133,11 +136,13 @@ class Resilient(Generic[B]):
         self.step, self.again = step, 0
         self._loader: ShardedLoader[B] = loader
         self._ctx, self._state, self._replicas = ctx, state, replicas
-        self._facts = facts_of_program(state)
+        self._facts = facts_of_program(state, loader, ctx)
+        self._began = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         self._mark, self._copy = StepMark(state, loader, ctx), copy
         self._is_fresh = True
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0
+        replicas.on_loss = self._mark.keep_weights
         optimizer.register_step_pre_hook(self._before_step)
         self._meet(loader.state_dict())
 
@@ -153,6 +158,7 @@ class Resilient(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         epoch = self._loader.epoch
+        self._mark.begin()
         while self._loader.epoch == epoch:
             batches: Any = iter(self._loader)
             self._begin_step()
@@ -221,11 +227,14 @@ class Resilient(Generic[B]):
         replicas = self._replicas
         lost: list[str] = []
         failed = replicas.broken
-        while True:
+        has_met, in_vain = False, 0
+        while not has_met:
             answer, has_met = self._try_to_meet(failed=failed)
             lost += answer.lost
-            if has_met:
-                break
+            in_vain = 0 if answer.lost else in_vain + 1
+            if in_vain > _ATTEMPTS and replicas.index != answer.source:  # which has the state of all
+                raise _out_of_reach(answer)
+        self._mark.begin()
         self._loader.weft_divide(replicas.index, replicas.size)
         if self.leads and self._ctx.is_main and replicas.number > 1:
             logging.getLogger("weft").log(
@@ -244,15 +253,24 @@ class Resilient(Generic[B]):
         if not replicas.broken and replicas.index == answer.source and copied > self.step:
             self.step = self._copy.load()  # nobody else has more, so nobody lives
         if not replicas.broken and replicas.index in answer.receivers:
-            received = take(answer.source, replicas)
+            received = take(answer.source, replicas, began=self._began)
         elif not replicas.broken and replicas.index == answer.source and answer.receivers:
-            give(self._state, self.step, answer.receivers, replicas, self._ctx)
+            give(self._state, self.step, answer.receivers, replicas, self._ctx, began=self._began)
         if not replicas.vote():
             return answer, False
         if received is not None:
             self.step = put_in_place(received, self._state, self._ctx)
         self._is_fresh = False
         return answer, True
+
+
+def _out_of_reach(answer: Answer) -> ContextError:
+    return ContextError(
+        "resilient: replicas that live cannot connect to each other",
+        found=f"{_ATTEMPTS} attempts of replicas {', '.join(answer.members)}",
+        expected="a network over which the machines reach each other, at the address of their host's name",
+        fix="export GLOO_SOCKET_IFNAME=eth0  # the interface of that network, on each node",
+    )
 
 
 def _wrong_loop(found: str, expected: str) -> ContractError:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["cut", "listening_ports"]
+__all__ = ["connections", "cut", "listening_ports"]
 
 
 def listening_ports() -> list[int]:
@@ -23,6 +23,15 @@ def listening_ports() -> list[int]:
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found.add(each.getsockname()[1])
     return sorted(found)
+
+
+def connections() -> set[tuple[int, int]]:
+    """Local and remote port of the connections of this process."""
+    found: set[tuple[int, int]] = set()
+    for each in _sockets():
+        with contextlib.suppress(OSError):
+            found.add((each.getsockname()[1], each.getpeername()[1]))
+    return found
 
 
 def cut(which: Callable[[int, int], bool]) -> None:

@@ -26,7 +26,7 @@ class Ask(NamedTuple):
     Attributes:
         step: Steps that it has made.
         fresh: It was in no quorum yet, or has not received a state since.
-        facts: What has to be alike in all: a text by name.
+        facts: What has to be alike in all, as far as both have it: a text by name.
         patience_s: How long it lets others take to finish their step.
         failed: It was in the middle of a step, in which another one was lost.
     """
@@ -73,6 +73,7 @@ class Quorums:
         inside: Those of the present quorum that live.
         asking: What those bring that wait for the next one.
         facts: What all have in common; of those that came first.
+        is_broken: A member of the present quorum is gone, or has asked for the next one.
         is_done: A replica has ended in good order: nobody begins from nothing any more.
         waiting_since: When the first of those that wait now has asked.
     """
@@ -83,6 +84,7 @@ class Quorums:
     inside: set[str] = field(default_factory=set)
     asking: dict[str, Ask] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    is_broken: bool = False
     is_done: bool = False
     waiting_since: float | None = None
 
@@ -92,6 +94,7 @@ class Quorums:
 
     def ended(self, name: str) -> None:
         """The process of a replica is gone."""
+        self.is_broken |= name in self.inside
         self.living.discard(name)
         self.inside.discard(name)
         self.asking.pop(name, None)
@@ -101,11 +104,13 @@ class Quorums:
         if name not in self.living:
             return f"{name} is no replica that this launcher has started and that has not been replaced"
         self.facts = self.facts or ask.facts
-        differing = [key for key in {**self.facts, **ask.facts} if self.facts.get(key) != ask.facts.get(key)]
+        both = [key for key in self.facts if key in ask.facts]
+        differing = [key for key in both if self.facts[key] != ask.facts[key]]
         if differing:
-            said = [f"{key}: {ask.facts.get(key)}, where the others have {self.facts.get(key)}" for key in differing]
+            said = [f"{key}: {ask.facts[key]}, where the others have {self.facts[key]}" for key in differing]
             return f"{name} is another program: {'; '.join(said)}; {_FACT}"
         self.asking[name] = ask
+        self.is_broken |= name in self.inside
         self.waiting_since = now if self.waiting_since is None else self.waiting_since
         return ""
 
@@ -143,7 +148,7 @@ class Quorums:
         receivers = tuple(i for i, ask in enumerate(asks) if i != source and (ask.fresh or ask.step < step))
         again = any(ask.failed and ask.step == step for ask in asks)
         self.number += 1
-        self.inside, self.asking, self.waiting_since = set(members), {}, None
+        self.inside, self.asking, self.waiting_since, self.is_broken = set(members), {}, None, False
         return Answer(self.number, members, source, receivers, step, again=again)
 
 

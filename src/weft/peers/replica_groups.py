@@ -16,12 +16,15 @@ A replica may have several ranks. Each of them is connected to the rank of the s
     answer/<k>        the quorum, or why it is refused
     passed/<name>/<m> the same, for the other ranks of the replica, at their meeting m
     called/<number>   the members of this quorum are to come together after their step
+    broken/<number>   a member of this quorum is gone, or waits for the next one
     group/<number>/   where the members of a quorum connect
     order/<launcher>/<k>  what the launcher of another node is to do; what it has to say is an ask, too
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -33,6 +36,7 @@ import torch.distributed as dist
 
 from weft.errors import ContextError
 from weft.peers.board import Board
+from weft.peers.gloo_connections import connections, cut
 from weft.peers.quorum import Answer, Ask
 from weft.peers.world import World, arrives
 from weft.tensors.pairwise import SmallSum
@@ -44,7 +48,9 @@ LAUNCHED = "launched"  # key: this launcher decides about quorums
 MEMORY = "memory"  # key: a folder of the launcher, by node
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided
 _LOOK_S = 0.05  # how often it is looked whether somebody new waits
+_PATIENCE_S = 0.5  # how long an operation may take before it is looked whether it can still succeed
 _PIECE = 2**24  # bytes of a message
+_PIECE_S = 30.0  # how long one may take
 
 
 def has_replicas(store: dist.Store) -> int:
@@ -66,6 +72,7 @@ class ReplicaGroup:
         called: Somebody new waits: all meet after this step.
         exchanges: How often all have added up something since the last quorum.
         inside: The ranks of this replica.
+        on_loss: Called when a step fails, before anything else happens.
     """
 
     def __init__(
@@ -94,11 +101,18 @@ class ReplicaGroup:
         self.broken = self.called = False
         self.exchanges = 0
         self.inside = inside
+        self.on_loss: Callable[[], None] = lambda: None
         self._board, self._store, self._device, self._node = board, store, device, node
         self._group: Any = None
+        self._connections: set[tuple[int, int]] = set()  # of this group
         self._sums: dict[tuple[torch.dtype, int], SmallSum] = {}  # of this group
         self._looked_s = 0.0
         self._meetings = 0
+
+    @property
+    def place(self) -> int:
+        """The number of this replica, and of those that take its place."""
+        return int(self.name.partition(".")[0])
 
     def memory(self) -> Path | None:
         """A folder in the memory of the machine that outlives this process; None without a launcher."""
@@ -158,20 +172,39 @@ class ReplicaGroup:
 
     def _connect(self) -> bool:
         assert self._store is not None
-        limit = timedelta(seconds=_CONNECT_S)
-        try:
-            store = dist.PrefixStore(f"group/{self.number}/{self.inside.rank}", self._store)
-            group: Any = dist.ProcessGroupGloo(store, self.index, self.size, limit)
-            group._set_default_timeout(timedelta(seconds=self.inside.timeout_s))
-        except RuntimeError:
+        store = dist.PrefixStore(f"group/{self.number}/{self.inside.rank}", self._store)
+        place = self.index, self.size, timedelta(seconds=_CONNECT_S)
+        made: list[Any] = []
+        over = threading.Event()
+
+        def connect() -> None:
+            with contextlib.suppress(RuntimeError):
+                made.append(dist.ProcessGroupGloo(store, *place))
+            over.set()
+
+        before = connections()
+        threading.Thread(target=connect, name="weft connect", daemon=True).start()
+        while not over.wait(_PATIENCE_S):  # gloo waits five times as long as it is told, for one that has just died
+            if self._is_hopeless():
+                return False
+        if not made:
             return False
-        self._group = group
+        server = None if self._board is None else self._board.port
+        self._connections = {one for one in connections() - before if one[1] != server}
+        self._group = made.pop()
+        self._group._set_default_timeout(timedelta(seconds=self.inside.timeout_s))
         return True
 
     def release(self) -> None:
         """Let the group go; the others' operations fail."""
-        self._group = None
+        # Processes that were forked from this one, as by a loader, keep them open; so closing them is not enough.
+        mine, self._connections = self._connections, set()
+        if mine:
+            cut(lambda *ports: ports in mine)
         self._sums.clear()
+        group, self._group = [self._group], None
+        if group[0] is not None:  # it ends when its operations have, which may be never
+            threading.Thread(target=group.clear, name="weft release", daemon=True).start()
 
     # -- in a step -------------------------------------------------------------------------------
 
@@ -186,21 +219,37 @@ class ReplicaGroup:
         signal = found[0][-1:] if room else torch.zeros(1)
         signal.fill_(self._somebody_waits())
         for tensor in found if room else (signal, *found):
-            if self._group is not None and not self.broken:
-                try:
-                    self._sum(tensor)
-                except RuntimeError:
-                    self._lose()
+            if self._group is not None and not self.broken and not self._sum(tensor):
+                self._lose()
         self.called |= bool(signal) and not self.broken
         self.exchanges += 1
         self.vote()
         return not self.broken
 
-    def _sum(self, tensor: torch.Tensor) -> None:
+    def _sum(self, tensor: torch.Tensor) -> bool:
         key = tensor.dtype, tensor.numel()
         if key not in self._sums:
-            self._sums[key] = SmallSum(self._group, tensor)
-        self._sums[key](tensor)
+            self._sums[key] = SmallSum(self._group, tensor, self._wait)
+        with contextlib.suppress(RuntimeError):
+            self._sums[key](tensor)
+            return True
+        return False
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for an operation, unless the launcher knows that it cannot succeed."""
+        hopeless = False
+        while True:
+            try:
+                work.wait(timedelta(seconds=_PATIENCE_S))
+                return
+            except RuntimeError:
+                if hopeless or work.is_completed():
+                    raise
+            hopeless = self._is_hopeless()
+
+    def _is_hopeless(self) -> bool:
+        """Whether the launcher knows of a member that will not take part any more."""
+        return self._board is not None and self._board.has(f"broken/{self.number}")
 
     def vote(self) -> bool:
         """Whether no rank of this replica has lost another one; they come here together."""
@@ -221,6 +270,8 @@ class ReplicaGroup:
         return self._board.has(f"called/{self.number}")
 
     def _lose(self) -> None:
+        if not self.broken:
+            self.on_loss()
         self.broken = True
         self.release()
 
@@ -238,9 +289,11 @@ class ReplicaGroup:
         for piece in tensor.reshape(-1).view(torch.uint8).split(_PIECE):
             if self._group is None:
                 return False
-            try:
-                move(self._group, piece).wait()
-            except RuntimeError:
+            moved = False
+            with contextlib.suppress(RuntimeError):
+                move(self._group, piece).wait(timedelta(seconds=min(_PIECE_S, self.inside.timeout_s)))
+                moved = True
+            if not moved:
                 self._lose()
         return not self.broken
 

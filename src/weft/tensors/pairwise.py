@@ -12,7 +12,7 @@ MPICH", 2005, section 4.4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,19 @@ def as_real(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class SmallSum:
-    """Sums buffers of one size over a group in place; by an all-reduce where exchanges do not pay."""
+    """Sums buffers of one size over a group in place; by an all-reduce where exchanges do not pay.
 
-    def __init__(self, group: dist.ProcessGroup | dist.ProcessGroupGloo, like: torch.Tensor) -> None:
+    `wait` waits for each operation.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | dist.ProcessGroupGloo,
+        like: torch.Tensor,
+        wait: Callable[[dist.Work], object] = dist.Work.wait,
+    ) -> None:
         self._group: Any = group
+        self._wait = wait
         rank, size = group.rank(), group.size()
         self._exchanges = like.numel() * like.element_size() <= _MAX_BYTES and in_pairs(group, like, size)
         peers = [rank ^ 1 << bit for bit in range(size.bit_length() - 1)]
@@ -42,10 +51,10 @@ class SmallSum:
     def __call__(self, buffer: torch.Tensor) -> None:
         """Replace `buffer` by the sum over the ranks."""
         if not self._exchanges:
-            self._group.allreduce([buffer]).wait()
+            self._wait(self._group.allreduce([buffer]))
             return
         for splits in self._splits:
-            self._group.alltoall_base(self._received, buffer, splits, splits).wait()
+            self._wait(self._group.alltoall_base(self._received, buffer, splits, splits))
             buffer.add_(self._received)
 
 

@@ -75,8 +75,9 @@ def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable
 
 
 def drawn_state(step: int, ctx: DistContext) -> Callable[[], None]:
-    """New random states for a rank that did not save one; a function of seed, step and rank."""
-    number = zlib.crc32(f"{ctx.seed} {step} {ctx.rank}".encode())
+    """New random states for a rank that did not save one; a function of seed, step, rank and replica."""
+    replica = "" if ctx.replicas is None else f" {ctx.replicas.place}"
+    number = zlib.crc32(f"{ctx.seed} {step} {ctx.rank}{replica}".encode())
 
     def apply() -> None:
         random.seed(number)

@@ -24,11 +24,11 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     epoch, start = spans[-1].epoch, spans[-1].start
     view: Any = object.__new__(DataLoader)
     fields = dict(loader.__dict__)
-    seed, rank = loader.weft_ctx.seed, loader.weft_ctx.data_rank
+    elastic = loader.weft_ctx.replicas is not None
+    seed, rank = loader.weft_ctx.seed, reading.plan.rank if elastic else loader.weft_ctx.data_rank
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
     if loader.num_workers:
-        elastic = loader.weft_ctx.replicas is not None
         fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, elastic=elastic)
     if reading.stream is not None:
         stream = copy.copy(reading.stream)

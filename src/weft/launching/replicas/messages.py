@@ -53,10 +53,10 @@ class Messages:
         """Answer a question of a replica."""
         self._store.set(f"answer/{number}", json.dumps(found))
 
-    def call(self, quorum: int) -> None:
-        """Call the members of a quorum together after their step."""
-        if not self._store.check([f"called/{quorum}"]):
-            self._store.set(f"called/{quorum}", "1")
+    def tell(self, what: str, quorum: int) -> None:
+        """Tell the members of a quorum that they are "called" together after their step, or that it is "broken"."""
+        if not self._store.check([f"{what}/{quorum}"]):
+            self._store.set(f"{what}/{quorum}", "1")
 
     def order(self, launcher: str, number: int, what: dict[str, Any]) -> None:
         """Tell another launcher to do something."""

@@ -68,6 +68,7 @@ class Replica(ABC, Generic[N]):
         node: On which it runs.
         stopped_since: When one of its processes was first seen stopped; None if none is.
         was_inside: It was in some quorum.
+        refused: Why it may be in none; "" if it may.
     """
 
     number: int
@@ -75,6 +76,7 @@ class Replica(ABC, Generic[N]):
     node: N
     stopped_since: float | None = None
     was_inside: bool = False
+    refused: str = ""
 
     @property
     def name(self) -> str:

@@ -193,6 +193,7 @@ class _Job:
             self.preempted += not replica.node.is_leaving  # else the job does without that node
             return
         how, trace = how_it_ended(ended.code), ended.trace
+        why = why or replica.refused
         last_words = next((line for line in reversed(trace.splitlines()) if line[:1].strip()), "")
         loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words, time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
@@ -201,7 +202,7 @@ class _Job:
         said = f"{loss}; {len(self.living)} of {self.most} replicas left"
         if replica.node.is_leaving or self.finished or self.signalled:
             say(said)
-        elif self.restarts < self.plan.max_restarts:
+        elif self.restarts < self.plan.max_restarts and not replica.refused:  # the next one would be refused, too
             self.restarts += 1
             say(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
             self.start(replica.number, replica.node)
@@ -221,6 +222,8 @@ class _Job:
             if refused:
                 say(f"refused: {refused}")
                 self.messages.answer(number, Answer(refused=refused)._asdict())
+                if name in self.living:
+                    self.living[name].refused = refused
             else:
                 self.living[name].was_inside |= not asked["fresh"]
                 self.questions[name] = number
@@ -232,7 +235,9 @@ class _Job:
         found = self.quorums.next(now)
         if found is None:
             if self.quorums.calls:
-                self.messages.call(number)
+                self.messages.tell("called", number)
+            if self.quorums.is_broken:
+                self.messages.tell("broken", number)
             return
         new = sorted(self.living[name].number for name in set(found.members) - before)
         found = found._replace(lost=self.story.continues(found, new, now))
