@@ -75,6 +75,7 @@ class JoinedNode:
         is_over = threading.Event()
         threading.Thread(target=self._guard, args=(is_over,), name="weft launch", daemon=True).start()
         try:
+            self._here.prepare()
             self._report(first=True)
             while self._ending is None:
                 sentinels = [one for replica in self._here.replicas.values() for one in replica.sentinels]

@@ -21,6 +21,7 @@ from weft.peers.world import PREEMPTED
 __all__ = ["GRACE_S", "Ended", "LocalNode", "LocalReplica", "Node", "Replica"]
 
 GRACE_S = 10.0  # that processes have to end in good order
+_CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
 
 
 class Ended(NamedTuple):
@@ -211,20 +212,25 @@ class LocalNode:
         """Where the store of the job is."""
         self._address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
+    def prepare(self) -> None:
+        """Import what all processes begin with; `start` takes seconds else, in which nothing is heard of this node."""
+        first = _CONTEXT.Process(target=int)
+        first.start()
+        first.join()
+
     def start(self, number: int, attempt: int) -> LocalReplica:
         """Start the processes of a replica."""
         replica = LocalReplica(number, attempt, self, folder=self._folder)
         # All replicas that there can be count, also those of nodes that are not there.
         plan = self.plan._replace(node_rank=self.number, least_nodes=self.plan.most_nodes)
         first = number * plan.replica_ranks - self.number * plan.nproc
-        context: Any = multiprocessing.get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
         for local_rank in range(first, first + plan.replica_ranks):
             variables = plan.variables(local_rank) | {
                 **self._address,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
             }
-            process = context.Process(target=self._target, args=self._arguments(variables))
+            process = _CONTEXT.Process(target=self._target, args=self._arguments(variables))
             replica.processes[int(variables["RANK"])] = process
             process.start()
         self.replicas[replica.name] = replica
