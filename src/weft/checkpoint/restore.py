@@ -20,7 +20,7 @@ from weft.checkpoint.format.safetensors_write import check_file, sync_folder
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state.apply import Plan, check_values, load_objects, put_weights, request
-from weft.checkpoint.state.collect import Checkpoint, check_state
+from weft.checkpoint.state.collect import Checkpoint, around, check_state
 from weft.collectives.on_all_ranks import from_main, gathered, on_all
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
@@ -107,12 +107,13 @@ def restore(
         plan, skipped, there = _newest(state, where, ctx, strict=strict)
         if plan is None:
             return None
-        with contextlib.ExitStack() as undo:
-            on_all("restore", ctx, lambda: load_objects(plan, ctx, undo))
-            undo.pop_all()
-        state.torn[:] = [str(plan.reader.folder)]
-        on_all("restore: done", ctx, lambda: put_weights(plan, ctx))
-        state.torn.clear()
+        with around("restore", state, ctx):
+            with contextlib.ExitStack() as undo:
+                on_all("restore", ctx, lambda: load_objects(plan, ctx, undo))
+                undo.pop_all()
+            state.torn[:] = [str(plan.reader.folder)]
+            on_all("restore: done", ctx, lambda: put_weights(plan, ctx))
+            state.torn.clear()
     folder, manifest = plan.reader.folder, plan.reader.manifest
     mirror = _mirror(where)
     if mirror is not None:

@@ -13,7 +13,7 @@ from weft.checkpoint.format import commit
 from weft.checkpoint.format.manifest import MAX_STEP
 from weft.checkpoint.format.remote import place
 from weft.checkpoint.format.safetensors_write import write_tensors
-from weft.checkpoint.state.collect import Checkpoint, check_state
+from weft.checkpoint.state.collect import Checkpoint, around, check_state
 from weft.checks import check_count
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
@@ -63,12 +63,13 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
         'step-00000010'
     """
     where = come_together("save", state, directory, step, ctx, keep)
-    brought, mine = on_all("save", ctx, lambda: outline(state, ctx))
-    if isinstance(ctx.world.group, PretendedGroup):
-        return counted(where, step, mine, ctx.world.group)
-    draft = start_draft("save", where, step, ctx)
-    with draft.ending:
-        complete("save", draft, step, brought, lambda path: write_tensors(path, mine), ctx, keep=keep)
+    with around("save", state, ctx):
+        brought, mine = on_all("save", ctx, lambda: outline(state, ctx))
+        if isinstance(ctx.world.group, PretendedGroup):
+            return counted(where, step, mine, ctx.world.group)
+        draft = start_draft("save", where, step, ctx)
+        with draft.ending:
+            complete("save", draft, step, brought, lambda path: write_tensors(path, mine), ctx, keep=keep)
     return draft.final
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from weft.checkpoint.draft import Draft, Outline, complete, outline, start_draft
 from weft.checkpoint.save import come_together, counted
 from weft.checkpoint.staging import Staged, Staging
-from weft.checkpoint.state.collect import Checkpoint
+from weft.checkpoint.state.collect import Checkpoint, around
 from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext, World
 from weft.context.placement import value_device
@@ -83,13 +83,15 @@ def save_async(
     """
     where = come_together(_WHAT, state, directory, step, ctx, keep)
     if isinstance(ctx.world.group, PretendedGroup):
-        _, mine = on_all(_WHAT, ctx, lambda: outline(state, ctx))
+        with around("save", state, ctx):
+            _, mine = on_all(_WHAT, ctx, lambda: outline(state, ctx))
         done: Future[None] = Future()
         done.set_result(None)
         return RunningSave(counted(where, step, mine, ctx.world.group), done, ThreadPoolExecutor(1))
     saver = _saver_of(ctx.world)
     beside = replace(ctx, world=saver.open_board(ctx.world))
-    brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
+    with around("save", state, ctx):
+        brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
     draft = start_draft(_WHAT, where, step, ctx)
     second_half = partial(complete, _WHAT, draft, step, brought, staged.write, beside, keep=keep)
     return saver.start(draft, second_half, beside.world)

@@ -9,9 +9,10 @@ strings and places of tensors are marked in it (json_values.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
 from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
 from weft.checks import is_of
+from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
 from weft.contract import (
     KeepsOrder,
@@ -37,10 +39,12 @@ from weft.tensors.dtensor import resting_parameters
 from weft.tensors.quantized import quantization_state
 
 __all__ = [
+    "Around",
     "Checked",
     "Checkpoint",
     "Content",
     "Stateful",
+    "around",
     "check_memory",
     "check_state",
     "checkpointable",
@@ -57,6 +61,7 @@ __all__ = [
 
 
 T = TypeVar("T")
+Around: TypeAlias = Callable[[Literal["save", "restore"]], object]
 
 _COMPILED = "_orig_mod"
 
@@ -77,17 +82,27 @@ class Checkpoint:
         objects: By name.
         rng: Whether the random states of python, numpy and torch belong to it.
         only: Which tensors of modules do, by "<object>/<name>"; None: all.
+        before: What is called before the objects are read or changed.
+        after: What is called when they have been.
         torn: The checkpoint that could not be restored to the end, if the objects are part of it now.
     """
 
     objects: Mapping[str, Any]
     rng: bool = True
     only: Callable[[str], bool] | None = None
+    before: Around | None = None
+    after: Around | None = None
     torn: list[str] = field(default_factory=list, compare=False, repr=False)
 
 
 def checkpointable(
-    objects: Mapping[str, Any], ctx: DistContext, *, rng: bool = True, only: Callable[[str], bool] | None = None
+    objects: Mapping[str, Any],
+    ctx: DistContext,
+    *,
+    rng: bool = True,
+    only: Callable[[str], bool] | None = None,
+    before: Around | None = None,
+    after: Around | None = None,
 ) -> tuple[Checkpoint, DistContext]:
     """Put together everything that has to survive: models, optimizers, schedulers, loaders, your own.
 
@@ -107,6 +122,10 @@ def checkpointable(
         only: Which parameters and buffers of modules belong to it, a function of "<object>/<name>", the same on all
             ranks. The others are neither saved nor restored: frozen weights that come from a file of their own, or a
             head that begins anew. Default: all.
+        before: Called with "save" or "restore" on every rank, before the objects are read or changed: to put into
+            the optimizer what is to be saved, as `eval()` of a schedule-free one does. The same on all ranks.
+        after: Called with "save" or "restore" when they have been, also if that failed. `save_async` calls both
+            before it returns.
 
     Returns:
         The state, for `save` and `restore`; and `ctx` with this in `applied`.
@@ -142,7 +161,15 @@ def checkpointable(
             expected="modules, optimizers, random generators, or objects with both methods",
             fix="give the class state_dict() and load_state_dict(state); the step is an argument of weft.save",
         )
-    state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng, only)
+    for what, function in (("before", before), ("after", after)):
+        if function is not None and not callable(function):
+            raise type_error(
+                f"checkpointable: {what} cannot be called",
+                found=type(function).__name__,
+                expected='a function of "save" or "restore"',
+                fix=f"weft.checkpointable(objects, ctx, {what}=lambda what: optimizer.eval())",
+            )
+    state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng, only, before, after)
     for name, obj in objects.items():
         check_not_streamed("checkpointable", obj)
         if isinstance(obj, torch.optim.Optimizer):
@@ -154,6 +181,22 @@ def checkpointable(
         targets=tuple(type(obj).__name__ for obj in objects.values()),
     )
     return state, replace(ctx, applied=(*ctx.applied, record))
+
+
+@contextmanager
+def around(what: Literal["save", "restore"], state: Checkpoint, ctx: DistContext) -> Iterator[None]:
+    """Call what the user wants to be called before and after; an error in it is raised on all ranks."""
+    before, after = state.before, state.after
+    if before is not None:
+        on_all(f"{what}: before", ctx, lambda: before(what))
+    try:
+        yield
+    except BaseException:
+        if after is not None:
+            after(what)
+        raise
+    if after is not None:
+        on_all(f"{what}: after", ctx, lambda: after(what))
 
 
 def _check_state_kept(name: str, optimizer: torch.optim.Optimizer) -> None:
