@@ -172,7 +172,8 @@ def test_a_frozen_rank_0_is_named_by_all_others(tmp_path, launcher, where):
         if launcher == "variables":
             processes = _start(path, n, where, str(tmp_path))
         else:
-            module = ["weft", "launch", "-n"] if launcher == "weft" else ["torch.distributed.run", "--nproc-per-node"]
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node"]  # others may run at its usual port
+            module = ["weft", "launch", "-n"] if launcher == "weft" else torchrun
             line = [sys.executable, "-m", *module, str(n), str(path), where, str(tmp_path)]
             processes = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)]
         for process in processes:

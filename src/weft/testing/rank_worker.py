@@ -57,9 +57,9 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
             break
         data, failed = _run(job, size, printed)
         pipe.send_bytes(data)
+        gc.collect()  # groups that nobody holds any more have threads that keep looking
         if failed and dist.is_initialized():
             # The world ends now; ranks that wait for this one in a collective wake up at once.
-            gc.collect()
             dist.destroy_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -121,7 +121,6 @@ def _context(options: dict[str, Any], size: int) -> DistContext:
 
 def _reset() -> None:
     """Let no job see what an earlier one left behind."""
-    gc.collect()
     warnings.filters[:] = _FILTERS  # type: ignore[index]
     torch.manual_seed(0)
     random.seed(0)

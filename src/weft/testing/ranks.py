@@ -31,6 +31,7 @@ __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
 R = TypeVar("R")
 _OPTIONS = {"mesh": None, "data_axes": None, "seed": 0, "debug": False, "device": "cpu"}  # of the context of a rank
+_KEPT = 4  # the largest world that is kept: threads of gloo keep looking for messages
 _GROUP_TIMEOUT_S = 60.0
 _CUT = "\n  ...\n"  # faulthandler writes the innermost 100 calls
 _STACK_LIMIT_S = 2.0  # for a rank to say where it is
@@ -93,7 +94,7 @@ def _default_pool() -> RankPool:
 
 
 class RankPool:
-    """Warm ranks: one world per size, made when first asked for, kept until it fails."""
+    """Warm ranks: one world per small size, made when first asked for, kept until it fails."""
 
     def __init__(self) -> None:
         self._server: _Server | None = None
@@ -116,7 +117,7 @@ class RankPool:
         try:
             answers = world.call(job, timeout_s)
             stacks = world.stacks([rank for rank in range(n) if rank not in answers])
-            if len(answers) == n and all(answer["ok"] and answer["reusable"] for answer in answers.values()):
+            if n <= _KEPT and len(answers) == n and all(one["ok"] and one["reusable"] for one in answers.values()):
                 self._worlds[n] = world
         finally:  # also when the caller is interrupted
             if n not in self._worlds:
