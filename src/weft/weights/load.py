@@ -55,7 +55,7 @@ def load_weights(
 
     Use it for initial weights; `restore` resumes a run. Everything is checked before anything changes, and read before
     anything is put in place: on an error, every rank keeps what it had. Together, the ranks read each byte once:
-    tensors that all ranks hold are read by one and sent to the others; each rank reads its own shards.
+    tensors that all ranks hold are divided among them for reading and then sent; each rank reads its own shards.
 
     Changes: the module, in place. Tensors keep their dtype and device, and tied ones stay tied; those on
     meta get memory on `ctx.device`, and their parameters are new objects, so the optimizer comes after.
