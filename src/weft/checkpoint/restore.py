@@ -54,16 +54,16 @@ class Restored:
 def restore(
     state: Checkpoint, directory: str | Path, ctx: DistContext, *, strict: bool = True, discard_newer: bool = False
 ) -> Restored | None:
-    """Go on from the newest checkpoint that is whole, saved at any number of ranks and any strategy.
+    """Resume from the newest intact checkpoint, saved on any number of ranks and under any strategy.
 
-    Everything is checked before anything is changed: all bytes, names, shapes and dtypes; on an error, also one
-    of an object's own `load_state_dict`, every rank keeps what it had. Then each rank reads what it holds, in
-    place. If a disk dies at that moment all ranks raise, and the state cannot be saved until a restore succeeds.
-    A damaged checkpoint is passed over for the one before it; one that cannot be read at this moment is not, and
-    neither is one that a newer version of weft wrote: they raise.
+    Everything is checked before anything is changed: all bytes, names, shapes and dtypes; on an error, also one of an
+    object's own `load_state_dict`, every rank keeps what it had. Then each rank reads what it holds, in place. If a
+    disk fails at that moment, all ranks raise, and the state cannot be saved until a restore succeeds. A damaged
+    checkpoint is skipped in favor of the one before it; one that cannot be read at this moment, or that a newer version
+    of weft wrote, raises instead.
 
-    At the number of ranks that saved, the random states go on where they were. At another number,
-    each rank gets states of its own, drawn from the step.
+    On the same number of ranks, the random states continue where they were. On a different number, each rank gets its
+    own states, derived from the step.
 
     Changes: the objects of `state` in place, and the global random states if they belong to it.
     Collectives: meetings through the store; each rank reads the blocks it holds, and checks its share of
@@ -76,7 +76,8 @@ def restore(
         ctx: Whose ranks.
         strict: Raise if names differ. Otherwise what is missing keeps its value.
         discard_newer: After going back to an older checkpoint, rename the newer ones in its directory to
-            `step-<number>.discarded`. Otherwise a save below one of them raises, as a restart would take that one.
+            `step-<number>.discarded`. Otherwise saving an older step than one of them raises, as a restart would use
+            the newer one.
 
     Returns:
         Step, and what was missing, left over, or skipped; None if there is no checkpoint yet.

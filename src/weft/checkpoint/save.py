@@ -26,10 +26,10 @@ __all__ = ["come_together", "counted", "save"]
 def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, *, keep: int | None = None) -> Path:
     """Write a checkpoint; when it returns, on any rank, it is on the disk and complete.
 
-    Each rank writes the blocks it holds, tensors that all hold are shared out. The checkpoint is
-    written into a hidden folder and appears with one rename, after every file was brought to the
-    disk; a run that is killed at any moment leaves the checkpoints before it as they were. A damaged
-    checkpoint of the same step, which `restore` passed over, is renamed to `step-<number>.damaged`.
+    Each rank writes the blocks it holds; tensors that all ranks hold are divided among them. The checkpoint is written
+    to a hidden folder and appears with one rename, after every file was flushed to disk; a run that is killed at any
+    moment leaves the checkpoints before it as they were. A damaged checkpoint of the same step, which `restore` passed
+    over, is renamed to `step-<number>.damaged`.
 
     Changes: nothing of the state; the directory. Collectives: a few gatherings of names and hashes.
 
@@ -40,8 +40,8 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
             and the manifest, sent last, commits.
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: Whose ranks.
-        keep: After the checkpoint is complete and was read back, remove all but those with the largest so many
-            steps. Those that are known to be damaged do not count; what cannot be removed is left, with a warning.
+        keep: After the checkpoint is complete and was read back, remove all but the newest `keep` checkpoints by step.
+            Those known to be damaged do not count; what cannot be removed is left, with a warning.
 
     Returns:
         The folder of the checkpoint; of a URL, a path that prints as one.

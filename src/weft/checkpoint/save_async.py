@@ -43,11 +43,10 @@ def save_async(
 ) -> RunningSave:
     """Write a checkpoint as `save` does, while the program continues.
 
-    When it returns, the state has been copied to host memory and may change: the checkpoint holds the
-    values of the moment of the call. Writing and committing go on in a thread, by the same protocol
-    and with the same guarantees as `save`. A save that begins before this one has ended waits
-    for it, and so does leaving the context and the end of the program. The memory of the copy is kept
-    for the next save.
+    When it returns, the state has been copied to host memory and may change: the checkpoint holds the values of the
+    moment of the call. Writing and committing happen in a thread, with the same protocol and guarantees as `save`. A
+    save that begins before this one has ended waits for it, and so does leaving the context and the end of the program.
+    The memory of the copy is kept for the next save.
 
     Changes: nothing of the state; the directory. Keeps host memory of the size of what this rank writes,
     and a thread until the save has ended. Collectives: meetings through the store, none of torch; those
@@ -58,7 +57,7 @@ def save_async(
         directory: Of the run, on a file system all ranks share; made if missing. Or a URL, as for `save`.
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: Whose ranks; all of them call it.
-        keep: After the checkpoint is complete, remove all but those with the largest so many steps.
+        keep: After the checkpoint is complete, remove all but the newest `keep` checkpoints by step.
 
     Returns:
         The running save: `wait()` gives the folder once it is complete, or raises; `done()` tells

@@ -66,33 +66,33 @@ class Applied:
 class DistContext(Guarded):
     """Where a program runs, and which transforms were applied so far.
 
-    A context is a value: frozen, comparable, hashable, picklable. It is made by `weft.start`,
-    `weft.adopt`, `weft.local` or `weft.testing.fake`; every transform returns a new one. Several
-    contexts with different settings live side by side in one process. What cannot be a value (the
-    process group, the store) is in `world`, which takes no part in comparison or pickling.
+    A context is a value: frozen, comparable, hashable, picklable. It is made by `weft.start`, `weft.adopt`,
+    `weft.local` or `weft.testing.fake`; every transform returns a new one. Several contexts with different settings can
+    coexist in one process. What cannot be a value (the process group, the store) is in `world`, which is ignored by
+    comparison and pickling.
 
     Attributes:
-        rank: Of this process among the ranks of this context; -1 when it is not one of them.
+        rank: Rank of this process in this context; -1 if it is not part of it.
         world_size: Number of ranks of this context.
-        local_rank: Of this process on its node.
+        local_rank: Rank of this process on its node.
         local_world_size: Number of processes of the job on this node.
-        node_rank: Of this node.
+        node_rank: Rank of this node.
         num_nodes: Number of nodes of the job.
-        attempt: How often the launcher has started the job again, after a failure.
+        attempt: How often the launcher has restarted the job after a failure.
         device: Where this rank computes.
         axes: Names and sizes of the mesh axes, outermost first; sizes multiply to `world_size`.
         data_axes: The axes over which batches differ; along the others every rank sees the same.
-        seed: Of everything that draws random numbers on purpose, such as `shard_data`.
+        seed: Seed for everything that draws random numbers on purpose, such as `shard_data`.
         timeout_s: How long to wait for a peer before giving up.
         debug: Whether collectives compare their arguments over the ranks first.
         ranks: Global rank of each member of this context.
         applied: One record per transform, in order.
         sources: For each setting, which layer it came from.
         handed_over: What the transform that returned this context offers to later ones; see `offering`.
-        restricted: Set by `only`: this context speaks for one rank, collectives are refused.
+        restricted: Set by `only`: this context is for one rank, and collectives raise an error.
         engine: Who executes the transforms.
         world: Live handles: process group and store.
-        replicas: Of an elastic job, the replicas that make steps together; everything else is about this one.
+        replicas: In an elastic job, the replicas that step together; all other fields describe this replica.
     """
 
     seed: int = 0

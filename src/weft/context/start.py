@@ -54,13 +54,12 @@ def start(
     debug: bool | None = None,
     config: str | Path | None = None,
 ) -> DistContext:
-    """Join the job this process was launched in, and say where we are.
+    """Join the job this process was launched in, and return its context.
 
-    Reads the facts of torchrun, `weft launch`, SLURM, MPI or Ray Train from the environment once,
-    creates the process group, and returns the context every transform takes. Without a launcher it
-    is a world of one rank and no group is made. Every argument but `engine` and `elastic` that is not given may be
-    set by an environment variable `WEFT_<NAME>`, or else by a TOML file, if one is named;
-    `weft.explain(ctx)` shows which layer won.
+    Reads what torchrun, `weft launch`, SLURM, MPI or Ray Train set in the environment once, creates the process group,
+    and returns the context that every transform takes. Without a launcher, there is one rank and no group. Except for
+    `engine` and `elastic`, an argument that is not given may be set by an environment variable `WEFT_<NAME>`, or else
+    by a TOML file, if you name one; `weft.explain(ctx)` shows which layer won.
 
     If the program initialised torch.distributed already, that group is adopted (see `adopt`).
 
@@ -73,8 +72,8 @@ def start(
             may be -1. Default: one axis "data" over all ranks.
         data_axes: Axes over which batches differ; default: all but tensor, context, sequence and
             pipeline axes.
-        elastic: The outermost mesh axis, along which lie replicas that may die and be replaced while the job
-            continues, see `resilient`. The context is that of one replica then, with the other axes of the mesh.
+        elastic: The outermost mesh axis, along which replicas may die and be replaced while the job continues; see
+            `resilient`. The context then describes one replica, with the other mesh axes.
         device: "cpu", "cuda", "cuda:1", ...; default: this rank's accelerator if there is one. A
             device type without an index takes the local rank modulo the number of devices.
         backend: Of the process group; default: what fits the device ("gloo" on a CPU).
@@ -86,7 +85,7 @@ def start(
             variable `WEFT_CONFIG` names, else none.
 
     Returns:
-        The context; use it as `with weft.start() as ctx:` so that the job ends in good order.
+        The context; use it as `with weft.start() as ctx:` so that the job ends cleanly.
 
     Raises:
         ContextError: The environment contradicts itself or the arguments, or the file cannot be used.

@@ -40,11 +40,11 @@ _ATTEMPTS = 5  # to meet, while nobody is lost
 def resilient(
     loader: DataLoader[B], ctx: DistContext, *, state: Checkpoint, step: int = 0, copy_every: int | None = None
 ) -> Resilient[B]:
-    """Yield the batches or windows of a loader; a step in which a replica dies is made again by the others.
+    """Yield the batches or windows of a loader; if a replica dies during a step, the others repeat the step.
 
     For jobs started by `weft launch --min-replicas`, with a context of `weft.start(elastic=...)`. The samples of a step
-    are those of the uninterrupted run, whoever lives: when a replica dies or joins, they are divided anew. So the
-    parameters in the end are those of a run without faults, and each sample is used once per epoch.
+    are those of an uninterrupted run: when a replica dies or joins, they are redistributed. So the final parameters are
+    those of a run without failures, and each sample is used once per epoch.
 
         state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer, "loader": loader}, ctx)
         batches = weft.resilient(loader, ctx, state=state)
@@ -57,9 +57,9 @@ def resilient(
 
     One yield is one step, with one `optimizer.step()` in it. A step that failed ends like any other: its gradients are
     zero, its `optimizer.step()` does nothing, and what else it has changed (buffers, random states, learning rate,
-    every object of `state`) is put back before the same samples are yielded again. A replica that is started anew
-    takes over model, optimizer, position, random states and step from a living one here, and continues with the others
-    after their next step.
+    every object of `state`) is put back before the same samples are yielded again. A restarted replica copies model,
+    optimizer, position, random states and step from a live one here, and continues with the others after their next
+    step.
 
     Changes: the objects of `state`, if another replica has made more steps. A hook on the optimizer.
     Collectives: here, a meeting of all replicas, and the state sent to new ones. In each backward pass an all-reduce of
@@ -68,12 +68,12 @@ def resilient(
     Args:
         loader: Of `shard_data` over a map-style dataset, or the windows of `accumulate_grads` over one.
         ctx: Where we run, after all transforms.
-        state: All that a new replica needs: modules that are replicated or sharded, their one optimizer, `loader`
-            itself, and whatever else the loop changes.
-        step: Steps that were made before, as `restore` says; the replica with the most has the state of all.
-        copy_every: The first replica copies the state into the memory of the machine every so many steps, as `save`
-            does. If no replica lives any more, those that are started again begin with the copy, unless `step` is
-            higher. For jobs with one replica, and against the loss of all.
+        state: Everything that a new replica needs: modules that are replicated or sharded, their one optimizer,
+            `loader` itself, and whatever else the loop changes.
+        step: Number of steps made before, as returned by `restore`; all replicas use the state of the one with the
+            most.
+        copy_every: Every this many steps, the first replica copies the state into the machine's memory, in the format
+            of `save`. If all replicas die, restarted ones begin with the copy, unless `step` is higher.
 
     Returns:
         An iterable over one epoch at a time, with `epoch`, `step` and `leads`.

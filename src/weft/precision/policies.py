@@ -78,17 +78,17 @@ class Precision:
     """Which dtype is used where. None always means: leave it as it is.
 
     Attributes:
-        param: Parameters that are trained are stored in it; frozen ones are left alone.
-        compute: Inside the module. If parameters are stored in another dtype, torch's autocast
-            picks the operations that are safe in it; otherwise inputs are cast to it, and an
-            autocast around the module does not reach inside.
-        reduce: In which gradients travel between ranks.
+        param: Dtype in which trained parameters are stored; frozen parameters are left alone.
+        compute: Dtype of the computation inside the module. If parameters are stored in another dtype, torch's autocast
+            picks the operations that are safe in it; otherwise inputs are cast to it, and an autocast around the module
+            has no effect inside.
+        reduce: Dtype in which gradients are communicated.
         gather: The `compute` dtype, for modules that are sharded: linear layers and convolutions, whose
             parameters autocast would cast, are gathered in it, everything else as it is.
         matmul: `torch.float8_e4m3fn`: linear layers, of which both sides are multiples of 16, multiply matrices that
             are rounded to it row by row; gradients of their weights are added up in float32.
-        storage: Frozen weights of linear layers, convolutions and embeddings rest in it, such as
-            `torch.float8_e4m3fn`; a layer casts its own to `compute` while it is called.
+        storage: Dtype in which frozen weights of linear layers, convolutions and embeddings are stored, such as
+            `torch.float8_e4m3fn`; each layer casts its weights to `compute` while it is called.
         buffer: Floating-point buffers are stored in it; those of a layer whose own parameters are
             all frozen are left alone, like these.
         output: Floating-point outputs are cast to it.

@@ -81,15 +81,15 @@ def rehearse(
 ) -> Rehearsal | tuple[Rehearsal, ...]:
     """Run a program as one rank of a job would, and return what that rank holds and sends.
 
-    The program is yours, with the transforms of weft. It runs in this process, on tensors that have shapes and no
-    memory, among ranks that are only pretended: a model of any size on any number of ranks. What fails there, such as
-    heads that the ranks cannot divide, raises here, as it would there. Bytes at rest and messages are those of a real
-    run; time is a model, see `Links`. The other ranks bring what this one brings.
+    The program is yours, with the transforms of weft. It runs in this process, on tensors that have shapes but no
+    memory, with simulated peers: a model of any size on any number of ranks. Errors of a real run, such as heads that
+    are not divisible by the ranks, are raised here too. Bytes at rest and messages are those of a real run; time is a
+    model, see `Links`. The other ranks are assumed to send what this one sends.
 
-    Operators are those of a CPU. Small tensors of integers have values (indices, tokens, sizes), no others. A number
-    that your program reads of another one, by `.item()` or an `if`, has to be given by `assume`; where weft reads one,
-    gradients are finite. Build everything inside of `program`: what lies outside of it has values and memory, and
-    would be changed by the transforms.
+    Operators are those of a CPU. Small tensors of integers have values (indices, tokens, sizes), no others. If your
+    program reads a number from any other tensor, with `.item()` or an `if`, provide it with `assume`; where weft reads
+    one, gradients count as finite. Build everything inside of `program`: what lies outside of it has values and memory,
+    and would be changed by the transforms.
 
     Changes: nothing that lasts. Meanwhile the default process group is a pretended one, also inside of a job that has
     another. Collectives: none.
@@ -98,8 +98,8 @@ def rehearse(
         program: Takes a context, builds model, optimizer and so on, and returns a function that makes one step.
         ranks: How many the job has.
         mesh: As for `weft.start`.
-        rank: Which one to be. Ranks differ where shards are uneven and between stages of a pipeline: "all distinct"
-            rehearses one of each kind, whose `same_as` has the others.
+        rank: Which rank to rehearse. Ranks differ if shards are uneven, and between stages of a pipeline: "all
+            distinct" rehearses one of each kind and lists the others like it in `same_as`.
         steps: How many steps to make; what is reported is the last one. Optimizers make their state in the first.
         links: Of the cluster, for the model of time, and how many ranks a node has.
         assume: What the program reads on the host: by line, `{"train.py:41": 0.5}`, or `{"values": 0.5}` for all lines.

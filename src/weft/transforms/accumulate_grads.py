@@ -66,10 +66,10 @@ def accumulate_grads(
 ) -> tuple[Any, Any, DistContext]:
     """Let the loader yield windows of micro-batches: one optimizer step per window.
 
-    A window knows its micro-batches, also of the short window at the end of an epoch: mean losses times
-    `window.share` have exactly the gradient of the mean over all samples of all ranks, and gradients travel
-    only in the last backward of a window. For means over tokens there is `window.denominator(...)`. `break`,
-    exceptions and other loaders inside a window change nothing.
+    A window knows its micro-batches, also for the short window at the end of an epoch: multiplying mean losses by
+    `window.share` gives exactly the gradient of the mean over all samples of all ranks. Gradients are communicated only
+    in the last backward of a window. For means over tokens there is `window.denominator(...)`. `break`, exceptions and
+    other loaders inside a window change nothing.
 
         for window in loader:
             for x, y in window:
@@ -91,8 +91,8 @@ def accumulate_grads(
             length; without one, windows are read ahead.
         ctx: Where we run.
         steps: Micro-batches per window; or a function of the number of windows so far.
-        remainder: Of an epoch that does not fill the last window. "step": a short window; "drop":
-            leave it out; "carry": it begins the first window of the next epoch.
+        remainder: What to do if an epoch does not fill the last window. "step": a short window; "drop": leave it out;
+            "carry": start the first window of the next epoch with it.
         reduce: "last": gradients travel once per window; "every": in each backward (less memory for sharded
             gradients); "scatter": gradients of sharded parameters travel between the ranks that shard them in each
             backward, everything else once per window (hybrid sharding: between the replicas).

@@ -38,22 +38,21 @@ def clip_grads(
     norm_type: float = 2.0,
     nonfinite: Literal["raise", "skip", "zero"] | None = None,
 ) -> torch.Tensor:
-    """Clip the gradients of everything that is trained together, and tell their norm.
+    """Clip the gradients of everything that is trained together, and return their norm.
 
-    Call it between backward and `optimizer.step()`. It gives what `torch.nn.utils.clip_grad_norm_`
-    and `clip_grad_value_` give in one process, also where those raise or return a DTensor: with
-    sharded, replicated and plain parameters together, several models, several meshes, sparse
-    gradients. It works on each rank's shards and gathers none. With neither `max_norm` nor
-    `max_value` it only returns the norm.
+    Call it between backward and `optimizer.step()`. It computes what `torch.nn.utils.clip_grad_norm_` and
+    `clip_grad_value_` compute in one process, also where those raise or return a DTensor: with sharded, replicated and
+    plain parameters together, several models, several meshes, sparse gradients. It works on each rank's shards without
+    gathering them. With neither `max_norm` nor `max_value` it only returns the norm.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013;
     `torch.nn.utils.clip_grad_norm_`.
 
     Changes: gradients, in place. With `nonfinite="skip"` they may become None.
-    Collectives: if anything is sharded, one all-reduce of a few numbers per set of ranks over
-    which shards lie, and one of a single number along the stages of a pipeline; else none. With
-    `nonfinite`, that message informs all ranks when the shards lie on all of them; else it takes
-    one all-reduce of one number more. "raise" adds a meeting through the store before it raises.
+    Collectives: if anything is sharded, one all-reduce of a few numbers per set of ranks over which shards lie, and one
+    of a single number along the stages of a pipeline; else none. With `nonfinite`, that message also informs all ranks
+    if the shards are spread over all of them; otherwise one more all-reduce of one number is needed. "raise" adds a
+    meeting through the store before it raises.
 
     Args:
         modules: A module, an optimizer, a parameter, or any iterable or mapping of them. A

@@ -52,8 +52,8 @@ def context_parallel(
     """Split every sequence over the ranks of an axis: for sequences whose activations do not fit on one device.
 
     Each rank computes with its part of every sequence, which `weft.data.split_sequence` takes of a batch. All layers
-    but attention do so alone. Attention modules call `F.scaled_dot_product_attention` as ever; the call is caught, and
-    computes over the whole sequence. The strategy that comes afterwards averages gradients over this axis as well.
+    but attention do so alone. Attention modules call `F.scaled_dot_product_attention` as usual; the call is intercepted
+    and computes over the whole sequence. The strategy that comes afterwards averages gradients over this axis as well.
 
         model, ctx = weft.context_parallel(model, ctx)
         model, ctx = weft.fully_shard(model, ctx)

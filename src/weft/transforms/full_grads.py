@@ -15,7 +15,7 @@ __all__ = ["full_grads"]
 
 
 def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
-    """Give the gradients of a module, whole, by name; for looking at them.
+    """Return the full gradients of a module by name, for inspection.
 
     Between backward and `optimizer.step()`. A parameter without gradient is left out. Every rank
     calls it, and needs the memory of all gradients.

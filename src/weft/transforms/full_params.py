@@ -19,15 +19,15 @@ __all__ = ["full_params"]
 def full_params(
     module: nn.Module, ctx: DistContext, *, write: bool = False, forward: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Let a module have its parameters whole inside of the body, and as before after it.
+    """Gather the full parameters of a module inside the body, and restore their sharding after it.
 
-    For looking at weights, saving them by the function of another library (`model.state_dict()`, `save_pretrained`),
-    or changing them by hand (an initialisation, an embedding that is replaced), when `fully_shard` or
-    `zero_partition` have sharded them. Every rank enters it, and needs the memory of the whole module meanwhile.
-    Where parameters are whole anyway, reading costs nothing.
+    Use it when `fully_shard` or `zero_partition` has sharded the module, to inspect weights, to save them with another
+    library (`model.state_dict()`, `save_pretrained`), or to change them by hand (an initialisation, replacing an
+    embedding). Every rank must enter it, and needs memory for the whole module meanwhile. If parameters are not
+    sharded, reading costs nothing.
 
-    With `forward`, the module can also be called inside, without collectives: by one rank alone, or by each
-    rank as often as it likes (rollouts of different lengths, generation, an evaluation on the main rank).
+    With `forward`, the module can also be called inside, without collectives: by one rank alone, or any number of times
+    on each rank (rollouts of different lengths, generation, an evaluation on the main rank).
 
         with weft.full_params(model, ctx, forward=True), torch.no_grad():
             while not done:
@@ -42,8 +42,7 @@ def full_params(
     Args:
         module: With or without transforms.
         ctx: Where we run.
-        write: Keep changes. Those of rank 0 count, so it is enough if that makes them. Without it,
-            changes of parameters that are cut are lost.
+        write: Keep the changes that rank 0 makes. Without it, changes to sharded parameters are lost.
         forward: Let calls of `module` inside compute with the gathered parameters. Without gradients only:
             a call under `torch.enable_grad()` raises `ContractError`.
 

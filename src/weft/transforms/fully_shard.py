@@ -43,7 +43,7 @@ def fully_shard(
     methods: Sequence[str] = (),
     offload: bool = False,
 ) -> tuple[M, DistContext]:
-    """Cut parameters, gradients and optimizer state into shards, one per rank.
+    """Shard parameters, gradients and optimizer state over the ranks.
 
     For models that do not fit on one device. A unit is gathered before its forward and backward,
     and freed after, so that at most a few units are whole at a time. With one rank along `axis`
@@ -52,40 +52,40 @@ def fully_shard(
     Source: Rajbhandari et al., "ZeRO", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023;
     `torch.distributed.fsdp.fully_shard`.
 
-    Changes: `module` in place: its parameters are exchanged for DTensors (so an optimizer made
-    before has to be given as `rebind`), and classes of units for subclasses that FSDP2 makes;
-    `isinstance`, names and keys stay. The optimizers in `rebind`, in place.
+    Changes: `module` in place: its parameters are replaced by DTensors (so pass an existing optimizer as `rebind`), and
+    classes of units by subclasses that FSDP2 creates; `isinstance`, names and keys stay. The optimizers in `rebind`, in
+    place.
     Collectives: here, one broadcast of parameters and buffers. Per step and unit, one all-gather
     of its parameters in forward, one in backward (none with `reshard_after_forward=False`, and for
     the module's own unit, which backward needs first), one reduce-scatter of its gradients; on a
     hybrid mesh one all-reduce of the shard's gradients. With ignored parameters or single numbers
     one all-reduce of theirs; with `unused="zero"` one of a byte per parameter.
 
-    In an elastic job (`start(elastic=...)`) the shards of a replica lie on its ranks, and gradients are averaged over
-    the replicas that live, see `resilient`.
+    In an elastic job (`start(elastic=...)`), the shards of a replica are on its own ranks, and gradients are averaged
+    over the live replicas; see `resilient`.
 
     Args:
-        module: On the CPU, on `ctx.device`, or on meta: then it is made real unit by unit, so that no
-            rank holds more than one unit whole. Parameters may be DTensors over other axes, which stay cut there.
+        module: On the CPU, on `ctx.device`, or on meta: then it is materialized unit by unit, so no rank holds more
+            than one unsharded unit. Parameters may be DTensors over other axes; that sharding stays.
         ctx: Where we run.
         units: What is gathered together: a class, a pattern of names ("blocks.*"), the smallest
             parts with so many parameters, a function of name and module, modules, or several of
             these. Parts that share a parameter become one unit. Default: the blocks that stand in
             a `ModuleList` or `Sequential`, and large single layers outside of them. What is in no
             unit belongs to the module's own. All ranks have to call the same units, in one order.
-        axis: Mesh axis to cut over; two axes (replica, shard): cut over the second and keep a copy
-            per rank of the first. Default: the data axes, at most two; axes along which a batch is in parts
-            (`context_parallel`), or some parameters are cut already (`expert_parallel`), belong to the last.
-        reshard_after_forward: False keeps what was gathered in forward until backward: less
-            traffic, more memory. A number: keep it cut over so many ranks.
+        axis: Mesh axis to shard over; two axes (replica, shard): shard over the second and replicate over the first.
+            Default: the data axes, at most two; axes along which a batch is split (`context_parallel`), or along which
+            some parameters are already sharded (`expert_parallel`), are joined to the last one.
+        reshard_after_forward: False keeps what was gathered in forward until backward: less traffic, more memory. A
+            number: reshard it over that many ranks.
         rebind: Optimizers that hold parameters of `module`: groups and state are carried over.
         ignored: Parts whose parameters stay whole on every rank; gradients are averaged. The same
             is done with parameters that are a single number, which cannot be cut.
-        weights: For a module on meta: all of its state by name, or a function that reads it; only
-            asked on the first rank, and sent from there. Without it, and for buffers that are not
-            saved, each part's `reset_parameters()` is called, with random numbers of `ctx.seed`.
-            The first rank may also bring a real module, and the others theirs on meta. "later": what
-            is on meta stays there, cut, until `weft.load_weights` reads it, each rank its own part.
+        weights: For a module on meta: all of its state by name, or a function that reads it; only asked on the first
+            rank, and sent from there. Without it, and for buffers that are not saved, each part's `reset_parameters()`
+            is called, with random numbers of `ctx.seed`. The first rank may also pass a module with values, and the
+            others theirs on meta. "later": what is on meta stays there, sharded, until `weft.load_weights` reads each
+            rank's part.
         unused: What it means when a parameter gets no gradient. "error": raises at the end of
             backward, naming it. "zero": ranks that did not use it count as zero; a parameter no
             rank used keeps `grad` None.

@@ -20,14 +20,13 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 @transform(after={"skip_nonfinite"}, excludes={"fuse_step", "zero_partition"}, collective=True)
 def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] = "all") -> tuple[O, DistContext]:
-    """Step on plain tensors where the module is sharded: on whole parameters if the optimizer needs them.
+    """Step on plain tensors although the module is sharded: on full parameters if the optimizer needs them.
 
-    For optimizers whose update of an element depends on others, such as Adafactor and Muon, after
-    `fully_shard`: each parameter and its gradient are made whole on every rank, stepped as in one
-    process, and cut again. State of the parameter's shape is kept in shards, other state whole.
-    Optimizers of single elements (SGD, Adam, AdamW, ...) step on the shards, as plain tensors and
-    without communication. Most of them can do so without this transform; those that use an operation
-    torch does not have for DTensors need it: Rprop, and SGD and Adagrad with `fused=True`.
+    For optimizers whose update of an element depends on others, such as Adafactor and Muon, after `fully_shard`: each
+    parameter and its gradient are gathered on every rank, stepped as in one process, and sharded again. State with the
+    parameter's shape is kept in shards; other state is kept whole. Optimizers of single elements (SGD, Adam, AdamW,
+    ...) step on the shards, as plain tensors and without communication. Most of them can do so without this transform;
+    those that use an operation torch does not have for DTensors need it: Rprop, and SGD and Adagrad with `fused=True`.
     Where nothing is sharded, an optimizer of the first kind steps parameter by parameter.
 
     With `by="owner"` each parameter is made whole on one rank only, which steps on it: N ranks do

@@ -70,9 +70,9 @@ def pipeline(
         loss = model(input_ids, labels=labels).loss     # or: loss = model(x, y), with loss=fn(output, target)
         (loss * window.share).backward()
 
-    The call runs the forwards and backwards of the schedule and keeps the gradients aside; `backward()` multiplies
-    them by what arrives and gives them to the parameters. So a loss has one backward pass, of any function of it.
-    Without gradients (`torch.no_grad()`) a call gives every rank along `axis` what the module returns.
+    The call runs the forwards and backwards of the schedule and sets the gradients aside; `backward()` multiplies them
+    by the incoming gradient and adds them to the parameters. So each loss allows one backward pass, through any
+    function of it. Without gradients (`torch.no_grad()`) a call gives every rank along `axis` what the module returns.
 
     Source: Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019; `torch.distributed.pipelining`, whose
     schedules run here.

@@ -40,7 +40,7 @@ def place(
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
 ) -> tuple[M, DistContext]:
-    """Put the parts of a module where a plan says, and stream those that lie elsewhere than they compute.
+    """Place the parts of a module according to a plan, and stream those stored elsewhere than they compute.
 
     For inference with models larger than a device, or larger than the memory. What lies on a disk is read from the
     safetensors files themselves into memory that is used again for each part, the next part while one computes. The

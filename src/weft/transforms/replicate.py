@@ -77,8 +77,8 @@ def replicate(
     of the buffers if there are any. None in forward or step.
 
     Args:
-        module: Trained alike on all ranks; all parameters on the CPU or on `ctx.device`. Parameters may be DTensors
-            over other axes: their gradients are averaged at the end of backward, one message per set of ranks.
+        module: Trained identically on all ranks; all parameters on the CPU or on `ctx.device`. Parameters may be
+            DTensors over other axes: their gradients are averaged at the end of backward, one message per set of ranks.
         ctx: Where we run.
         axis: Mesh axis, or axes, whose ranks hold the copies; default: all data axes, and those along which
             a batch is in parts (`context_parallel`).

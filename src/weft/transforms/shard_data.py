@@ -108,17 +108,17 @@ def shard_data(
     global batch size. The position is the number of samples used globally; it can be loaded at any
     number of ranks.
 
-    In an elastic job (`start(elastic=...)`) a step has as many samples as with all replicas, whoever lives; they are
-    divided anew when one is lost or joins. The loader then is for `resilient`; by itself it yields the batches of all.
+    In an elastic job (`start(elastic=...)`), a step always has as many samples as with all replicas; they are
+    redistributed when a replica is lost or joins. Pass the loader to `resilient`; on its own, it yields the batches of
+    all replicas.
 
-    Ranks that differ on tensor, context or pipeline axes only read the same batches. What was decided
-    is `weft.contract.offered(loader, weft.data.DataPlan)[0]`.
+    Ranks that differ only on tensor, context or pipeline axes read the same batches. The resulting plan is
+    `weft.contract.offered(loader, weft.data.DataPlan)[0]`.
 
     Changes: nothing; a copy of the loader comes back, an instance of its class with every
     attribute kept. Iterating leaves the global random state alone.
-    Collectives: none here (a uneven_ranks through the store) and none while iterating, but with
-    mode="dispatch" (two per step) and with `already_sharded` streams of unknown length and
-    uneven="join" or "drop" (one per step).
+    Collectives: none here (a meeting through the store) and none while iterating, except with mode="dispatch" (two per
+    step) and with `already_sharded` streams of unknown length and uneven="join" or "drop" (one per step).
 
     Args:
         loader: A `DataLoader` or an instance of a subclass, over a map-style or iterable dataset; with

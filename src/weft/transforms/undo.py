@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 def undo(
     module: M, ctx: DistContext, *, rebind: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
 ) -> tuple[M, DistContext]:
-    """Take back every transform of a module: plain class, plain whole parameters, no hooks.
+    """Undo every transform of a module: plain class, plain full parameters, no hooks.
 
     For the end of training, and for continuing with another strategy in the same process: `undo`,
     then the next transforms, with the optimizer's state kept. Values are not changed: a precision

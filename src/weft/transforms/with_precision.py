@@ -41,9 +41,9 @@ def with_precision(
     skip steps whose gradients overflowed: `skip_nonfinite`.
 
     Policies: "bf16", "fp16": float32 parameters, 16-bit computation, float32 outputs; "fp8": as "fp32", but linear
-    layers, of which both sides are multiples of 16, multiply 8-bit numbers (`fp8_layers`, `explain`); "fp32",
-    "fp64", "bf16-true", "fp16-true": everything in that dtype; or a `Precision`. A part of a module
-    may have a policy of its own, given before or after that of the whole.
+    layers whose dimensions are both multiples of 16 multiply in 8 bits (`fp8_layers` and `explain` list them); "fp32",
+    "fp64", "bf16-true", "fp16-true": everything in that dtype; or a `Precision`. A submodule may have its own policy,
+    set before or after that of the whole module.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018; `torch.autocast`.
 
@@ -280,7 +280,7 @@ def fp8_layers(module: nn.Module) -> list[str]:
 
 
 def loss_scale(module: nn.Module) -> float:
-    """Tell the fp16 scale of a module; 1 in other precisions.
+    """Return the fp16 scale of a module; 1 in other precisions.
 
     Changes: nothing. Collectives: none. On a GPU this waits for the device.
 

@@ -69,12 +69,11 @@ def zero_partition(
     offload: Offload = None,
     config: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[M, O, DistContext]:
-    """Divide optimizer state (stage 1), also gradients (2), also parameters (3) among the ranks.
+    """Partition optimizer state (stage 1), plus gradients (2), plus parameters (3) over the ranks.
 
-    The memory of N ranks for one copy of the training state, for any optimizer, with the numbers
-    of one process. Bytes per parameter in float32 with Adam: stage 1 holds 8 + 8/N, stage 2 at
-    most 4 + 12/N, stage 3 16/N and the unit that is in use. Stage 0 would be `replicate`. With one
-    rank along `axis` nothing is done.
+    One copy of the training state is spread over the memory of N ranks, for any optimizer, with the numbers of one
+    process. Bytes per parameter in float32 with Adam: stage 1 holds 8 + 8/N, stage 2 at most 4 + 12/N, stage 3 16/N and
+    the unit that is in use. Stage 0 would be `replicate`. With one rank along `axis` nothing is done.
 
     Stage 1 averages gradients as `replicate` does; then each rank steps on its rows of every
     parameter, and the rows are gathered. Stages 2 and 3 are FSDP2, which in stage 2 keeps the
@@ -85,12 +84,11 @@ def zero_partition(
     parameters' shape is divided all the same. With `by="owner"` each parameter is stepped on by one
     rank, which keeps its state: 1/N of the work; see `gather_step`.
 
-    With `engine="deepspeed"` the real DeepSpeed does it, under the same loop and with the same numbers
-    in float32. It can keep the optimizer's state, and in stage 3 the parameters, in the memory of the
-    CPU or on a disk (`offload`), and takes its own configuration (`config`). It steps on all
-    parameters of a group together, so each must get a gradient; gradients lie in pieces, so they are
-    clipped by `weft.clip_grads` and read by `weft.full_grads`; and one forward pass allows one
-    backward pass. Nothing of it is imported otherwise. Its collectives are its own.
+    With `engine="deepspeed"`, DeepSpeed itself does the work, under the same loop and with the same numbers in float32.
+    It can keep the optimizer's state, and in stage 3 the parameters, in the memory of the CPU or on a disk (`offload`),
+    and takes its own configuration (`config`). It steps on all parameters of a group together, so each must get a
+    gradient; gradients lie in pieces, so they are clipped by `weft.clip_grads` and read by `weft.full_grads`; and one
+    forward pass allows one backward pass. Nothing of it is imported otherwise. Its collectives are its own.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models", SC 2020; `torch.distributed.optim.ZeroRedundancyOptimizer`, `torch.distributed.fsdp`.
@@ -126,9 +124,8 @@ def zero_partition(
     Raises:
         AlreadyApplied: A part of `module` is sharded or replicated already.
         OrderError: Another optimizer holds its parameters, or a transform that comes later was applied.
-        ContractError: The optimizer holds parameters of something else; or LBFGS, which couples all
-            parameters; or, in stage 1, one that changes parameters in `eval()`; or DeepSpeed cannot train
-            this with this.
+        ContractError: The optimizer holds parameters of something else; or LBFGS, which couples all parameters; or, in
+            stage 1, one that changes parameters in `eval()`; or DeepSpeed cannot train this module with this optimizer.
         ContextError: There is no such axis, or the ranks bring different models or options.
         ValueError: An option is out of range, or a configuration contradicts the pipeline; the text
             lists all keys that do.

@@ -53,9 +53,9 @@ def load_weights(
 ) -> LoadedWeights:
     """Load parameters and buffers of a module from safetensors, or from a checkpoint.
 
-    For weights to begin with; `restore` goes on with a run. All is checked before anything is changed,
-    and read before anything is put in place: on an error every rank keeps what it had. Together the
-    ranks read each byte once: what all hold is shared out and sent, of shards each reads its own.
+    Use it for initial weights; `restore` resumes a run. Everything is checked before anything changes, and read before
+    anything is put in place: on an error, every rank keeps what it had. Together, the ranks read each byte once:
+    tensors that all ranks hold are divided among them for reading and then sent; each rank reads its own shards.
 
     Changes: the module, in place. Tensors keep their dtype and device, and tied ones stay tied; those on
     meta get memory on `ctx.device`, and their parameters are new objects, so the optimizer comes after.

@@ -104,14 +104,14 @@ def checkpointable(
     before: Around | None = None,
     after: Around | None = None,
 ) -> tuple[Checkpoint, DistContext]:
-    """Put together everything that has to survive: models, optimizers, schedulers, loaders, your own.
+    """Collect everything that a checkpoint must hold: models, optimizers, schedulers, loaders, your own objects.
 
     Modules and optimizers may be replicated, sharded or partitioned in any way; they are saved
     under the names of a plain module. The fp16 scale is saved with its module, the random states of
     python, numpy, torch and the device for each rank.
 
-    Changes: nothing. With several ranks it starts a thread that lets a rank in `save` tell one that is
-    late from one that will not come. Collectives: none.
+    Changes: nothing. With several ranks it starts a thread, by which a rank in `save` can distinguish a late rank from
+    one that will not come. Collectives: none.
 
     Args:
         objects: By name: modules, optimizers over parameters of these modules, and anything with

@@ -45,7 +45,7 @@ def quantized(
 
     Each layer is read, quantized and put away before the next one is read, so that a module on meta is never whole in
     full precision. The numbers are those of the library: bitsandbytes for "nf4", "fp4" (Dettmers et al., "QLoRA", 2023)
-    and, as an option, "int8" (LLM.int8()); torchao for "int8" and "float8" weights. quantized weights are frozen.
+    and, as an option, "int8" (LLM.int8()); torchao for "int8" and "float8" weights. Quantized weights are frozen.
 
     Call it before adapters are put in and before all strategies. 4-bit weights go through every strategy and into
     checkpoints; 8-bit ones are refused where a library keeps them in a form that cannot be cut or sent.
