@@ -20,12 +20,12 @@ def on(group):
     """A test of a process that takes a minute; with pytest-xdist and --dist=loadgroup one worker starts it."""
 
     def marked(test):
-        return pytest.mark.xla(pytest.mark.timeout(300)(pytest.mark.xdist_group(group)(test)))
+        return pytest.mark.xla(pytest.mark.timeout(600)(pytest.mark.xdist_group(group)(test)))
 
     return marked
 
 
-def _run(arguments, *, limit_s=280, **more):
+def _run(arguments, *, limit_s=580, **more):
     env = {**os.environ, **HERE, **more}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=env)
