@@ -50,7 +50,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """A collection of garbage need not look at what was imported: more than a million objects, the better part of 1 s."""
+    """What was imported is more than a million objects: a collection of garbage that looks at them takes the better
+    part of a second.
+    """
     gc.collect()
     gc.freeze()
 
