@@ -22,6 +22,7 @@ hypothesis.settings.register_profile("same", derandomize=True, database=None)
 hypothesis.settings.register_profile("explore")
 hypothesis.settings.load_profile("same")
 
+torch.set_num_threads(1)  # the tensors are small: threads that wait for each other take many times as long
 torch.manual_seed(0)  # parameters of tests that are drawn are the same in all workers of pytest-xdist
 
 
@@ -47,6 +48,14 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session):
+    """What was imported is more than a million objects: a collection of garbage that looks at them takes the better
+    part of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -11,3 +11,13 @@ def slow(*values):
 def slow_cases(*cases):
     """Values of several parameters, each a tuple."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def diagonal(first, second):
+    """All pairs of values of two parameters: as many in the ordinary suite as it takes for each value to be there."""
+    quick = {(i % len(first), i % len(second)) for i in range(max(len(first), len(second)))}
+    return [
+        pytest.param(one, two, marks=[] if (i, j) in quick else [pytest.mark.slow])
+        for i, one in enumerate(first)
+        for j, two in enumerate(second)
+    ]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.variants import diagonal
 from weft.contract import Layout, gradient_axes, layouts
 from weft.testing import RanksFailed, run_ranks
 
@@ -137,8 +138,11 @@ def _alone():
     return dict(module.named_parameters())
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("mesh", [{"context": 2}, {"data": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    diagonal(({"context": 2}, {"data": 2, "context": 2}), ("replicate", "fully_shard", "zero1", "zero2", "zero3")),
+    ids=str,
+)
 def test_strategies_average_over_the_parts_of_a_batch_as_well(strategy, mesh):
     ranks = 2 * mesh.get("data", 1)
     truth = _alone()

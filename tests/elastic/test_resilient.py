@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -289,9 +288,7 @@ def test_one_replica_equals_the_plain_loop_bit_for_bit():
     ctx.close()
 
 
-def test_the_example_learns(capsys, request):
-    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(1)  # its tensors are small
+def test_the_example_learns(capsys):
     path = pathlib.Path(__file__).parents[2] / "examples" / "resilient.py"
     with weft.start(elastic="replica", device="cpu") as ctx:
         runpy.run_path(str(path), run_name="example")["main"](ctx)

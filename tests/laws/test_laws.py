@@ -15,6 +15,7 @@ from .table import (
     FP16_MODULE,
     LOCAL,
     NORMS,
+    ONE_OF_EACH,
     OTHERS,
     PAIRS,
     RECOMPUTE,
@@ -155,8 +156,11 @@ DIFFERENT = [(one, two) for one, two in PAIRS if _name(one) != _name(two)]
 
 
 def _is_other(pair):
-    """Pairs with the later transforms belong to the slow suite."""
-    return any(row is other for row in pair for other in (*OTHERS, EXPERTS, LOCAL, TENSOR))
+    """Pairs with the later transforms, and most of those with another option of one, belong to the slow suite."""
+    if any(row is other for row in pair for other in (*OTHERS, EXPERTS, LOCAL, TENSOR)):
+        return True
+    options = [row for row in pair if not any(row is one for one in ONE_OF_EACH)]
+    return len(options) == 1
 
 
 WITH_DEEPSPEED = [

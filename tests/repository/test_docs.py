@@ -47,8 +47,8 @@ def _runs(page):
 # -- pages run ---------------------------------------------------------------------------------------
 
 
-# These start many processes or many pretended ranks.
-LONG = {"launching", "rehearsal"}
+# These start many processes or many pretended ranks, or train in many ways.
+LONG = {"large_models", "launching", "parallelism", "rehearsal"}
 RUNNING = [pytest.param(page, marks=[pytest.mark.slow] if page.stem in LONG else []) for page in PAGES if _runs(page)]
 
 

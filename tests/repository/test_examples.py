@@ -23,7 +23,6 @@ SMALL = sorted(
     path for path in EXAMPLES.glob("*.py") if path.stem not in ("base_loop", "parallel_lm", "test_my_step", "train_lm")
 )
 QUICK = {
-    "accumulate_grads",
     "checkpoint",
     "local_steps",
     "replicate",

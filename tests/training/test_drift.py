@@ -1,6 +1,7 @@
 """What would let the ranks drift apart is done right, or raises on all of them before a step changes anything."""
 
 import gc
+import itertools
 import time
 
 import pytest
@@ -19,7 +20,7 @@ from tests.transforms.test_windows_in_parts import (
     prepare,
     values,
 )
-from tests.variants import slow
+from tests.variants import slow, slow_cases
 from weft.engines.torch.hooks import every_optimizer
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
@@ -423,8 +424,14 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("when", [3, *slow(0, 30, 140)])
-@pytest.mark.parametrize("what", ["lr", "dropout", *slow(*(one for one in TEXTS if one not in ("lr", "dropout")))])
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [
+        *(("replicate", "lr"), ("fully_shard", "dropout")),
+        *slow_cases(("replicate", "dropout"), ("fully_shard", "lr")),
+        *slow_cases(*itertools.product(("replicate", "fully_shard"), ("betas", "training"))),
+    ],
+)
 def test_other_settings_on_one_rank_are_named(strategy, what, when):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_settings, 2, strategy, what, when)

@@ -159,7 +159,7 @@ def _train_all(ctx, sequence, own_mesh, strategies):
 @pytest.mark.parametrize(
     ("sequence", "own_mesh", "strategies"),
     [
-        (True, False, ["replicate", "fully_shard", "zero1"]),
+        (True, False, ["fully_shard"]),
         pytest.param(True, False, STRATEGIES, marks=pytest.mark.slow),
         pytest.param(False, False, STRATEGIES, marks=pytest.mark.slow),
         pytest.param(True, True, ["replicate", "fully_shard", "zero1"], marks=pytest.mark.slow),

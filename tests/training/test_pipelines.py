@@ -8,7 +8,6 @@ import os
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from torch import nn
@@ -311,15 +310,6 @@ def check(p):
         assert difference <= limit, f"differs by {difference} after {steps} steps, allowed are {limit}"
         assert largest_difference(result[0], found[0][0]) == 0, "the ranks differ"
     return f"{(steps > 0 and 'trained') or 'nothing to do'}, {p.precision}, {p.strategy}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The tensors are small, and the ranks want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @settings(

@@ -515,15 +515,6 @@ def refused(t, failed):
     return f"refused: {', '.join(reasons)}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The tensors are small, and the ranks want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.timeout(100_000 if _EXAMPLES else 240)
 @settings(
     max_examples=int(_EXAMPLES or 12),

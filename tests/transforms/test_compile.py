@@ -100,10 +100,12 @@ SAVING = {"save": ["matmul"]}
 @pytest.mark.parametrize(
     ("blocks", "policy", "chosen"),
     [
-        *[(None, policy, {}) for policy in (None, "bf16", "fp16", "bf16-true")],
-        *[(Block, policy, {}) for policy in (None, "bf16", "fp16")],
-        (None, None, None), (None, "fp16", None), (Block, None, None),
-        (None, None, SAVING), (None, "fp16", SAVING), (Block, "bf16", SAVING),
+        (None, None, None), (None, "bf16", {}), (None, "fp16", SAVING), (None, "bf16-true", {}),
+        (Block, None, {}), (Block, "bf16", SAVING), (Block, "fp16", {}),
+        *slow_cases(
+            (None, None, {}), (None, "fp16", {}), (Block, "bf16", {}), (None, "fp16", None), (Block, None, None),
+            (None, None, SAVING),
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -432,7 +434,7 @@ def _sharded(ctx, shard, options):
 
 
 @pytest.mark.parametrize("shard", [pytest.param(_by_torch, marks=pytest.mark.slow), _by_weft])
-@pytest.mark.parametrize("options", [{"blocks": Block, "fullgraph": True}, {}], ids=["blocks", "whole"])
+@pytest.mark.parametrize("options", [{"blocks": Block, "fullgraph": True}, *slow({})], ids=["blocks", "whole"])
 def test_units_of_fsdp2_are_gathered_outside_of_the_graphs(shard, options):
     expected = run_ranks(_sharded, 2, shard, {})
     found = run_ranks(_sharded, 2, shard, {"backend": "aot_eager", **options})
@@ -531,8 +533,13 @@ def _gradients_of_twice(policy, blocks, *, plain):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("blocks", [None, Block])
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("policy", "blocks"),
+    [
+        *(("bf16", None), ("fp16", Block)),
+        *slow_cases(("fp32", None), ("fp16", None), ("fp32", Block), ("bf16", Block)),
+    ],
+)
 def test_a_recomputed_block_is_used_twice_under_autocast(policy, blocks):
     """Its weights are cast in each of its calls: what an earlier call has cast is not there in backward."""
     expected = _gradients_of_twice(policy, blocks, plain=True)

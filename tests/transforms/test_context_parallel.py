@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from tests.variants import slow_cases
 from weft.errors import ContextError, ContractError, OrderError
 from weft.tensors.sequence_order import SequencePart, places
 from weft.testing import run_ranks
@@ -322,7 +323,7 @@ def _resume(ctx, directory, options):
     ("mesh", "options"),
     [
         ({"context": 2}, {"strategy": "replicate", "method": "gather", "order": "contiguous"}),
-        ({"data": 2}, None),
+        pytest.param({"data": 2}, None, marks=pytest.mark.slow),
         pytest.param({"data": 2, "context": 2}, {"strategy": "fully_shard"}, marks=pytest.mark.slow),
         pytest.param({"context": 4}, {"strategy": "fully_shard"}, marks=pytest.mark.slow),
     ],
@@ -390,9 +391,17 @@ def _composed(ctx, method, options):
     return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "options", [("recompute",), pytest.param(("compile",), marks=pytest.mark.slow), ("recompute", "compile")]
+    ("options", "method"),
+    [
+        (("recompute",), METHODS[0]),
+        (("recompute", "compile"), METHODS[1]),
+        *slow_cases(
+            (("recompute",), METHODS[1]),
+            (("recompute", "compile"), METHODS[0]),
+            *((("compile",), method) for method in METHODS),
+        ),
+    ],
 )
 def test_blocks_are_computed_again_and_compiled(method, options):
     assert max(run_ranks(_composed, 2, method, options, mesh={"context": 2}, timeout_s=120)) < 1e-12

@@ -105,8 +105,14 @@ def _check(found, expected):
 MESHES = [({"expert": 2}, 2), ({"data": 2, "expert": 2}, 4)]
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", *slow("zero1")])
-@pytest.mark.parametrize(("mesh", "ranks"), MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "strategy"),
+    [
+        (*MESHES[0], "replicate"),
+        (*MESHES[1], "fully_shard"),
+        *slow_cases((*MESHES[0], "fully_shard"), (*MESHES[1], "replicate"), *((*mesh, "zero1") for mesh in MESHES)),
+    ],
+)
 @pytest.mark.parametrize("skips", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(skips, mesh, ranks, strategy):
     (expected,) = run_ranks(_trained, 1, skips, None)

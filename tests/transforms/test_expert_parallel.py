@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from tests.variants import slow
 from weft.contract import layouts
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
@@ -397,7 +398,7 @@ def test_a_training_resumes_on_another_mesh(one, other, tmp_path):
         assert largest_difference(averages, found[2]) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate")])
 def test_with_recomputed_layers_numbers_are_the_same(strategy):
     losses, norms, parameters = _alone(StackedNet, 1, 3)
     before = {"blocks": "layers.*"}
@@ -422,7 +423,7 @@ def _undone_after(ctx, strategy):
     return largest_difference(before, [p.detach() for p in model.parameters()]), all(moments)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate")])
 def test_undo_takes_the_strategy_back_and_then_the_experts(strategy):
     assert run_ranks(_undone_after, 2, strategy, mesh={"expert": 2}) == [(0.0, True)] * 2
 

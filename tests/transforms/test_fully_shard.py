@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
+from tests.variants import diagonal, slow
 from weft.tensors.dtensor import groups_of
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
@@ -389,7 +390,7 @@ def _kinds(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [4, *slow(2)])
 def test_every_size_and_kind_of_parameter_equals_one_process(n):
     expected = []
     for make in (lambda: _net(Sizes), _mixed):
@@ -502,8 +503,7 @@ def _unused_is_an_error(ctx, ignored, last_only):
     model(_mine(ctx)).sum().backward()
 
 
-@pytest.mark.parametrize("last_only", [False, True])
-@pytest.mark.parametrize("ignored", [None, "sometimes"])
+@pytest.mark.parametrize(("ignored", "last_only"), diagonal((None, "sometimes"), (False, True)))
 def test_an_unused_parameter_is_an_error_and_reaches_all_ranks(ignored, last_only):
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match=r"(?s)found:    sometimes.bias, sometimes.weight.*fix: .*unused=\"zero\""):
@@ -757,7 +757,7 @@ def _bytes(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [4, *slow(2)])
 def test_parameters_gradients_and_state_take_a_share_of_the_memory(n):
     for local, total in run_ranks(_shards, n):
         assert local <= total / n + 4 * 8 * (8 * 8 + 8)
@@ -1070,7 +1070,7 @@ def _loaded_later(ctx, folder):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [2, *slow(1)])
 def test_weights_can_come_later_and_each_rank_reads_its_own(tmp_path, n):
     source = _net(Speaker)
     state = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
@@ -1121,7 +1121,7 @@ def _overflow(ctx, strategy, accumulate):
     return found, [_whole(p.detach()) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2, *slow(1)])
 def test_an_overflow_in_one_shard_skips_everywhere_and_the_scale_backs_off_once(accumulate):
     model = Net()
     with torch.no_grad():

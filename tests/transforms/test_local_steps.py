@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import weft
+from tests.variants import slow, slow_cases
 from weft.errors import ContextError, ContractError, OrderError
 from weft.testing import largest_difference, run_ranks
 from weft.transforms.local_steps import averaged
@@ -119,7 +120,7 @@ def test_equals_one_process_that_plays_all_workers(ranks, every, inner, outer, f
     _assert_simulated(run_ranks(_train, ranks, inner, every=every, outer=outer, fragments=fragments), expected)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fully_shard", "zero1", *slow("replicate", "zero2", "zero3")])
 def test_shards_inside_and_local_steps_across(strategy):
     expected, _ = _simulated(2, 4, adamw, nesterov)
     mesh = {"replica": 2, "shard": 2}
@@ -195,10 +196,9 @@ def _resumed(ctx, directory, strategy, fragments):
 @pytest.mark.parametrize(
     ("ranks", "mesh", "strategy", "fragments"),
     [
-        (2, None, None, 1),
         (2, None, None, 3),
-        (4, {"replica": 2, "shard": 2}, "fully_shard", 2),
         (4, {"replica": 2, "shard": 2}, "zero1", 1),
+        *slow_cases((2, None, None, 1), (4, {"replica": 2, "shard": 2}, "fully_shard", 2)),
     ],
 )
 def test_a_run_that_is_resumed_between_exchanges_is_bitwise_the_same(tmp_path, ranks, mesh, strategy, fragments):

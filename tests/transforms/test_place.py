@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.testing import fake, run_ranks
 from weft.weights import PlacementPlan, module_sizes, on_meta, plan_placement
 
@@ -332,7 +333,7 @@ def test_it_cannot_be_moved(files, move):
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, copy.copy, pickle.dumps, lambda part: torch.save(part, io.BytesIO())]
+    "copied", [copy.copy, pickle.dumps, *slow(copy.deepcopy, lambda part: torch.save(part, io.BytesIO()))]
 )
 def test_what_is_streamed_cannot_be_copied(files, copied):
     plain, paths = files

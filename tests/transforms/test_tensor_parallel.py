@@ -48,9 +48,8 @@ def train(ctx, sequence, steps, strategy=None):
 @pytest.mark.parametrize(
     ("ranks", "steps", "sequence"),
     [
-        (2, 1, False),
-        (2, 3, True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 1, True), (2, 3, False)]),
+        (2, 1, False),  # several micro-batches and a divided sequence: with a strategy, below
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 3, True), (2, 1, True), (2, 3, False)]),
         *(pytest.param(4, steps, way, marks=pytest.mark.slow) for steps in (1, 3) for way in (False, True)),
     ],
 )
@@ -101,7 +100,7 @@ def _raise(_):
     raise RuntimeError("torn")
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [True, *slow(False)])
 def test_a_second_backward_pass_adds_to_what_was_added_up(sequence):
     module = model()
     for rows in samples(8).chunk(2):
@@ -406,7 +405,7 @@ def there_and_back(ctx, sequence):
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [True, *slow(False)])
 def test_optimizers_go_along_and_undo_makes_everything_whole(sequence):
     module = model()
     optimizer = optimizer_of(module)

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import diagonal, slow
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 REPLICATED = ("replicate", "buckets", "flat", "unused", "zero1")
 SHARDED = ("zero2", "zero3", "fully_shard")
+STRATEGIES = (*REPLICATED, *SHARDED)
 STEPS = 3  # micro-batches per window
 
 
@@ -119,20 +120,18 @@ ONE = {
 
 
 @pytest.mark.parametrize("reduce", ["last", *slow("every")])
-@pytest.mark.parametrize("used", ALIKE.values(), ids=ALIKE)
-@pytest.mark.parametrize("strategy", [*REPLICATED, *SHARDED])
+@pytest.mark.parametrize(("strategy", "used"), diagonal(STRATEGIES, tuple(ALIKE)))
 def test_micro_batches_skipped_on_all_ranks(strategy, used, reduce):
-    expected = reference(2, used)
-    for found in run_ranks(train, 2, strategy, used, reduce):
+    expected = reference(2, ALIKE[used])
+    for found in run_ranks(train, 2, strategy, ALIKE[used], reduce):
         assert largest_difference(found, expected) < 1e-13
 
 
 @pytest.mark.parametrize("reduce", ["last", *slow("every")])
-@pytest.mark.parametrize("used", ONE.values(), ids=ONE)
-@pytest.mark.parametrize("strategy", REPLICATED)
+@pytest.mark.parametrize(("strategy", "used"), diagonal(REPLICATED, tuple(ONE)))
 def test_micro_batches_skipped_on_one_rank(strategy, used, reduce):
-    expected = reference(2, used)
-    for found in run_ranks(train, 2, strategy, used, reduce):
+    expected = reference(2, ONE[used])
+    for found in run_ranks(train, 2, strategy, ONE[used], reduce):
         assert largest_difference(found, expected) < 1e-13
 
 
@@ -165,8 +164,7 @@ def _clipped_after_a_break(ctx, strategy, set_to_none):
     return "nothing raised"
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("strategy", [*REPLICATED, *SHARDED])
+@pytest.mark.parametrize(("strategy", "set_to_none"), diagonal(STRATEGIES, (True, False)))
 def test_clipping_what_a_window_left_early_is_refused(strategy, set_to_none):
     for text in run_ranks(_clipped_after_a_break, 2, strategy, set_to_none):
         assert "for _ in window: pass" in text and "found:" in text
@@ -195,8 +193,7 @@ def _break_and_then(ctx, strategy, how):
     return values(model)
 
 
-@pytest.mark.parametrize("how", ["finish", "nothing", "zero_grad", "zero in place"])
-@pytest.mark.parametrize("strategy", [*REPLICATED, *SHARDED])
+@pytest.mark.parametrize(("strategy", "how"), diagonal(STRATEGIES, ("finish", "nothing", "zero_grad", "zero in place")))
 def test_what_a_window_left_early_is_treated_as_gradients_are(strategy, how):
     model = net()
     optimizer = make_optimizer(model.parameters())
@@ -262,11 +259,10 @@ def _plainly_unfrozen(ranks, schedule):
     return values(model)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("strategy", [*REPLICATED, *SHARDED])
+@pytest.mark.parametrize(("strategy", "schedule"), diagonal(STRATEGIES, tuple(SCHEDULES)))
 def test_parameters_are_frozen_and_unfrozen_while_training(strategy, schedule):
-    expected = _plainly_unfrozen(2, schedule)
-    for found in run_ranks(_unfreeze, 2, strategy, schedule):
+    expected = _plainly_unfrozen(2, SCHEDULES[schedule])
+    for found in run_ranks(_unfreeze, 2, strategy, SCHEDULES[schedule]):
         assert largest_difference(found, expected) < 1e-13
 
 
@@ -283,7 +279,7 @@ def _frozen_elsewhere(ctx, strategy, on_rank_0):
     model(batch(0, 0, ctx.rank)).square().sum().backward()
 
 
-@pytest.mark.parametrize("on_rank_0", [("blocks", "head"), ("blocks",)], ids=["nothing", "other ones"])
+@pytest.mark.parametrize("on_rank_0", [("blocks",), *slow(("blocks", "head"))], ids=["other ones", "nothing"])
 @pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate", "flat", "zero1", "zero2")])
 def test_ranks_that_freeze_other_parameters_are_named(strategy, on_rank_0):
     began = time.monotonic()
@@ -304,7 +300,7 @@ def _frozen_in_a_window(ctx, strategy):
     return values(model)
 
 
-@pytest.mark.parametrize("strategy", [*REPLICATED, *SHARDED])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_are_frozen_in_the_middle_of_a_window(strategy):
     model = net()
     optimizer = make_optimizer(model.parameters())
@@ -340,7 +336,7 @@ def _added(ctx, strategy, how):
 
 
 @pytest.mark.parametrize("how", ["a layer", *slow("a layer in place of another", "a parameter in place of another")])
-@pytest.mark.parametrize("strategy", [*REPLICATED, *SHARDED])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_that_were_added_are_named(strategy, how):
     for text, difference in run_ranks(_added, 2, strategy, how):
         assert ("extra.weight" if how == "a layer" else "head.weight") in text, text
@@ -382,11 +378,13 @@ def reference_pair(skips):
     return found
 
 
-@pytest.mark.parametrize("skips", [[], [(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 0), (1, 1)]], ids=["no", "one", "both"])
-@pytest.mark.parametrize("strategy", ["replicate", "flat", "zero1", "fully_shard"])
+SKIPS = {"no": [], "one": [(0, 0), (0, 1)], "both": [(0, 0), (0, 1), (1, 0), (1, 1)]}
+
+
+@pytest.mark.parametrize(("strategy", "skips"), diagonal(("replicate", "flat", "zero1", "fully_shard"), tuple(SKIPS)))
 def test_two_modules_of_a_window_that_all_ranks_skip(strategy, skips):
-    expected = reference_pair(skips)
-    for found in run_ranks(train_pair, 2, strategy, skips):
+    expected = reference_pair(SKIPS[skips])
+    for found in run_ranks(train_pair, 2, strategy, SKIPS[skips]):
         assert largest_difference(found, expected) < 1e-13
 
 

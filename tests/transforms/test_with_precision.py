@@ -1418,7 +1418,9 @@ def test_windows_over_two_ranks_are_the_mean_of_fp32():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-true", FP16], ids=["fp32", "bf16", "bf16-true", "fp16"])
+@pytest.mark.parametrize(
+    "policy", ["bf16", FP16, *slow("fp32", "bf16-true")], ids=["bf16", "fp16", "fp32", "bf16-true"]
+)
 @pytest.mark.parametrize("how", ["compile", *slow("Module.compile", "part")])
 def test_compiled_modules_compute_in_the_same_precision(policy, how):
     torch._dynamo.reset()

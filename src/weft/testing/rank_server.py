@@ -36,6 +36,9 @@ def main(fd: int) -> None:
         importlib.import_module(package)
     for module in pkgutil.iter_modules(sys.modules["weft.transforms"].__path__):
         importlib.import_module(f"weft.transforms.{module.name}")
+    for name in ("pytest", "hypothesis"):  # which modules of tests import
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     torch.set_num_threads(1)
     gc.collect()
