@@ -102,7 +102,7 @@ def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                if (step + 1) % save_every == 0 and batches.leads and ctx.num_replicas == 1:
+                if (step + 1) % save_every == 0 and batches.leads:
                     weft.save(state, saved, step + 1, ctx)
                 time.sleep(pause_s)
     whole = [p.full_tensor() if shards > 1 else p for p in model.parameters()]

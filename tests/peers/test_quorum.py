@@ -29,6 +29,19 @@ def test_the_first_quorum_waits_for_all_and_the_first_gives_its_state():
     assert answer.members == ("2.0", "10.0") and answer.source == 0 and answer.receivers == (1,)
 
 
+def test_when_all_were_lost_the_newest_copy_is_waited_for():
+    quorums, _ = _three()
+    for name in ("0.0", "1.0", "2.0"):
+        quorums.ended(name)
+        quorums.started(name.replace(".0", ".1"))
+    quorums.ask("0.1", _ask(20, fresh=True), 1.0)
+    assert quorums.next(1.0) is None, "another one may have a newer copy"
+    for name in ("1.1", "2.1"):
+        quorums.ask(name, _ask(40, fresh=True), 1.0)
+    answer = quorums.next(1.0)
+    assert (answer.step, answer.source, answer.receivers) == (40, 1, (0, 2))
+
+
 def test_those_who_have_made_more_steps_have_the_state():
     quorums, _ = _three()
     quorums.ended("1.0")

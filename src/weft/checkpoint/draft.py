@@ -157,13 +157,19 @@ class Draft(NamedTuple):
     ending: contextlib.ExitStack
 
 
-def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draft:
+def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draft | None:
     """Lock the directory and make the hidden folder, on the main rank.
+
+    Returns:
+        None in an elastic job if there is nothing to save: the step has failed and is made again, or a replica that
+        is gone has saved it.
 
     Raises:
         CheckpointError: Another job saves there, the step is saved already, or a restart would take another one.
         PeerError: It failed on the main rank.
     """
+    if ctx.replicas is not None and ctx.replicas.broken:
+        return None
     history, mirror = history_of(ctx, directory), mirror_of(directory)
     local, final = directory if mirror is None else mirror.local, commit.target(directory, step)
     with contextlib.ExitStack() as ending:
@@ -176,6 +182,8 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
             if mirror is not None:
                 mirror.refresh()
             history.check(directory, step, commit.named_folders(local))
+            if ctx.replicas is not None and history.is_of_another_replica(local / final.name):
+                return ["", history.name_run()]
             if mirror is not None:
                 _make_room(mirror, final, step, history)
             folder = commit.begin(local, step)
@@ -184,7 +192,7 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
 
         hidden, run = from_main(what, ctx, start)
         history.belongs_to(run)
-        return Draft(local / hidden, final, mirror, history, ending.pop_all())
+        return Draft(local / hidden, final, mirror, history, ending.pop_all()) if hidden else None
 
 
 def _make_room(mirror: Mirror, final: Path, step: int, history: History) -> None:

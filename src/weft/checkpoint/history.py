@@ -28,10 +28,12 @@ class _Job:
     """What one job knows, in this process.
 
     Attributes:
+        own: The name of its run if it goes on with none; all replicas of an elastic job have the same.
         runs: Names of the runs that it goes on with; the first one is given to what it saves elsewhere.
         histories: By directory.
     """
 
+    own: str
     runs: list[str] = field(default_factory=list)
     histories: dict[str, History] = field(default_factory=dict)
 
@@ -73,12 +75,16 @@ class History:
 
     def name_run(self) -> str:
         """The name of the run, for the next manifest; one that is made up if it has none."""
-        return self.run or next(iter(self._job.runs), None) or secrets.token_hex(8)
+        return self.run or next(iter(self._job.runs), self._job.own)
 
     def saved(self, folder: Path) -> None:
         """Note that this job saved a checkpoint."""
         self._damaged.discard(folder.name)
         self._own.add(step_of(folder))
+
+    def is_of_another_replica(self, folder: Path) -> bool:
+        """Whether a checkpoint of this job is there that this process has neither saved nor found when it restored."""
+        return folder.exists() and step_of(folder) not in self._own | self._seen and self._is_ours(folder)
 
     def check(self, directory: Path, step: int, there: Iterable[Path]) -> None:
         """Raise if a checkpoint would be mixed with those of another run, or with a branch that was left.
@@ -116,7 +122,7 @@ class History:
 
     def _is_ours(self, folder: Path) -> bool:
         try:
-            return read_head(folder).run in self._job.runs
+            return read_head(folder).run in (self._job.own, *self._job.runs)
         except Damage:
             return False
 
@@ -154,7 +160,7 @@ def history_of(ctx: DistContext, directory: Path) -> History:
     """What the job of a context knows of a directory."""
     root = ctx.world.root
     if not isinstance(root.checkpoints, _Job):
-        root.checkpoints = _Job()
+        root.checkpoints = _Job(secrets.token_hex(8) if ctx.replicas is None else ctx.replicas.job())
     job = root.checkpoints
     where = str(directory) if isinstance(directory, RemotePath) else os.path.realpath(directory)
     return job.histories.setdefault(where, History(job))

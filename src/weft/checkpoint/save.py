@@ -31,6 +31,9 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
     moment leaves the checkpoints before it as they were. A damaged checkpoint of the same step, which `restore` passed
     over, is renamed to `step-<number>.damaged`.
 
+    In an elastic job, nothing is written during a step that has failed, which is repeated, nor if another replica has
+    saved this step.
+
     Changes: nothing of the state; the directory. Collectives: a few gatherings of names and hashes.
 
     Args:
@@ -68,9 +71,10 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
         if isinstance(ctx.world.group, PretendedGroup):
             return counted(where, step, mine, ctx.world.group)
         draft = start_draft("save", where, step, ctx)
-        with draft.ending:
-            complete("save", draft, step, brought, lambda path: write_tensors(path, mine), ctx, keep=keep)
-    return draft.final
+        if draft is not None:
+            with draft.ending:
+                complete("save", draft, step, brought, lambda path: write_tensors(path, mine), ctx, keep=keep)
+    return commit.target(where, step)
 
 
 def come_together(

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.draft import Draft, Outline, complete, outline, start_draft
+from weft.checkpoint.format.commit import target
 from weft.checkpoint.save import come_together, counted
 from weft.checkpoint.staging import Staged, Staging
 from weft.checkpoint.state.collect import Checkpoint, around
@@ -84,14 +85,14 @@ def save_async(
     if isinstance(ctx.world.group, PretendedGroup):
         with around("save", state, ctx):
             _, mine = on_all(_WHAT, ctx, lambda: outline(state, ctx))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return RunningSave(counted(where, step, mine, ctx.world.group), done, ThreadPoolExecutor(1))
+        return _nothing_to_do(counted(where, step, mine, ctx.world.group))
     saver = _saver_of(ctx.world)
     beside = replace(ctx, world=saver.open_board(ctx.world))
     with around("save", state, ctx):
         brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
     draft = start_draft(_WHAT, where, step, ctx)
+    if draft is None:
+        return _nothing_to_do(target(where, step))
     second_half = partial(complete, _WHAT, draft, step, brought, staged.write, beside, keep=keep)
     return saver.start(draft, second_half, beside.world)
 
@@ -143,6 +144,12 @@ class RunningSave:
         error = self._future.exception() if self.done() and not self._seen else None
         self._seen = self._seen or error is not None
         return error
+
+
+def _nothing_to_do(path: Path) -> RunningSave:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return RunningSave(path, done, ThreadPoolExecutor(1))
 
 
 class _Saver:

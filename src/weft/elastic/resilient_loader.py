@@ -231,8 +231,8 @@ class Resilient(Generic[B]):
         while not has_met:
             answer, has_met = self._try_to_meet(failed=failed)
             lost += answer.lost
-            in_vain = 0 if answer.lost else in_vain + 1
-            if in_vain > _ATTEMPTS and replicas.index != answer.source:  # which has the state of all
+            in_vain = 0 if has_met or answer.lost else in_vain + 1
+            if in_vain >= _ATTEMPTS and replicas.index != answer.source:  # which has the state of all
                 raise _out_of_reach(answer)
         self._mark.begin()
         self._loader.weft_divide(replicas.index, replicas.size)

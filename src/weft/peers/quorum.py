@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 __all__ = ["Answer", "Ask", "Quorums"]
 
-_START_S = 30.0  # after so long the first quorum begins without those that have not come
+_START_S = 30.0  # after so long replicas begin from nothing, or a copy, without those that have not come
 _FACT = "start the same program with the same model on every replica"
 
 
@@ -135,9 +135,10 @@ class Quorums:
         """The next quorum, if it can begin."""
         if not self.asking or len(self.asking) < self.least or self.waiting_for:
             return None
-        if self.is_done and all(ask.fresh for ask in self.asking.values()):
+        from_nothing = all(ask.fresh for ask in self.asking.values())
+        if self.is_done and from_nothing:
             return None
-        late = self.living - set(self.asking) if not self.number else set()
+        late = self.living - set(self.asking) if from_nothing else set()  # one of them may have the newest copy
         if late and self.waiting_since is not None and now - self.waiting_since < _START_S:
             return None
         members = tuple(sorted(self.asking, key=_order))

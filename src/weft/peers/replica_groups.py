@@ -10,6 +10,7 @@ A replica may have several ranks. Each of them is connected to the rank of the s
 [Note: replica keys] Below `STORE`, in the store of the launcher:
     memory/<node>     a folder for copies of the state, in memory
     launched          this launcher decides about quorums
+    job               a name for the job
     here/<name>/<r>   how many processes took themselves for this rank
     asks              how many questions were put
     ask/<k>           question k: who asks, and what he brings
@@ -24,6 +25,7 @@ A replica may have several ranks. Each of them is connected to the rank of the s
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -46,6 +48,7 @@ __all__ = ["LAUNCHED", "MEMORY", "STORE", "ReplicaGroup", "has_replicas"]
 STORE = "weft/replicas"  # prefix of all keys
 LAUNCHED = "launched"  # key: this launcher decides about quorums
 MEMORY = "memory"  # key: a folder of the launcher, by node
+_JOB = "job"  # key: its name
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided
 _LOOK_S = 0.05  # how often it is looked whether somebody new waits
 _PATIENCE_S = 0.5  # how long an operation may take before it is looked whether it can still succeed
@@ -118,6 +121,14 @@ class ReplicaGroup:
         """A folder in the memory of the machine that outlives this process; None without a launcher."""
         return None if self._board is None else Path(self._board.get(f"{MEMORY}/{self._node}").decode())
 
+    def job(self) -> str:
+        """A name that all replicas of this job have in common, and no other job."""
+        name = secrets.token_hex(8)
+        if self._board is not None:
+            self._board.claim(_JOB, name)
+            name = self._board.get(_JOB).decode()
+        return name
+
     # -- quorums ---------------------------------------------------------------------------------
 
     def meet(self, step: int, *, fresh: bool, facts: dict[str, str], failed: bool = False) -> Answer:
@@ -171,15 +182,16 @@ class ReplicaGroup:
         return Answer(**values)
 
     def _connect(self) -> bool:
-        assert self._store is not None
-        store = dist.PrefixStore(f"group/{self.number}/{self.inside.rank}", self._store)
+        store: Any = self._store
+        prefix = f"group/{self.number}/{self.inside.rank}"
         place = self.index, self.size, timedelta(seconds=_CONNECT_S)
         made: list[Any] = []
         over = threading.Event()
 
         def connect() -> None:
             with contextlib.suppress(RuntimeError):
-                made.append(dist.ProcessGroupGloo(store, *place))
+                own = store.clone()  # who waits for a key holds up all requests of the same client
+                made.append(dist.ProcessGroupGloo(dist.PrefixStore(prefix, own), *place))
             over.set()
 
         before = connections()
