@@ -363,6 +363,27 @@ def test_sizes_that_depend_on_values_are_refused():
         weft.rehearse(masked, 2)
 
 
+def speech(ctx):
+    frames, words = torch.tensor([9, 6]), torch.tensor([3, 2])
+    recurrent, head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 12)
+    nn.init.trunc_normal_(head.weight)
+    rates = torch.linspace(0, 0.5, len(words)).tolist()
+    recurrent, ctx = weft.replicate(recurrent, ctx)
+    head, ctx = weft.replicate(head, ctx)
+
+    def step():
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 9, 4), frames, batch_first=True)
+        found, lengths = nn.utils.rnn.pad_packed_sequence(recurrent(packed)[0])
+        scores = head(nn.functional.dropout(found, rates[-1])).log_softmax(-1)
+        nn.functional.ctc_loss(scores, torch.tensor([[1, 2, 3], [4, 5, 0]]), lengths, words).backward()
+
+    return step
+
+
+def test_known_lengths_decide_sizes_as_in_a_real_run():
+    assert_rehearsed(speech, 2, only=[1])
+
+
 @pytest.mark.parametrize("arguments", [{"ranks": 0}, {"ranks": 4, "rank": 4}, {"ranks": 4, "steps": 0}])
 def test_bad_arguments_are_refused(arguments):
     with pytest.raises(ValueError, match=r"(?s)found:.*ranks=.*fix: +weft.rehearse"):

@@ -16,7 +16,7 @@ __all__ = ["Place", "line_in", "place"]
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _WEFT = str(Path(__file__).parents[2]) + "/"
-_SCALER = f"{_TORCH}amp/grad_scaler.py"
+_CHECKING = (_WEFT, f"{_TORCH}amp/grad_scaler.py", f"{_TORCH}nn/init.py")
 _OWN = str(Path(__file__).parents[1]) + "/"
 _STDLIB = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _UNSEEN = tuple(f"{_TORCH}{name}" for name in ("_subclasses/", "_dynamo/", "_compile.py", "_ops.py"))  # simulate
@@ -29,8 +29,8 @@ class Place(NamedTuple):
     Attributes:
         line: The innermost one outside of torch and weft, "train.py:41"; empty if there is none.
         caller: Whose code that line called: "user", "torch", "weft", "strategy" or "optimizer".
-        in_order: Whether that line called, however far away, code that checks for numbers that are not finite: weft's,
-            or the gradient scaler of torch.
+        in_order: Whether that line called, however far away, code that checks for numbers that would have to be
+            replaced: weft's, the gradient scaler of torch, or its functions that draw initial weights.
     """
 
     line: str
@@ -46,7 +46,7 @@ def place() -> Place:
         owner = _owner(frame.f_code.co_filename)
         if owner == "user":
             return Place(_line(frame.f_code.co_filename, frame.f_lineno), caller or "user", in_order)
-        in_order = in_order or (owner != "python" and frame.f_code.co_filename.startswith((_WEFT, _SCALER)))
+        in_order = in_order or (owner != "python" and frame.f_code.co_filename.startswith(_CHECKING))
         if owner == "call":
             is_open = False  # what strategies do is done in hooks: this is a module that computes
         elif is_open and owner in ("strategy", "optimizer"):

@@ -62,6 +62,7 @@ _SIZED = (
 )
 _COUNTED = ("randperm", "arange")
 _CHOOSING = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
+_SPACED = ("linspace", "logspace")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
@@ -120,6 +121,8 @@ class Simulation:
             numbers = [each for each in args if isinstance(each, (int, float))]
             dtype = dtype or (torch.int64 if all(isinstance(each, int) for each in numbers) else torch.float32)
             return dtype in _INTEGERS and max(map(abs, numbers), default=0) <= _MOST
+        if name in _SPACED:
+            return not tensors and args[2] <= _MOST
         if name in _SIZED:
             if dtype is None:
                 default = torch.int64 if name == "randint" else torch.get_default_dtype()
@@ -160,7 +163,10 @@ class Simulation:
             pairs = zip(args[1], masks, strict=True)
             places = [self._selected(func, each).unbind(1) if is_mask else (each,) for each, is_mask in pairs]
             return func(args[0], list(itertools.chain.from_iterable(places)))
-        raise _unknown_size(func, tree_leaves(args)[0], self._choosing)
+        lengths = args[3] if name == "_ctc_loss" else args[1] if name == "_pack_padded_sequence" else None
+        if isinstance(lengths, torch.Tensor) and self.knows(lengths):
+            return _aligned(args[0], lengths) if name == "_ctc_loss" else _packed(args[0], lengths)
+        raise _unknown_size(func, tree_leaves(args)[0], self._choosing, can_be_assumed=False)
 
     def _selected(self, func: Any, mask: torch.Tensor) -> torch.Tensor:
         """The places [n, dims] where a mask is true."""
@@ -220,6 +226,22 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, **give
     return a.new_empty([*batch, a.shape[-2], b.shape[-1]], dtype=given.get("out_dtype") or a.dtype)
 
 
+def _packed(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `aten._pack_padded_sequence` returns: the steps of all sequences, and how many sequences have each step."""
+    with unset_fake_temporarily():
+        batch_sizes = (lengths.unsqueeze(1) > torch.arange(int(lengths.max()))).sum(0)
+        count = int(lengths.sum())
+    return padded.new_empty(count, *padded.shape[2:]), batch_sizes
+
+
+def _aligned(log_probs: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `aten._ctc_loss` returns: losses, and the probabilities of alignments, with blanks around each label."""
+    with unset_fake_temporarily():
+        longest = int(lengths.max())
+    steps, batch, _ = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
 class _Reads(TorchFunctionMode):
     """Functions that read memory, past all operations."""
 
@@ -271,15 +293,17 @@ def _described(tensor: torch.Tensor) -> str:
     return f"a tensor {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _unknown_size(func: Any, tensor: torch.Tensor, chosen: str | None) -> ContextError:
+def _unknown_size(func: Any, tensor: torch.Tensor, chosen: str | None, *, can_be_assumed: bool = True) -> ContextError:
     problem = f"the size of what {func} returns depends on the values of {_described(tensor)}"
-    return _no_values(problem, chosen=chosen, value=str(tensor.numel()))
+    return _no_values(problem, chosen=chosen, value=str(tensor.numel()) if can_be_assumed else None)
 
 
-def _no_values(problem: str, line: str = "", *, chosen: str | None = None, value: str = "1.0") -> ContextError:
+def _no_values(problem: str, line: str = "", *, chosen: str | None = None, value: str | None = "1.0") -> ContextError:
     line = line or place().line
     key, value, option = (line or "values", value, value) if chosen is None else (chosen, '"balanced"', "balanced")
     answer = f'weft.rehearse(..., assume={{"{key}": {value}}}), or --assume {key}={option}'
+    if value is None:
+        answer = "sizes from small tensors of integers, which have values: of a loader, or torch.tensor(lengths)"
     return ContextError(
         "rehearse: tensors have shapes and no values, and the program reads one",
         found=problem + (f", at {line}" if line and line not in problem else ""),
