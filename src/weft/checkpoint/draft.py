@@ -31,7 +31,7 @@ from weft.checkpoint.history import History, history_of
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
 from weft.checkpoint.state.other_ranks import add_elsewhere
 from weft.checkpoint.state.random_states import random_state
-from weft.collectives.on_all_ranks import from_main, gathered_on_main
+from weft.collectives.on_all_ranks import from_main, gathered, gathered_on_main
 from weft.context import DistContext
 from weft.context.placement import readable
 from weft.errors import CheckpointError, listed
@@ -168,7 +168,8 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
         CheckpointError: Another job saves there, the step is saved already, or a restart would take another one.
         PeerError: It failed on the main rank.
     """
-    if ctx.replicas is not None and ctx.replicas.broken:
+    replicas = ctx.replicas
+    if replicas is not None and any(gathered(what, ctx, lambda: replicas.broken)):
         return None
     history, mirror = history_of(ctx, directory), mirror_of(directory)
     local, final = directory if mirror is None else mirror.local, commit.target(directory, step)
@@ -182,7 +183,7 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
             if mirror is not None:
                 mirror.refresh()
             history.check(directory, step, commit.named_folders(local))
-            if ctx.replicas is not None and history.is_of_another_replica(local / final.name):
+            if replicas is not None and history.is_of_another_replica(local / final.name):
                 return ["", history.name_run()]
             if mirror is not None:
                 _make_room(mirror, final, step, history)
