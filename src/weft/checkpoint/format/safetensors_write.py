@@ -86,13 +86,17 @@ def write_parts(path: Path, parts: Iterable[Any]) -> FileEntry:
     """
     kind = best_hash()
     digest = new_hash(kind)
-    with path.open("xb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-        file.flush()
-        os.fsync(file.fileno())
-        return FileEntry(bytes=file.tell(), hash=kind, digest=digest.hexdigest())
+    try:
+        with path.open("xb") as file:
+            for part in parts:
+                file.write(part)
+                digest.update(part)
+            file.flush()
+            os.fsync(file.fileno())
+            return FileEntry(bytes=file.tell(), hash=kind, digest=digest.hexdigest())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk says "No space left on device", and not which one
+        raise
 
 
 def sync_folder(folder: Path) -> None:
