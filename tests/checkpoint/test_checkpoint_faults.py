@@ -5,6 +5,7 @@ import errno
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -100,17 +101,18 @@ def _refused(folder, match):
 # -- kills -------------------------------------------------------------------------------------------
 
 
-def _saves_until_killed(ctx, folder, victims, delay):
+def _saves_until_killed(ctx, folder, victims, delay, saves):
+    """Save until ranks are killed, some time after the others have made so many saves."""
     state = _build(ctx, 0)
     found = weft.restore(state, folder, ctx)
     step = found.step if found else 0
     if found:
         assert _steps_in(state) == {step}
     weft.barrier(ctx)
-    if ctx.rank in victims:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process like a kill: nothing can catch it
-        signal.setitimer(signal.ITIMER_REAL, delay)
-    while True:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process like a kill: nothing can catch it
+    for number in itertools.count():
+        if number == saves and ctx.rank in victims:
+            signal.setitimer(signal.ITIMER_REAL, delay)
         step += 1
         weft.save(_build(ctx, step), folder, step, ctx, keep=3)
         (folder / f"done-{ctx.rank}").write_text(str(step))
@@ -122,7 +124,7 @@ def test_kills_at_random_moments_of_a_save_lose_nothing(tmp_path, ranks):
     for trial in range(8):
         victims = [list(range(ranks)), [0], [ranks - 1]][trial % 3]
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(_saves_until_killed, ranks, tmp_path, victims, 0.02 + chance.random() * 0.1)
+            run_ranks(_saves_until_killed, ranks, tmp_path, victims, 0.02 + chance.random() * 0.1, trial % 2)
         survivors = [rank for rank in range(ranks) if rank not in victims]
         assert all(isinstance(caught.value.errors.get(rank), (PeerError, OSError)) for rank in survivors)
         # What was said to be saved is there, and all that can be seen is whole.
@@ -131,7 +133,7 @@ def test_kills_at_random_moments_of_a_save_lose_nothing(tmp_path, ranks):
         assert whole == sorted(whole) and (not done or whole[-1] >= done)
         found = _restored(tmp_path)
         assert (found.step if found else 0) == (whole[-1] if whole else 0) and not (found and found.skipped)
-    assert whole[-1] > 2  # however slow the machine
+    assert whole[-1] >= 4  # however slow the machine
 
 
 def test_leftovers_are_cleaned_by_the_next_save(tmp_path):

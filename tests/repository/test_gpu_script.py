@@ -89,7 +89,7 @@ def test_the_page_shows_ratios_and_what_failed():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_dry_run_passes(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path)}
     done = subprocess.run(
