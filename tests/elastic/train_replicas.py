@@ -21,6 +21,7 @@ import weft
 from weft.peers.gloo_connections import cut
 
 SAMPLES, PER_REPLICA = 50, 4
+SLOW_S = 0.5  # the pause after a step as long as there is a file "slow": a busy machine takes long to start others
 
 
 def data():
@@ -86,6 +87,7 @@ def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
     done = restored.step if restored else 0
     if faults.get(name) == "late":
         time.sleep(1.5)
+    slow = pathlib.Path(f"{folder}/slow")
     batches = weft.resilient(loader, ctx, state=state, step=done, copy_every=faults.get("copy_every"))
     with pathlib.Path(f"{folder}/{name}.used").open("w") as used:
         for _ in range(batches.epoch, epochs):
@@ -104,7 +106,7 @@ def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
                 optimizer.zero_grad()
                 if (step + 1) % save_every == 0 and batches.leads:
                     weft.save(state, saved, step + 1, ctx)
-                time.sleep(pause_s)
+                time.sleep(SLOW_S if slow.exists() else pause_s)
     whole = [p.full_tensor() if shards > 1 else p for p in model.parameters()]
     torch.save([p.detach() for p in whole], f"{folder}/{name}.end")
 
