@@ -135,6 +135,9 @@ def _train(ctx, strategy, folder=None, resume=False, steps=(0, 1, 2)):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(weft.reduce(loss.detach(), ctx, "mean")))
+        if strategy != "none":
+            _logits(model)  # an evaluation changes nothing
+            model.train()
     if folder is not None and not resume:
         weft.save(state, folder, 1, ctx)
     return losses

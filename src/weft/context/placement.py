@@ -13,6 +13,7 @@ from weft.engines import Spmd
 from weft.engines.results import Undoable
 from weft.errors import listed, value_error
 from weft.tensors.elsewhere import is_elsewhere
+from weft.tensors.quantized import keep_order
 
 __all__ = [
     "apply_layout",
@@ -61,7 +62,7 @@ def to_device(value: T, ctx: DistContext, *, skip_keys: Collection[str] = ()) ->
 
 
 def place_module(what: str, module: nn.Module, ctx: DistContext) -> None:
-    """Move a module from the CPU to `ctx.device`; raise if it lies anywhere else.
+    """Move a module from the CPU to `ctx.device`, in a form that can be trained; raise if it lies anywhere else.
 
     Raises:
         ValueError: The text names the tensors and the devices.
@@ -69,6 +70,7 @@ def place_module(what: str, module: nn.Module, ctx: DistContext) -> None:
     check_place(what, module, ctx)
     if any(not _same(tensor.device, ctx.device) for _, tensor in _named_tensors(module)):
         ctx.engine.place(module, ctx.device)
+    keep_order(module)
 
 
 def check_place(what: str, module: nn.Module, ctx: DistContext) -> None:

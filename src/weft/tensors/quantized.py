@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["is_wrapped", "quantization_state", "quantized_parts"]
+__all__ = ["is_wrapped", "keep_order", "quantization_state", "quantized_parts"]
 
 _TEXT = 512
 
@@ -31,6 +31,20 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is torchao's, which has its numbers in several others."""
     torchao: Any = sys.modules.get("torchao.utils")
     return torchao is not None and isinstance(tensor, torchao.TorchAOBaseTensor)
+
+
+def keep_order(module: nn.Module) -> None:
+    """Let weights of 4 bits stay in the order in which they are stored.
+
+    On CPUs with AVX512-BF16, bitsandbytes reorders them for its fast kernel in the first forward of an evaluation. From
+    then on no gradient passes the layer, and its weight can neither be sharded nor gathered.
+    """
+    for name, kind in quantized_parts(module).items():
+        if kind == "4 bits":
+            part: Any = module.get_submodule(name)
+            part.support_avx512bf16_for_cpu = False
+            if getattr(getattr(part.weight, "quant_state", None), "packing_format_for_cpu", False):
+                part.state_dict()  # which puts them in order again
 
 
 def quantization_state(module: nn.Module) -> dict[str, torch.Tensor]:
