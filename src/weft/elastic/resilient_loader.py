@@ -227,11 +227,13 @@ class Resilient(Generic[B]):
         replicas = self._replicas
         lost: list[str] = []
         failed = replicas.broken
-        has_met, in_vain = False, 0
-        while not has_met:
+        in_vain = 0
+        while True:
             answer, has_met = self._try_to_meet(failed=failed)
             lost += answer.lost
-            in_vain = 0 if has_met or answer.lost else in_vain + 1
+            if has_met:
+                break
+            in_vain = 0 if answer.lost else in_vain + 1
             if in_vain >= _ATTEMPTS and replicas.index != answer.source:  # which has the state of all
                 raise _out_of_reach(answer)
         self._mark.begin()
