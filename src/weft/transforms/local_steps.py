@@ -52,11 +52,11 @@ def local_steps(
 
     The loop stays as it is, and so does `loss * window.share`. On a mesh {"replica": r, "shard": s} a strategy that
     follows works along the other axes, inside of each replica: `zero_partition`, or `fully_shard` and `replicate`,
-    which then leave this axis alone. Between exchanges the replicas differ: evaluate inside of `with averaged(model,
-    ctx):`, of this module. Checkpoints may be saved at any step. As the model, they hold the values of the last
-    exchange; they also hold the parameters and the optimizer state of each replica. So a run on the same number of
-    replicas resumes bit for bit, and a run on a different number resumes from the last exchange and the mean of the
-    states.
+    which then leave this axis alone. Between exchanges the replicas differ: evaluate inside
+    `with averaged(model, ctx):`, from this module. Checkpoints may be saved at any step. As the model, they hold the
+    values of the last exchange; they also hold the parameters and the optimizer state of each replica. So a run on the
+    same number of replicas resumes bit for bit, and a run on a different number resumes from the last exchange and the
+    mean of the states.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douillard et al., "DiLoCo", 2023
     (`outer`: SGD with Nesterov momentum), and "Streaming DiLoCo", 2025 (`fragments`).
@@ -75,8 +75,8 @@ def local_steps(
             `lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)`. Their gradient is the last
             exchanged value minus the mean of the present ones. Default: the mean is taken as it is.
         fragments: Number of parts into which the parameters are divided, 1 to `every`. Part i holds every
-            `fragments`-th parameter starting at i, and is exchanged after the steps with `step % every == i * every //
-            fragments`: the same number of bytes, in smaller bursts.
+            `fragments`-th parameter starting at i, and is exchanged after the steps with
+            `step % every == i * every // fragments`: the same number of bytes, in smaller bursts.
         axis: The data axis along which ranks step apart; default: the first one.
 
     Returns:
