@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
+__all__ = ["SWAP_TAG", "PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
 
+SWAP_TAG = 0x5E7F  # of messages that two ranks send each other; not that of anybody else's
 _MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
 
 
@@ -62,7 +63,7 @@ class PairGather:
     """Gathers the ranks' blocks of one buffer, in place; by an all-gather where pairs cannot be formed."""
 
     def __init__(self, group: dist.ProcessGroup, everyone: torch.Tensor) -> None:
-        self._group = group
+        self._group: Any = group
         self._everyone = everyone
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         blocks = everyone.view(size, -1)
@@ -78,8 +79,10 @@ class PairGather:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 gather(one._everyone, one.mine, group=one._group)
         for exchanges in zip(*(one._rounds for one in gathers), strict=True):
-            group = gathers[0]._group
-            works = [group.alltoall_base(theirs, ours, splits, splits) for theirs, ours, splits in exchanges]
+            group, works = gathers[0]._group, []
+            for theirs, ours, splits in exchanges:
+                peer = splits.index(len(ours))
+                works += [group.send([ours], peer, SWAP_TAG), group.recv([theirs], peer, SWAP_TAG)]
             for work in works:
                 work.wait()
 
