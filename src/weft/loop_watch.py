@@ -77,7 +77,7 @@ class _Watch:
             return
         self._weighed = True
         warn(
-            "shard_data: a step on a loss that nothing weighs, where ranks have different numbers of samples",
+            "shard_data: a step on an unweighted loss, with different numbers of samples on the ranks",
             found=f"{own} samples on rank {self._ctx.rank}, {everyone} on all {ranks} ranks; the mean of their "
             "mean losses is not the mean over the samples",
             expected="mean losses times their share, or sums divided by weft.metrics.denominator",

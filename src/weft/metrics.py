@@ -306,7 +306,7 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[st
     if ctx.replicas is not None:
         raise ContractError(
             "denominator: counts cannot be added up over the replicas of an elastic job",
-            found=f"{ctx.num_replicas} replicas, each of which may be lost at any moment",
+            found=f"{ctx.num_replicas} replicas, any of which may be lost at any time",
             expected="mean losses over samples",
             fix="loss = cross_entropy(model(x), y) * loader.share  # or window.share",
         )

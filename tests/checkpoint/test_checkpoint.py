@@ -710,7 +710,7 @@ def test_a_step_is_saved_once(tmp_path):
     state, ctx = _local({"box": Box(1)})
     path = weft.save(state, tmp_path, 5, ctx)
     before = (path / "manifest.json").read_bytes()
-    with pytest.raises(CheckpointError, match=r"save: step 5 is saved already(.|\n)*found: (.|\n)*fix: "):
+    with pytest.raises(CheckpointError, match=r"save: step 5 has already been saved(.|\n)*found: (.|\n)*fix: "):
         weft.save(state, tmp_path, 5, ctx)
     assert (path / "manifest.json").read_bytes() == before
 
@@ -721,7 +721,7 @@ def test_two_savers_are_not_let_in(tmp_path):
             if self.value:
                 inner, ctx = _local({"box": Box()})
                 self.value = False
-                with pytest.raises(CheckpointError, match=r"somebody else is saving into (.|\n)*fix: "):
+                with pytest.raises(CheckpointError, match=r"another process is saving into (.|\n)*fix: "):
                     weft.save(inner, tmp_path, 2, ctx)
             return {}
 

@@ -73,7 +73,7 @@ def test_two_runs_do_not_mix_in_one_directory(tmp_path, how):
     weft.save(other, tmp_path, 104, its)
     runs = {read_manifest(path).run for path in folders(tmp_path)}
     assert len(runs) == 1 and None not in runs
-    with pytest.raises(CheckpointError, match="below checkpoints that are in"):
+    with pytest.raises(CheckpointError, match="lower than that of checkpoints in"):
         weft.save(state, tmp_path, 50, ctx)
 
 
@@ -305,7 +305,7 @@ def test_what_is_no_directory_is_no_new_beginning(tmp_path):
             lambda place=place: weft.checkpoint.latest(tmp_path / place),
         ):
             with pytest.raises(
-                CheckpointError, match=rf"is no directory of checkpoints\n  found: .* {found}\n(.|\n)*fix: "
+                CheckpointError, match=rf"is not a directory of checkpoints\n  found: .* {found}\n(.|\n)*fix: "
             ):
                 call()
     (tmp_path / "real").mkdir()

@@ -224,7 +224,7 @@ def test_the_next_save_waits_and_readers_see_complete_checkpoints_only(tmp_path,
         running = weft.save_async(_state(ctx, 2), tmp_path, 2, ctx)
         assert weft.checkpoint.latest(tmp_path).name == "step-00000001" and _restored(tmp_path) == 1
         assert weft.checkpoint.verify(tmp_path / "step-00000001").step == 1
-        with pytest.raises(CheckpointError, match=r"somebody else is saving(.|\n)*found: (.|\n)*fix: "):
+        with pytest.raises(CheckpointError, match=r"another process is saving(.|\n)*found: (.|\n)*fix: "):
             weft.save(_state(weft.local(), 3), tmp_path, 3, weft.local())  # as another job
         threading.Timer(0.2, gate.set).start()
         last = again(_state(ctx, 3), tmp_path, 3, ctx)
@@ -259,7 +259,7 @@ def test_bad_arguments_are_refused_under_its_own_name(tmp_path):
         weft.save_async(weft.checkpointable({"box": Box(object())}, ctx)[0], tmp_path, 1, ctx)
     weft.save_async(_state(ctx, 1), tmp_path, 1, ctx).wait()
     for _ in range(2):  # and the lock is free after it
-        with pytest.raises(CheckpointError, match=r"step 1 is saved already(.|\n)*fix: "):
+        with pytest.raises(CheckpointError, match=r"step 1 has already been saved(.|\n)*fix: "):
             weft.save_async(_state(ctx, 1), tmp_path, 1, ctx)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".saving", "step-00000001"]
 
@@ -301,7 +301,7 @@ def test_a_context_left_by_an_error_does_not_wait_for_ever(tmp_path, monkeypatch
         running = weft.save_async(_state(ctx, 1), tmp_path, 1, ctx)
         raise ValueError("mine")
     text = "".join(caught.value.__notes__)
-    assert "not complete when the program left" in text and "found:    still writing after 0.05 s" in text
+    assert "not complete when the program exited" in text and "found:    still writing after 0.05 s" in text
     assert gate.is_set() and running.wait() == tmp_path / "step-00000001"
 
 

@@ -125,7 +125,7 @@ def test_a_number_that_the_script_reads_is_assumed(script, capsys):
 @pytest.mark.parametrize("limit", ["80 apples", "GB"])
 def test_a_limit_that_is_no_size_is_refused(script, capsys, limit):
     assert main(["rehearse", "--ranks", "2", "--limit", limit, script, "32"]) == 2
-    assert "is no size" in capsys.readouterr().err
+    assert "is not a size" in capsys.readouterr().err
 
 
 def test_a_script_without_a_step_is_refused(tmp_path, capsys):

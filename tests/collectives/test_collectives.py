@@ -860,7 +860,7 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks():
 def test_a_message_imports_nothing_and_calls_nothing(module, name):
     for kind in ("fields", "enum", "named"):
         text = json.dumps({kind: [module, name, []]}).encode()
-        with pytest.raises(TypeError, match="(?s)not known on this rank.*fix:"):
+        with pytest.raises(TypeError, match="(?s)unknown on this rank.*fix:"):
             encoding.decode(encoding.bytes_tensor(text), len(text), torch.device("cpu"))
     assert "not_imported_anywhere" not in sys.modules
 
@@ -909,7 +909,7 @@ def _from_two_threads(ctx):
 def test_collectives_of_two_threads_are_refused_by_name():
     begin = time.monotonic()
     for found, hangs in run_ranks(_from_two_threads, 2):
-        assert not hangs and any("two threads of this rank are in collectives" in text for text in found)
+        assert not hangs and any("two threads of this rank call collectives" in text for text in found)
     assert time.monotonic() - begin < 20
 
 

@@ -65,7 +65,7 @@ def test_start_reads_the_file_that_is_named_and_no_other(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("[start]\nsed = 1", "keys that mean nothing(.|\n)*start.sed"), ("[strat]\nseed = 1", r"\[strat\]"),
+        ("[start]\nsed = 1", "unknown keys(.|\n)*start.sed"), ("[strat]\nseed = 1", r"\[strat\]"),
         ("seed = 1", "seed"), ("start = 3", "start = 3, not a table"), ("[launch]\nseed = 1", "launch.seed"),
         ("[start]\nseed = '1'", "start.seed = '1', not a whole number"), ("[start]\nseed = true", "start.seed = True"),
         ("[start]\nmesh = 'a=1'", "start.mesh"), ("[start]\nmesh = {a = 1.5}", "start.mesh"),
@@ -121,7 +121,7 @@ def test_the_command_writes_what_it_is_told_and_asks_nobody_outside_of_a_termina
     assert found.start == {"mesh": {"replica": 2, "shard": -1}, "data_axes": ["replica"], "debug": True}
     before = (tmp_path / "run.toml").read_text()
     for arguments, text in [
-        ([], "run.toml is there already"), (["--out", "b", "launch.nprocs=2"], "'launch.nprocs=2' means nothing"),
+        ([], "run.toml already exists"), (["--out", "b", "launch.nprocs=2"], "'launch.nprocs=2' means nothing"),
         (["--out", "b", "nproc"], "means nothing"), (["--out", "b", "start.seed=x"], "start.seed = 'x'"),
         (["--out", "b", "launch.nproc=0"], "launch.nproc = '0'"), (["--out", "b", "import", "no.yaml"], "no.yaml"),
     ]:  # fmt: skip

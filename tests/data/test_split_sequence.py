@@ -119,7 +119,7 @@ def test_one_rank_gets_the_same_keys():
 
 REFUSED = [
     (torch.zeros(2, 10), {}, ValueError, "sequences of 10 places cannot be split over 2 ranks"),
-    (torch.zeros(2, 9), {"order": "contiguous"}, ValueError, "a length that divides by 2, such as 10"),
+    (torch.zeros(2, 9), {"order": "contiguous"}, ValueError, "a length divisible by 2, such as 10"),
     ((torch.zeros(2, 8), torch.zeros(2, 7)), {}, ValueError, "0: 8, 1: 7"),
     (torch.zeros(8), {}, ValueError, "no tensor with dimension 1"),
     ({"x": _words(), "cu_seq_lens_q": torch.tensor([0, 4, 8])}, {}, ValueError, "packed sequences cannot be split"),

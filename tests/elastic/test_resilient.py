@@ -371,7 +371,7 @@ def test_replicas_save_into_one_directory_and_each_step_once(tmp_path):
     weft.save(state, tmp_path, 2, other)
     with pytest.raises(CheckpointError, match="another run"):
         weft.save(state, tmp_path, 3, stranger)
-    with pytest.raises(CheckpointError, match="saved already"):
+    with pytest.raises(CheckpointError, match="already been saved"):
         weft.save(state, tmp_path, 2, other)
     ctx.close()
 
@@ -458,7 +458,7 @@ def test_loops_whose_steps_cannot_be_made_again_are_refused():
 def test_programs_whose_steps_cannot_be_made_again_are_refused():
     model, optimizer, loader, state, ctx = _alone()
     call = {"state": state}
-    with pytest.raises(ContextError, match=r"this is no elastic job[\s\S]*elastic="):
+    with pytest.raises(ContextError, match=r"this is not an elastic job[\s\S]*elastic="):
         weft.resilient(loader, weft.local(), **call)
     with pytest.raises(TypeError, match=r"cannot be divided anew[\s\S]*found: .*DataLoader[\s\S]*fix: "):
         weft.resilient(DataLoader(range(4)), ctx, **call)

@@ -147,7 +147,7 @@ def _saved(model, folder):
 def test_one_of_two_adapters_is_named(tmp_path):
     model = _adapted("lora", "first")
     model.add_adapter("second", CONFIGS["dora"]())
-    with pytest.raises(CheckpointError, match=r"which adapter is meant(?s:.*)'first'(?s:.*)'second'"):
+    with pytest.raises(CheckpointError, match=r"the adapter is ambiguous(?s:.*)'first'(?s:.*)'second'"):
         weft.export(_saved(model, tmp_path / "run"), tmp_path / "adapter", peft=True)
     with pytest.raises(CheckpointError, match="no adapter 'third'"):
         weft.export(tmp_path / "run", tmp_path / "adapter", peft="third")
@@ -164,7 +164,7 @@ def test_adapters_that_transformers_added_are_read_by_peft(tmp_path):
 
 
 def test_without_an_adapter_both_ways_say_so(tmp_path):
-    with pytest.raises(CheckpointError, match="which adapter is meant"):
+    with pytest.raises(CheckpointError, match="the adapter is ambiguous"):
         weft.export(_saved(_base(), tmp_path / "run"), tmp_path / "adapter", peft=True)
     _adapted().save_pretrained(tmp_path / "peft")
     with pytest.raises(CheckpointError, match="holds an adapter, and the module has none"):

@@ -62,7 +62,7 @@ def _trained(ctx, kind, strategy):
     model = _model(kind)
     if "tensor" in dict(ctx.axes):
         cut, inner = weft.tensor_parallel(_model(kind), ctx, sequence=True)
-        with pytest.raises(weft.errors.ContractError, match="the sequence is cut between the layers"):
+        with pytest.raises(weft.errors.ContractError, match="the sequence is sharded between the layers"):
             weft.pipeline(cut, inner, loss=_loss)
         model, ctx = weft.tensor_parallel(model, ctx)
     model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=ctx.axis_size("pipeline"))

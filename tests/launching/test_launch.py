@@ -471,7 +471,7 @@ def test_two_nodes_meet(tmp_path, ranked):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["-n", "0", "x.py"], r"these options do not fit together\n  found:    -n 0 .*fix:"),
+        (["-n", "0", "x.py"], r"these options cannot be combined\n  found:    -n 0 .*fix:"),
         (["--nnodes", "0", "x.py"], r"found:    -n 1 --nnodes 0.*fix:"),
         (["--nnodes", "2", "x.py"], r"found:    --nnodes 2, no --rdzv.*fix:"),
         (["--nnodes", "2", "--node-rank", "2", "--rdzv", "h:1", "x.py"], r"found:    .*--node-rank 2.*fix:"),

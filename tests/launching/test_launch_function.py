@@ -241,7 +241,7 @@ def test_a_rank_may_not_start_ranks(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(
-            weft.errors.ContextError, match=r"(?s)a rank of a job already.*is initialised here.*fix: +ctx.close"
+            weft.errors.ContextError, match=r"(?s)already a rank of a job.*is initialised here.*fix: +ctx.close"
         ):
             weft.launch_function(len, 2, "a")
     finally:

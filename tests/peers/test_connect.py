@@ -126,7 +126,7 @@ def test_a_port_at_which_somebody_listens_and_says_nothing():
         place = Topology(rank=1, world_size=2, master_addr="127.0.0.1", master_port=silent.getsockname()[1])
         begin = time.monotonic()
         with pytest.raises(
-            weft.errors.ContextError, match=r"(?s)rank 1 of 2 cannot meet.*said nothing for 0\.5 s.*fix:"
+            weft.errors.ContextError, match=r"(?s)rank 1 of 2 cannot connect.*said nothing for 0\.5 s.*fix:"
         ):
             open_store(place, 0.5, serves=False)
         assert time.monotonic() - begin < 10

@@ -233,5 +233,5 @@ def waits(ctx):
 
 
 def test_a_number_that_is_never_sent_is_an_error():
-    with pytest.raises(ContextError, match="rank 0 waits for numbers that rank 1 never sends"):
+    with pytest.raises(ContextError, match="rank 0 waits for integers that rank 1 never sends"):
         weft.rehearse(waits, 2)

@@ -393,5 +393,5 @@ def test_bad_arguments_are_refused(arguments):
 def test_a_mesh_that_does_not_fit_is_refused_as_in_a_real_run():
     with pytest.raises(ContextError, match="16"):
         weft.rehearse(sharded, 16, mesh={"data": 3, "shard": 5})
-    with pytest.raises(ValueError, match=r"(?s)returns no step.*fix:"):
+    with pytest.raises(ValueError, match=r"(?s)does not return a step.*fix:"):
         weft.rehearse(lambda ctx: None, 2)

@@ -65,7 +65,7 @@ def _not_reduced(ctx, strategy, how):
 def test_steps_on_gradients_of_one_rank_are_refused(strategy, how):
     for text, difference in run_ranks(_not_reduced, 2, strategy, how):
         assert "found:" in text and "fix:" in text, text
-        expected = {"a hook": "hooks on parameters of Net", "a step in a hook": "inside of a backward pass"}
+        expected = {"a hook": "hooks on parameters of Net", "a step in a hook": "inside a backward pass"}
         assert expected.get(how, "gradients that were not averaged") in text, text
         assert difference == 0
 

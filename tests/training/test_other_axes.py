@@ -782,5 +782,5 @@ def _apart(ctx):
 
 @pytest.mark.slow
 def test_axes_that_are_sharded_together_lie_beside_each_other():
-    with pytest.raises(weft.testing.RanksFailed, match="do not lie beside each other"):
+    with pytest.raises(weft.testing.RanksFailed, match="are not adjacent"):
         run_ranks(_apart, 8, mesh={"data": 2, "tensor": 2, "context": 2})

@@ -472,8 +472,8 @@ def _refused(ctx, how):
 @pytest.mark.parametrize(
     ("how", "kind", "text"),
     [
-        ("plain", OrderError, "7 parameters with storages of their own"),
-        ("stranger", OrderError, "7 parameters with storages of their own"),
+        ("plain", OrderError, "7 parameters with storage of their own"),
+        ("stranger", OrderError, "7 parameters with storage of their own"),
         ("two models", OrderError, "14 parameters"),
         ("unused", ContractError, 'found:    replicate(..., flat=True, unused="zero")'),
         ("order", OrderError, "skip_nonfinite: comes too late, after fuse_step"),

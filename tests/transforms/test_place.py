@@ -489,7 +489,7 @@ def test_names_may_be_changed_and_left_over(files, tmp_path):
 
 def test_plans_that_cannot_be_followed(files):
     _, paths = files
-    with pytest.raises(ValueError, match="cuda:7 is not there" + FORM):
+    with pytest.raises(ValueError, match="cuda:7 is not available" + FORM):
         _placed(paths["file"], {"cuda:7": None})
     with pytest.raises(ValueError, match="does not fit this Net" + FORM):
         _placed(paths["file"], plan_placement(_meta(lambda: Net(layers=6)), {"cpu": None}))

@@ -539,7 +539,7 @@ def test_blocks_that_are_checkpointed_in_another_way_are_refused(other):
         (
             {"blocks": Block, "save": [torch.ops.aten.matmul.default]},
             ValueError,
-            "takes apart into others.*'matmul', 'attention', 'convolution'.*fix:",
+            "decomposes into others.*'matmul', 'attention', 'convolution'.*fix:",
         ),
         ({"blocks": Block, "save": [torch.matmul]}, TypeError, "is no operation.*found:.*fix:"),
     ],

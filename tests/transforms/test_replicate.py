@@ -285,7 +285,7 @@ def _deep_on_ranks(ctx):
     batches = [[_x(10 * step + ctx.rank), _x(100 + 10 * step + ctx.rank)] for step in range(5)]
     found = _deep_steps(model, optimizer, batches, 1)
     assert [p.data_ptr() for p in model.parameters()] == before
-    with pytest.raises(weft.errors.OrderError, match="do not lie in a flat buffer"):
+    with pytest.raises(weft.errors.OrderError, match="are not in a flat buffer"):
         weft.fuse_step(optimizer, ctx)
     return found
 

@@ -330,16 +330,16 @@ def test_batches_of_other_kinds_are_counted_by_the_rows_of_their_first_tensor():
 
 def test_a_share_is_that_of_a_batch_that_is_being_processed():
     loader, ctx = _split_by(0, 1, 4)
-    with pytest.raises(weft.errors.ContractError, match="loader.share inside of the loop"):
+    with pytest.raises(weft.errors.ContractError, match="loader.share inside the loop"):
         _ = loader.share
     assert [loader.share for _ in loader] == [1.0, 1.0]
     with pytest.raises(weft.errors.ContractError, match="no iteration over the loader is running"):
         _ = loader.share
     windows = _windows(loader, ctx, 2)
-    with pytest.raises(weft.errors.ContractError, match="a loader of windows has none"):
+    with pytest.raises(weft.errors.ContractError, match="a loader of windows has no share"):
         _ = windows.share
     (window,) = windows
-    with pytest.raises(weft.errors.ContractError, match="window.share inside of the loop over the window"):
+    with pytest.raises(weft.errors.ContractError, match="window.share inside the loop over the window"):
         _ = window.share
     for _ in windows:
         pass

@@ -102,5 +102,5 @@ def test_a_checkpoint_keeps_the_bits(tmp_path):
 
 @pytest.mark.parametrize("options", [{"storage": torch.int8, "compute": torch.float32}, {"storage": torch.float16}])
 def test_other_dtypes_are_refused(options):
-    with pytest.raises(ValueError, match="weights cannot rest in this dtype"):
+    with pytest.raises(ValueError, match="weights cannot be stored in this dtype"):
         weft.Precision(**options)

@@ -80,7 +80,7 @@ def refuse(told: Sequence[Replicas]) -> None:
         if len(found) > 1
     ]
     raise CheckpointError(
-        "save: ranks hold other values of what should be the same tensor",
+        "save: replicas of a tensor have different values",
         found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""),
         expected="replicas that are equal, bit for bit, and that nothing changes during a save",
         fix="weft.check(ctx, model=model) finds what no strategy averages; weft.broadcast(tensor, ctx) what drifted "

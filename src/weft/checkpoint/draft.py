@@ -165,7 +165,7 @@ def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draf
         is gone has saved it.
 
     Raises:
-        CheckpointError: Another job saves there, the step is saved already, or a restart would take another one.
+        CheckpointError: Another job saves there, the step has already been saved, or a restart would take another one.
         PeerError: It failed on the main rank.
     """
     replicas = ctx.replicas
@@ -224,7 +224,7 @@ def lock(directory: Path) -> int:
     except OSError as error:
         os.close(handle)
         raise CheckpointError(
-            f"save: somebody else is saving into {directory}",
+            f"save: another process is saving into {directory}",
             found="the lock of the directory is held",
             expected="one job per directory, one save at a time",
             fix="give each run a directory of its own",
@@ -346,7 +346,7 @@ def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
         raise CheckpointError(
             "save: the state differs between the ranks",
             found=listed(different),
-            expected="the same plain values, and the same tensors, cut up alike, on all ranks",
+            expected="the same plain values, and the same tensors, sharded the same way, on all ranks",
             fix="gather it first: weft.collectives.gather_objects(value, ctx)",
         )
 
@@ -373,7 +373,7 @@ def _manifest(step: int, run: str | None, brought: Outline, parts: Sequence[Mapp
         raise CheckpointError(
             "save: the ranks do not hold each tensor exactly once",
             found=listed(wrong),
-            expected="tensors that are whole on all ranks, or cut up without gaps",
+            expected="tensors that are whole on all ranks, or sharded without gaps",
             fix="report it with the output of weft.explain(ctx)",
         )
     return manifest

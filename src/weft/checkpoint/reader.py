@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint: what is new into memory of its own, what is there already in place.
+"""Reading the tensors of a checkpoint: what is new into memory of its own, what already exists in place.
 
 [Note: two passes] First everything is checked: each rank compares its share of the files with their hashes, and looks
 up where each block that it requests lies. Then it reads these blocks from files that are still open, straight into the
@@ -72,7 +72,7 @@ class Reader:
             raise CheckpointError(
                 f"restore: {name} is not in the checkpoint",
                 found=f"{len(tensors)} other tensors",
-                expected="every tensor that its values mention",
+                expected="every tensor that the saved values refer to",
                 fix="restore an older checkpoint",
             )
         name = tensors[name].same_as or name
@@ -80,7 +80,7 @@ class Reader:
         if like is not None and entry.shape != like.shape:
             raise CheckpointError(
                 f"restore: {name} has another shape in the checkpoint",
-                found=f"{entry.shape}, where the state has {like.shape}, cut over ranks",
+                found=f"{entry.shape}, where the state has {like.shape}, sharded over ranks",
                 expected="the shape that was saved",
                 fix="build the object as it was, or leave it out of the state",
             )

@@ -153,9 +153,9 @@ def _newest(
                 skipped.append((folder, str(error)))
     if skipped:
         raise CheckpointError(
-            f"restore: no checkpoint in {directory} is whole",
+            f"restore: no checkpoint in {directory} is complete",
             found=listed(" ".join(line.strip() for line in why.splitlines()[:2]) for _, why in skipped),
-            expected="at least one whole checkpoint",
+            expected="at least one complete checkpoint",
             fix="restore the files from a copy, or start anew in another directory",
         )
     return None, [], []

@@ -50,7 +50,7 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
         The folder of the checkpoint; of a URL, a path that prints as one.
 
     Raises:
-        CheckpointError: The step is saved already, or a newer one is there that this job did not save since it
+        CheckpointError: The step has already been saved, or a newer one is there that this job did not save since it
             restored; the directory is that of another run; somebody else writes there; or ranks differ.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
@@ -102,7 +102,7 @@ def come_together(
         raise CheckpointError(
             f"{what}: the state is part of another checkpoint",
             found=f"weft.restore of {state.torn[0]} failed after it had changed some tensors",
-            expected="a state that is of one moment",
+            expected="a state that belongs to one step",
             fix="weft.restore(state, directory, ctx) until it succeeds, or build the objects anew",
         )
     where = place(directory)

@@ -198,9 +198,9 @@ class _Saver:
             self.leaving = True  # the next look at the peers is the last one
             if not running.ends_within(_STOP_S):
                 return CheckpointError(
-                    f"{_WHAT}: the checkpoint was not complete when the program left",
+                    f"{_WHAT}: the checkpoint was not complete when the program exited",
                     found=f"still writing after {limit_s:g} s: {running.path}",
-                    expected="a disk that takes the state within that time",
+                    expected="a disk that can store the state within that time",
                     fix="running.wait() before leaving, or raise start(timeout_s=...)",
                 )
         return running.unseen_error()

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         return _update(Path(words[1]), words[2:])
     if options.out.exists() and not options.force:
         raise ContextError(
-            f"config: {options.out} is there already",
+            f"config: {options.out} already exists",
             found=str(options.out.resolve()),
             expected="a new file",
             fix=f"weft config --force --out {options.out}",

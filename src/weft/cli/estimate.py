@@ -132,7 +132,7 @@ def _of_config(config: Any) -> nn.Module:
 
 def _no_model(place: str, found: str) -> WeftError:
     return ContextError(
-        f"estimate: {place} is no model",
+        f"estimate: {place} is not a model",
         found=found,
         expected=_PLACE,
         fix='weft estimate "torchvision.models:resnet50"',

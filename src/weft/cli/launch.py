@@ -179,7 +179,7 @@ def _submit(plan: Plan, words: list[str], kind: str, options: argparse.Namespace
     command = shutil.which("sbatch")
     if command is None:
         raise ContextError(
-            f"launch: {options.slurm} is written, and cannot be submitted",
+            f"launch: {options.slurm} was written, but cannot be submitted",
             found="no command sbatch",
             expected="a machine of the cluster",
             fix=f"sbatch {options.slurm}",

@@ -162,6 +162,6 @@ def _size(text: str) -> float:
     parsed = re.fullmatch(r"([\d.]+)\s*([KMGT]I?)?B?", text.strip().upper())
     if parsed is None:
         raise value_error(
-            f"rehearse: --limit {text} is no size", found=text, expected="a number and a unit", fix="--limit 80GB"
+            f"rehearse: --limit {text} is not a size", found=text, expected="a number and a unit", fix="--limit 80GB"
         )
     return float(parsed[1]) * _UNITS[parsed[2] or ""]

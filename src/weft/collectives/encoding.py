@@ -237,7 +237,7 @@ class _Decoder:
         wanted = {"enum": lambda: issubclass(cls, enum.Enum), "fields": lambda: dataclasses.is_dataclass(cls)}
         if cls is None or not wanted.get(kind, lambda: issubclass(cls, tuple))():
             raise type_error(
-                f"a value of class {name} was received, which is not known on this rank",
+                f"a value of class {name} was received, but this class is unknown on this rank",
                 found=f"no class {name} in {module}, as far as it is imported",
                 expected="classes that every rank has imported; none is imported for a message",
                 fix=f"import {module}  # on all ranks",

@@ -241,7 +241,7 @@ def one_thread(what: str, world: World) -> Iterator[None]:
 
 def _clash(found: str) -> ContextError:
     return ContextError(
-        "two threads of this rank are in collectives on one context",
+        "two threads of this rank call collectives on the same context",
         found=found,
         expected="one thread at a time: the order of collectives is the same on all ranks",
         fix="other = ctx.subset(range(ctx.world_size))  # a context of its own for the second thread",

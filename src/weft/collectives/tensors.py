@@ -188,9 +188,9 @@ def _check_inner(parts: Sequence[Sequence[torch.Tensor]]) -> None:
     for pieces in parts:
         if len({piece.shape[1:] for piece in pieces if piece.numel()}) > 1:
             raise ContextError(
-                "gather: the ranks bring rows of different shapes",
+                "gather: rows have different shapes on the ranks",
                 found=", ".join(f"{tuple(piece.shape)} on rank {rank}" for rank, piece in enumerate(pieces)),
-                expected="shapes that are equal but for the first dimension",
+                expected="shapes that are equal except for the first dimension",
                 fix="value = weft.collectives.pad_across(value, ctx, dim=1)",
             )
 

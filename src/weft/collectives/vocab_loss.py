@@ -84,7 +84,7 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
     if is_sharded(logits) or not logits.is_floating_point() or target.dtype != torch.int64:
         raise type_error(
-            f"{_WHAT}: these are no logits and classes",
+            f"{_WHAT}: the arguments are not logits and class indices",
             found=f"{type(logits).__name__} {logits.dtype}, {type(target).__name__} {target.dtype}",
             expected="this rank's logits as a plain floating-point tensor, classes of int64",
             fix=f"{_WHAT}(logits.to_local(), target, ctx)" if is_sharded(logits) else f"{_WHAT}(logits, target, ctx)",
@@ -141,7 +141,7 @@ def _check_classes(known: torch.Tensor, target: torch.Tensor) -> None:
         torch._assert_async(known.all())  # without waiting for the device, as torch's own loss
     elif not known.all():
         raise value_error(
-            f"{_WHAT}: classes lie outside of the vocabulary",
+            f"{_WHAT}: class indices are outside the vocabulary",
             found=f"{sorted(set(target[~known].tolist()))[:5]}",
             expected="0 to the length of all parts together, or ignore_index",
             fix=f"{_WHAT}(logits, target, ctx, ignore_index=...)",

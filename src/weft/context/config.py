@@ -100,7 +100,7 @@ def checked(data: Mapping[str, Any], path: str) -> Config:
     if unknown or wrong:
         names = [f"{table}.{key}" for table, keys in known.items() for key in keys]
         raise ContextError(
-            f"the configuration {path} has {'keys that mean nothing' if unknown else 'values that do not fit'}",
+            f"the configuration {path} has {'unknown keys' if unknown else 'values that do not fit'}",
             found=listed([*unknown, *wrong]),
             expected="some of " + ", ".join(names),
             fix="take them out, or correct them; weft config writes a file",

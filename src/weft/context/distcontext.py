@@ -190,7 +190,7 @@ class DistContext(Guarded):
         """
         if self.ranks != other.ranks or self.device != other.device:
             raise ContextError(
-                "merge: the contexts speak for different ranks or devices",
+                "merge: the contexts belong to different ranks or devices",
                 found=f"ranks {self.ranks} on {self.device}, and ranks {other.ranks} on {other.device}",
                 expected="two contexts that come from one `start`",
                 fix="pass one context through all transforms instead",

@@ -85,7 +85,7 @@ def check_place(what: str, module: nn.Module, ctx: DistContext) -> None:
         strange = [f"{name} on {tensor.device}" for name, tensor in named if not _same(tensor.device, ctx.device)]
         meta = torch.device("meta") in devices
         raise value_error(
-            f"{what}: {type(module).__name__} does not lie on {ctx.device}",
+            f"{what}: {type(module).__name__} is not on {ctx.device}",
             found=listed(strange),
             expected=f"all parameters and buffers on {ctx.device}, or all on the CPU",
             fix="build the module on a real device" if meta else f'module.to("{ctx.device}")',
@@ -118,7 +118,7 @@ def _place_optimizer(optimizer: torch.optim.Optimizer, ctx: DistContext) -> None
     ]
     if strange:
         raise value_error(
-            f"to_device: the optimizer's parameters do not lie on {ctx.device}",
+            f"to_device: the optimizer's parameters are not on {ctx.device}",
             found=listed(strange),
             expected="the parameters of a module that was brought to the device",
             fix="module = weft.to_device(module, ctx)  # before the optimizer",

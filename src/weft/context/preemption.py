@@ -102,7 +102,7 @@ def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
     watched = [each.name for each in chosen if isinstance(getattr(signal.getsignal(each), "__self__", 0), Preemption)]
     if watched:
         raise ContractError(
-            "on_preemption: a signal is watched already",
+            "on_preemption: a signal is already being watched",
             found=listed(watched),
             expected="one watch for each signal in a process",
             fix="preempted.release()  # or: with weft.on_preemption(ctx) as preempted:",
@@ -158,7 +158,7 @@ class Preemption:
                 raise value_error(
                     f"on_preemption: asked after step {step}, and before that after step {self._step}",
                     found=f"{step} < {self._step}",
-                    expected="numbers of steps that keep counting over epochs",
+                    expected="a step count that continues across epochs",
                     fix="step += 1; if preempted(step): ...",
                 )
             if not self._asked:

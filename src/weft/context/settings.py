@@ -281,7 +281,7 @@ def check_same_settings(group: dist.ProcessGroup, settings: Settings) -> None:
         wrong.append(f"timeout {timeout_s:g} s of the group, {settings.timeout_s:g} s asked for")
     if wrong:
         raise ContextError(
-            "adopt: the process group exists already and was made with other settings",
+            "adopt: the process group already exists, with different settings",
             found="; ".join(wrong),
             expected="settings of the group, or none",
             fix="pass them to torch.distributed.init_process_group, or let weft.start() make the group",

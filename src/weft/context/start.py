@@ -239,7 +239,7 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
         raise ContextError(
             f"start: elastic = {axis!r} is not the outermost axis of the mesh",
             found=f"mesh {dict(axes)}",
-            expected="replicas outside, and what is inside of each after them",
+            expected="the replica axis first, then the axes inside a replica",
             fix=f'weft.start(mesh={{"{axis}": -1, "shard": 4}}, elastic="{axis}")',
         )
     most = axes[0][1]
@@ -271,7 +271,7 @@ def _store_of_replicas(place: Topology, settings: Settings, size: int) -> dist.S
     if found is None or ranks != size:
         several = f" --replica-ranks {size}" if size > 1 else ""
         raise ContextError(
-            "start: this launcher starts other ranks again together when one fails",
+            "start: this launcher restarts other ranks as well when one fails",
             found=f"rank {place.rank} of {place.world_size}, started by {place.source}: "
             + (f"replicas of {ranks} ranks" if ranks else "all ranks"),
             expected=f"a launcher that starts each replica, of {size} ranks, again by itself",
@@ -300,7 +300,7 @@ def _connect(
     store: dist.Store = open_store(place, settings.timeout_s, serves=serves)
     if place.store_served and replica is None and has_replicas(store):
         raise ContextError(
-            "start: this launcher starts a rank that fails again by itself, and the others would never meet it",
+            "start: this launcher restarts a failed rank on its own, and the other ranks would never connect to it",
             found=f"weft launch --min-replicas, rank {place.rank} of {place.world_size}",
             expected="a program of replicas",
             fix='weft.start(elastic="replica"), or weft launch without --min-replicas',
@@ -394,7 +394,7 @@ def _check_pretended(group: PretendedGroup, mesh: dict[str, int]) -> None:
     """Raise if the program makes another mesh than its rehearsal was asked for, which gets to know the one in use."""
     if group.axes is not None and group.axes != mesh:
         raise ContextError(
-            "start: the rehearsal is of another mesh",
+            "start: the rehearsal has a different mesh",
             found=f"{mesh} in the program, {group.axes} of the rehearsal",
             expected="one of them, or the same",
             fix="weft.rehearse(program, ranks)  # without mesh",

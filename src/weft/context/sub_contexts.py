@@ -75,7 +75,7 @@ def mesh_along(ctx: Guarded, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     """Torch's mesh with a dimension for each set of axes, part of one over all ranks. Collectives: as `on` says.
 
     Raises:
-        ContextError: Axes that are to be one dimension do not lie beside each other.
+        ContextError: Axes that are to be one dimension are not adjacent.
     """
     return mesh_view(ctx, dims)[tuple(_dim_name(ctx, axes) for axes in dims)]
 
@@ -94,7 +94,7 @@ def mesh_view(ctx: Guarded, dims: Sequence[Sequence[str]]) -> DeviceMesh:
         at = [order.index(name) for name in wide if name in order]
         if at and at[-1] - at[0] >= len(at):
             raise ContextError(
-                f"the axes {wide} of the mesh do not lie beside each other",
+                f"the axes {wide} of the mesh are not adjacent",
                 found=f"mesh {dict(ctx.axes)}",
                 expected=f"one after the other those along which parameters are sharded together: {wide}",
                 fix="weft.start(mesh={" + ", ".join(f'"{name}": {ctx.axis_size(name)}' for name in wide) + ", ...})",

@@ -143,7 +143,7 @@ def _axes_along(ranks: list[int], ctx: DistContext) -> tuple[str, ...]:
         if line == ranks:
             return names
     raise ContractError(
-        f"a parameter is cut over ranks {ranks}, which are no axis of the context",
+        f"a parameter is sharded over ranks {ranks}, which form no axis of the context",
         found=f"a mesh of torch whose ranks are {ranks} here; axes {', '.join(f'{n}={s}' for n, s in ctx.axes)}",
         expected="meshes whose ranks lie along an axis of the context, in its order",
         fix='weft.start(mesh={"data": -1, "tensor": 2}); parallelize_module(model, ctx.mesh["tensor"], plan)',

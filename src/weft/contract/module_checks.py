@@ -113,7 +113,7 @@ def _check_not_wrapped(what: str, module: nn.Module) -> None:
         wrapper = wrapper_of_torch(part)
         if wrapper not in (None, "FSDPModule"):  # that is no wrapper: its parameters tell that they are sharded
             raise AlreadyApplied(
-                f"{what}: torch's {wrapper} reduces these gradients already",
+                f"{what}: torch's {wrapper} already reduces these gradients",
                 found=f"{name or 'the module itself'} is a {wrapper}",
                 expected=f"the plain module: {what} takes the place of {wrapper}",
                 fix=f"model, ctx = weft.{what}(model{'.' + name if name else ''}.module, ctx)",
@@ -132,7 +132,7 @@ def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
                 raise OrderError(
                     f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
                     found=str(mark.record),
-                    expected=f"{what} on parameters that are there between steps: {why}",
+                    expected=f"{what} on parameters that exist between steps: {why}",
                     fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
                 )
 
@@ -192,7 +192,7 @@ def check_plain_module(what: str, module: nn.Module) -> None:
     cut = [name for name, p in module.named_parameters() if is_sharded(p)]
     if cut:
         raise ContractError(
-            f"{what}: parameters of {type(module).__name__} are DTensors, cut over another axis",
+            f"{what}: parameters of {type(module).__name__} are DTensors sharded over another axis",
             found=listed(cut),
             expected="plain parameters: this engine knows no others",
             fix=f'weft.{what}(..., engine="torch")',

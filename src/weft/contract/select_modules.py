@@ -87,9 +87,9 @@ def select_apart(what: str, module: nn.Module, chosen: Selection) -> dict[str, n
     nested = [(inner, outer) for inner, outer in nested if inner != outer]
     if nested:
         raise value_error(
-            f"{what}: chosen parts lie inside of others",
+            f"{what}: chosen parts are nested",
             found=listed(f"{inner!r} in {outer or 'the module itself'!r}" for inner, outer in nested),
-            expected="parts apart from each other: what is inside of one is treated with it",
+            expected="parts that do not contain each other: what is inside a part is treated with it",
             fix=f'choose "{nested[0][1] or nested[0][0]}" or "{nested[0][0]}", not both',
         )
     uncalled = [name for name, part in parts.items() if not _has_forward(part)]

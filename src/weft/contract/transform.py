@@ -233,7 +233,7 @@ def _check(rules: Rules, obj: object, ctx: DistContext) -> None:
         other = mark.rules
         if other.name == rules.name:
             raise AlreadyApplied(
-                f"{rules.name}: this {kind} has it already",
+                f"{rules.name}: this {kind} already has this transform",
                 found=str(mark.record),
                 expected="each transform at most once per object",
                 fix=f"leave one of the two calls of {rules.name} out",

@@ -181,7 +181,7 @@ def padding_share(lengths: Sequence[int], batches: Iterable[Sequence[int]], *, m
         strange = [index for index in batch if not 0 <= index < len(lengths)]
         if strange:
             raise value_error(
-                "padding_share: a batch holds an index that is no sample",
+                "padding_share: a batch contains an index that is out of range",
                 found=listed(strange),
                 expected=f"0 to {len(lengths) - 1}",
                 fix="weft.data.padding_share(lengths, sampler)",

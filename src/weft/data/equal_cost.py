@@ -40,7 +40,7 @@ class Costs(NamedTuple):
             found = [float(ask(unit)) for unit in units]
         except (TypeError, LookupError, AttributeError) as error:
             raise type_error(
-                "shard_data: cost does not tell the cost of a sample by its index",
+                "shard_data: cost does not return the cost of a sample for its index",
                 found=f"{type(error).__name__}: {error}",
                 expected="one number per sample of the dataset, or a function of the index of a sample",
                 fix='weft.shard_data(loader, ctx, cost=lengths, balance="tokens")',

@@ -108,7 +108,7 @@ def _sequences(batch: object, dim: int) -> dict[tuple[str, ...], Any]:
         nested = isinstance(leaf, torch.Tensor) and leaf.is_nested
         if cuts_itself(leaf) or nested or isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
             raise type_error(
-                f"split_sequence: {'.'.join(path) or 'the batch'} cannot be cut along a sequence",
+                f"split_sequence: {'.'.join(path) or 'the batch'} cannot be split along a sequence",
                 found="a nested tensor" if nested else type(leaf).__name__,
                 expected="tensors and arrays, in tuples, lists, mappings or dataclasses",
                 fix="weft.data.split_sequence(batch.to_dict(), ctx)",
@@ -122,7 +122,7 @@ def _length(sequences: Mapping[tuple[str, ...], Any], dim: int) -> int:
     lengths = {".".join(path) or "the batch": leaf.shape[dim] for path, leaf in sequences.items()}
     if len(set(lengths.values())) != 1:
         raise value_error(
-            "split_sequence: the parts of the batch do not agree about the length of its sequences",
+            "split_sequence: the parts of the batch have sequences of different lengths",
             found=listed(f"{name}: {length}" for name, length in lengths.items()) or f"no tensor with dimension {dim}",
             expected=f"tensors with the sequence in dimension {dim}, and as many places in each",
             fix="weft.data.split_sequence((x[:, :-1], x[:, 1:]), ctx, dim=1)",
@@ -137,7 +137,7 @@ def _check_divides(length: int, part: SequencePart) -> None:
         raise value_error(
             f"split_sequence: sequences of {length} places cannot be split over {part.ranks} ranks",
             found=f"{length} places; {pieces} chunks in {part.order} order",
-            expected=f"a length that divides by {pieces}, such as {longer}, padded at the right with labels of -100",
+            expected=f"a length divisible by {pieces}, such as {longer}, padded at the right with labels of -100",
             fix=f'weft.data.pad_collate(multiple_of={pieces}, fill={{"labels": -100}})',
         )
 

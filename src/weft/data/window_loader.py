@@ -84,7 +84,7 @@ class _SeekableWindowLoader(_WindowLoader):
     def share(self) -> float:
         """Not of this loader: its windows have one."""
         raise ContractError(
-            "share: a loader of windows has none",
+            "share: a loader of windows has no share",
             found="loader.share after accumulate_grads",
             expected="the share of a micro-batch of its window",
             fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",

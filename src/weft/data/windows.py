@@ -147,9 +147,9 @@ class Window(Generic[B]):
         """
         if not self._batches.running:
             raise ContractError(
-                "share: it is that of the micro-batch that is being processed",
+                "share: there is no current micro-batch",
                 found=f"{self._batches.given} of {self._batches.length} micro-batches given, no inner loop is running",
-                expected="window.share inside of the loop over the window",
+                expected="window.share inside the loop over the window",
                 fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",
             )
         self._normalised = True
@@ -214,7 +214,7 @@ class Window(Generic[B]):
         """Warn, once, that losses were added up over the micro-batches without a factor."""
         self._sync.warned = True
         warn(
-            "accumulate_grads: nothing weighs the losses of the micro-batches of this window",
+            "accumulate_grads: the losses of the micro-batches of this window are not weighted",
             found=f"a backward pass, and neither window.share nor window.denominator nor len(window) was used: "
             f"gradients of {self._batches.length} mean losses are added up, or divided by a number that does not "
             "fit a shorter window",

@@ -42,14 +42,14 @@ def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[Rep
     check_state("resilient", state)
     if ctx.replicas is None:
         raise ContextError(
-            "resilient: this is no elastic job",
+            "resilient: this is not an elastic job",
             found=f"mesh {dict(ctx.axes)}",
             expected="a context of one replica",
             fix='with weft.start(mesh={"replica": -1}, elastic="replica") as ctx: ...',
         )
     if not isinstance(loader, ShardedLoader):
         raise type_error(
-            "resilient: the samples of this loader cannot be divided anew",
+            "resilient: the samples of this loader cannot be divided again",
             found=type(loader).__name__,
             expected="a loader of shard_data, or the windows over one",
             fix="loader, ctx = weft.shard_data(loader, ctx)",
@@ -77,7 +77,7 @@ def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[Rep
 
 
 def _unfit(found: str, expected: str, fix: str) -> ContractError:
-    return ContractError("resilient: a step could not be made again", found=found, expected=expected, fix=fix)
+    return ContractError("resilient: a step could not be repeated", found=found, expected=expected, fix=fix)
 
 
 def _optimizer_of(loader: Any, state: Checkpoint) -> torch.optim.Optimizer:
@@ -85,7 +85,7 @@ def _optimizer_of(loader: Any, state: Checkpoint) -> torch.optim.Optimizer:
     modules = [obj for obj in state.objects.values() if isinstance(obj, nn.Module)]
     if len(optimizers) != 1 or all(obj is not loader for obj in state.objects.values()):
         raise value_error(
-            "resilient: the state does not have all that a new replica needs",
+            "resilient: the state lacks objects that a new replica needs",
             found=f"{len(optimizers)} optimizers; " + listed(state.objects),
             expected="modules, one optimizer, whose step ends a step of the job, and the loader itself",
             fix='state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer, "loader": loader}, ctx)',

@@ -277,7 +277,7 @@ def _out_of_reach(answer: Answer) -> ContextError:
 
 def _wrong_loop(found: str, expected: str) -> ContractError:
     return ContractError(
-        "resilient: this step could not be made again by other replicas",
+        "resilient: this step could not be repeated by other replicas",
         found=found,
         expected=expected,
         fix="for x, y in batches:\n    (loss(model(x), y) * loader.share).backward()\n    optimizer.step()\n"

@@ -115,7 +115,7 @@ class StepMark:
         changed = [self._names[id(p)] for p in self._frozen if before[id(p)] != _place_of(p)]
         if changed:
             raise ContractError(
-                "resilient: this step could not be made again, for it has changed weights that no optimizer steps",
+                "resilient: this step could not be repeated: it changed weights that no optimizer updates",
                 found=listed(changed),
                 expected="weights that the loop changes by itself in a module of their own, which is not averaged",
                 fix='weft.checkpointable({"model": model, "teacher": teacher, ...}, ctx)  # not a part of the model',

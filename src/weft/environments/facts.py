@@ -82,7 +82,7 @@ def port_of(facts: Facts) -> int:
     port = facts.number("MASTER_PORT")
     if port is not None and not 1 <= port <= 65535:
         raise ContextError(
-            f"topology: MASTER_PORT = {port} is no port",
+            f"topology: MASTER_PORT = {port} is not a port",
             found=f"MASTER_PORT={facts.env['MASTER_PORT']!r}",
             expected="1 to 65535",
             fix=f"export MASTER_PORT={DEFAULT_PORT}",

@@ -84,7 +84,7 @@ def import_deepspeed(
     source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
     history_of(ctx, Path(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
     draft = start_draft("import_deepspeed", Path(directory), found.step, ctx)
-    assert draft is not None  # this is no elastic job
+    assert draft is not None  # this is not an elastic job
     with draft.ending:
         write = partial(write_tensors, tensors=tensors)
         complete("import_deepspeed", draft, found.step, brought, write, ctx, keep=None)

@@ -203,7 +203,7 @@ def _places(offload: Offload, stage: int) -> dict[str, str]:
     early = [key for key, place in places.items() if key == "parameters" or place != "cpu"]
     if early and stage < 3:
         raise value_error(
-            f"zero_partition: stage {stage} cannot offload so",
+            f"zero_partition: stage {stage} does not support this kind of offload",
             found=listed(f"{key} to {places[key]!r}" for key in early),
             expected="stage 3 for parameters, and for a disk; the optimizer's state to 'cpu' in every stage",
             fix="weft.zero_partition(..., stage=3, engine='deepspeed', offload=...)",

@@ -56,7 +56,7 @@ def chosen_devices(wish: str, there: Sequence[str], *, nproc: int | None = None)
         raise ContextError(
             f"launch: --devices {wish} cannot be used",
             found=f"--devices {wish}{processes}; devices of this machine: {listed(there) or 'none'}",
-            expected="auto, or different ids of devices, as many as processes",
+            expected="auto, or distinct device ids, one per process",
             fix=f"weft launch --devices {','.join(there[: nproc or 2])} train.py"
             if there
             else "weft launch -n 2 train.py",

@@ -93,7 +93,7 @@ def _refuse_in_a_rank() -> None:
     if group or place.world_size > 1 or place.source in ("torchrun", "ray"):
         where = f"rank {place.rank} of {place.world_size}, as {place.source} has it in the environment"
         raise ContextError(
-            "launch_function: this process is a rank of a job already",
+            "launch_function: this process is already a rank of a job",
             found="torch.distributed is initialised here" if group else where,
             expected="one process that starts the ranks, such as a notebook",
             fix="call the function itself, or start this program with python instead of a launcher"

@@ -202,7 +202,7 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         wrong = (f"--nnodes {values['nnodes']} --node-rank {node_rank}", "no node rank where nodes come and go")
     if wrong is not None:
         fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
-        raise ContextError("launch: these options do not fit together", found=wrong[0], expected=wrong[1], fix=fix)
+        raise ContextError("launch: these options cannot be combined", found=wrong[0], expected=wrong[1], fix=fix)
 
 
 def _are_replicas(nodes: int, nproc: int, min_replicas: int, replica_ranks: int, **rest: Any) -> bool:

@@ -62,7 +62,7 @@ def reach(host: str, port: int, *, who: str, limit_s: float, patient: bool = Fal
             raise ContextError(
                 f"{who} cannot reach {host}:{port}",
                 found=f"{_words(error)}, for {now - begin:.0f} s, from {interface_to(host)}",
-                expected="the first rank or node listens there, and no firewall stands between",
+                expected="the first rank or node listens there, and no firewall is between them",
                 fix=f"weft doctor --rdzv {host}:{port}; check the name and the port; "
                 "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface",
             )
@@ -185,9 +185,9 @@ def open_store(place: Topology, limit_s: float, *, serves: bool, who: str = "") 
     error = failed[0] if failed else None
     said = str(error).splitlines()[0] if error else f"something listens there and has said nothing for {limit_s:g} s"
     raise ContextError(
-        f"{who or f'start: rank {place.rank} of {place.world_size}'} cannot meet the others",
+        f"{who or f'start: rank {place.rank} of {place.world_size}'} cannot connect to the other ranks",
         found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
         f"{interface_to(place.master_addr)}: {said}",
-        expected=f"rank 0 serves that address, and all ranks start within {limit_s:g} s",
+        expected=f"rank 0 listens at that address, and all ranks start within {limit_s:g} s",
         fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
     ) from error

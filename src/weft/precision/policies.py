@@ -125,14 +125,14 @@ class Precision:
             )
         if self.matmul is not None and (self.matmul is not torch.float8_e4m3fn or self.scaling or self.gather):
             raise value_error(
-                "Precision: matrices cannot be multiplied so",
+                "Precision: these options cannot be combined with an 8-bit matmul",
                 found=f"matmul={self.matmul}, scaling={self.scaling}, gather={self.gather}",
                 expected="matmul=torch.float8_e4m3fn, without a loss scale and without gather",
                 fix="Precision(param=torch.float32, compute=torch.bfloat16, matmul=torch.float8_e4m3fn)",
             )
         if self.storage is not None and (self.storage not in STORAGE or self.compute is None):
             raise value_error(
-                "Precision: weights cannot rest in this dtype",
+                "Precision: weights cannot be stored in this dtype",
                 found=f"storage={self.storage}, compute={self.compute}",
                 expected=f"{listed(map(str, STORAGE))}, and the dtype to compute in",
                 fix="Precision(storage=torch.float8_e4m3fn, compute=torch.bfloat16)",

@@ -52,9 +52,9 @@ def autocast(policy: PolicyName | Precision, ctx: _HasDevice) -> Iterator[None]:
     precision = named_policy(policy)
     if precision.scaling is not None and torch.is_grad_enabled():
         raise value_error(
-            "autocast: gradients in float16 would underflow outside of the module, where nothing scales them",
+            "autocast: gradients in float16 would underflow outside of the module, where they are not scaled",
             found=f"{policy!r}, which has a loss scale",
-            expected='the loss inside of the module, or "bf16", or torch.no_grad()',
+            expected='the loss inside the module, or "bf16", or torch.no_grad()',
             fix='model, ctx = weft.with_precision(model, ctx, "fp16", methods=["loss"])  # a method of the module',
         )
     compute, kind = precision.compute, ctx.device.type

@@ -210,7 +210,7 @@ def _with_peers(run_as: Callable[[int], R], rank: int, mail: Mail, waiting: tupl
                 _with_peers(run_as, missing.source, mail, (*waiting, rank))
             if len(mail) == known:
                 raise ContextError(
-                    f"rehearse: rank {rank} waits for numbers that rank {missing.source} never sends",
+                    f"rehearse: rank {rank} waits for integers that rank {missing.source} never sends",
                     found="a receive without a send",
                     expected="as many sends as receives of integers between two ranks",
                     fix="torch.distributed.send(tensor, dst) on the other rank",
@@ -224,7 +224,7 @@ def observe_steps(program: Program, ctx: DistContext, steps: int, found: Observe
         step = program(ctx)
         if not callable(step):
             raise value_error(
-                "rehearse: the program returns no step",
+                "rehearse: the program does not return a step",
                 found=f"{type(step).__name__}",
                 expected="a function without arguments that makes one step",
                 fix="def program(ctx): ...; return step",

@@ -111,7 +111,7 @@ def _check_divisible(what: str, name: str, experts: int, ranks: int) -> None:
         raise value_error(
             f"{what}: the experts of {name!r} cannot be divided among the ranks",
             found=f"{experts} experts, {ranks} ranks along the axis",
-            expected="equally many experts on each rank",
+            expected="the same number of experts on each rank",
             fix=f'weft.start(mesh={{"data": -1, "expert": {_divisor(experts, ranks)}}})',
         )
 
@@ -180,7 +180,7 @@ def _check_own(what: str, module: nn.Module, experts: Experts) -> None:
     taken = [name for name, p in named.items() if is_sharded(p) or is_reduced(p)]
     if taken:
         raise AlreadyApplied(
-            f"{what}: parameters of experts are cut or replicated already",
+            f"{what}: parameters of experts are already sharded or replicated",
             found=listed(taken),
             expected="plain parameters",
             fix=f"weft.{what}(model, ctx) before the other transforms",
@@ -190,7 +190,7 @@ def _check_own(what: str, module: nn.Module, experts: Experts) -> None:
         raise value_error(
             f"{what}: hooks on parameters of experts would be lost",
             found=listed(hooked),
-            expected="no hooks: the parameters are exchanged for others",
+            expected="no hooks: the parameters are replaced",
             fix=f"weft.{what}(model, ctx) first, then the hooks",
         )
 

@@ -46,7 +46,7 @@ def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
             found="local_steps, with which ranks hold parameters of their own"
             if offered(optimizer, StepsApart)
             else "parameters that only some ranks have, as with pipeline and divided lists of experts",
-            expected="ranks that hold the same parameters, whole or cut",
+            expected="ranks that hold the same parameters, full or sharded",
             fix=f'leave by="owner" out of the call of {what}',
         )
     if callable(getattr(optimizer, "eval", None)):
@@ -106,7 +106,7 @@ def blocks_of(parameters: Iterable[torch.Tensor], ctx: DistContext) -> list[tupl
             raise ContractError(
                 f"a parameter of shape {shape} is not cut in chunks",
                 found=f"{tuple(held)} on rank {ctx.rank}, by {placed.placements}",
-                expected=f"{mine}, as FSDP2 and torch.chunk cut",
+                expected=f"{mine}, as FSDP2 and torch.chunk split",
                 fix="model, ctx = weft.fully_shard(model, ctx)",
             )
         found.append(known[key])

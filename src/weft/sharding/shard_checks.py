@@ -77,7 +77,7 @@ def check_drawn(what: str, module: nn.Module) -> None:
         raise value_error(
             f"{what}: parameters on meta that are cut over other axes cannot be drawn, or sent from the first rank",
             found=listed(cut),
-            expected='weights="later", and then load_weights, of which each rank reads its own part',
+            expected='weights="later", and then load_weights, with which each rank reads only its own part',
             fix=f'model, ctx = weft.{what}(model, ctx, weights="later"); weft.load_weights(model, path, ctx)',
         )
 

@@ -154,7 +154,7 @@ def _check_meta(module: nn.Module, weights: object) -> None:
         raise value_error(
             f"expert_parallel: weights = {weights!r} does not fit this {type(module).__name__}",
             found="parameters or buffers on meta" if is_meta(module) else "real parameters",
-            expected='weights="later" for a module on meta, of which each rank reads its own experts; else None',
+            expected='weights="later" for a module on meta: each rank reads only its own experts; else None',
             fix=f"weft.expert_parallel(model, ctx, weights={'None' if weights else repr('later')})",
         )
 

@@ -77,7 +77,7 @@ def full_params(
     if cut:
         raise ContractError(
             f"full_params: a {type(module).__name__} cannot be called by one rank alone",
-            found=f"parameters that are cut over other axes than those of a strategy: {listed(cut)}",
+            found=f"parameters that are sharded over axes other than those of a strategy: {listed(cut)}",
             expected="a module whose calls take no other ranks",
             fix="with weft.full_params(model, ctx): ...  # to look at weights; call the model on all ranks",
         )

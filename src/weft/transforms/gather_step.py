@@ -71,9 +71,9 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
     check_optimizer("gather_step", optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ContractError(
-            "gather_step: LBFGS looks at all parameters at once",
+            "gather_step: LBFGS uses all parameters at once",
             found="LBFGS",
-            expected="an optimizer that updates each parameter by itself",
+            expected="an optimizer that updates each parameter independently",
             fix="model, ctx = weft.replicate(model, ctx)  # instead of sharding",
         )
     check_choice("gather_step", "by", by, ("all", "owner"))

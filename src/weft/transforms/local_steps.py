@@ -155,9 +155,9 @@ def averaged(module: nn.Module, ctx: DistContext) -> Iterator[None]:
     found = offered(module, LocalSteps)
     if not found:
         raise ContractError(
-            "averaged: the ranks of this module do not step apart",
+            "averaged: local_steps was not applied to this module",
             found=type(module).__name__,
-            expected="a module that local_steps was applied to; averages over time are those of average_weights",
+            expected="a module with local_steps; for averages over time, use average_weights",
             fix="model, optimizer, ctx = weft.local_steps(model, optimizer, ctx, every=16)",
         )
     ctx.agree("averaged")
@@ -186,7 +186,7 @@ def _check_states(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dist
         raise ContractError(
             f"local_steps: {type(optimizer).__name__} keeps a second set of parameters in its state",
             found="an optimizer with train() and eval(), as those of schedulefree",
-            expected="one set of parameters, of which the ranks take the mean",
+            expected="one set of parameters, which the ranks can average",
             fix="torch.optim.AdamW with a schedule; or weft.replicate instead of local_steps",
         )
     cut = [name for name, one in layouts(module, ctx).items() if axis in one.cut]

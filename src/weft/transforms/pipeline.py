@@ -222,16 +222,16 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
         )
     if any(offer.precision.scaling for offer in offered(module, PrecisionOffer)):
         raise ContractError(
-            "pipeline: has no loss scale",
+            "pipeline: loss scaling is not supported",
             found="with_precision with fp16, whose scale acts outside of the backward passes of micro-batches",
             expected='"bf16" or "fp32"',
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
     if any(("sequence", "True") in record.options for record in ctx.records(module)):
         raise ContractError(
-            "pipeline: the sequence is cut between the layers",
+            "pipeline: the sequence is sharded between the layers",
             found="tensor_parallel(..., sequence=True), which begins with the first block and ends with the last one",
-            expected="layers that give whole sequences: positions between them are computed on every stage",
+            expected="layers that return full sequences: positions between them are computed on every stage",
             fix="weft.tensor_parallel(model, ctx, sequence=False)",
         )
     named = [(name or "the module itself", part) for name, part in module.named_modules()]
@@ -239,14 +239,14 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
     drops = [name for name, part in named if _drops(part)]
     if norms or drops:
         raise ContractError(
-            f"pipeline: {type(module).__name__} would compute other numbers than in one process",
+            f"pipeline: {type(module).__name__} would not compute the same numbers as in one process",
             found="; ".join(
                 [
                     *([f"batch statistics of micro-batches: {listed(norms)}"] if norms else []),
                     *([f"dropout, drawn for each micro-batch: {listed(drops)}"] if drops else []),
                 ]
             ),
-            expected="layers that treat each row by itself",
+            expected="layers that treat each row independently",
             fix="GroupNorm or LayerNorm in place of BatchNorm"
             if norms
             else "dropout 0, as in config.attention_dropout",
@@ -266,6 +266,6 @@ def _raise_later() -> None:
     raise ContextError(
         'pipeline: weights = "later" cannot be used',
         found="'later'",
-        expected="tensors by name, a function that gives them, or None: each rank makes its own stages at once",
+        expected="tensors by name, a function that returns them, or None: each rank makes its own stages at once",
         fix="weft.pipeline(model, ctx, weights=lambda: load_file(path))  # of safetensors.torch",
     )

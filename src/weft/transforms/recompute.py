@@ -135,7 +135,7 @@ def _check_new(module: nn.Module, ctx: DistContext) -> None:
     done = already_recomputed(module)
     if done:
         raise AlreadyApplied(
-            f"recompute: parts of {type(module).__name__} are checkpointed already",
+            f"recompute: parts of {type(module).__name__} are already checkpointed",
             found=listed(done),
             expected="one place that decides what is computed twice",
             fix="model, ctx = weft.recompute(model, ctx, blocks=[...])  # once, with all of them",

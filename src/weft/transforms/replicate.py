@@ -218,7 +218,7 @@ def _check_flat(module: nn.Module, ctx: DistContext, names: Sequence[str], *, fl
     if flat and apart:
         raise value_error(
             "replicate: flat=True keeps plain parameters only, whose gradients travel together",
-            found=f"{listed(apart)}, cut over other axes, or reduced over others",
+            found=f"{listed(apart)}, sharded or reduced over other axes",
             expected="flat=False with them",
             fix="model, ctx = weft.replicate(model, ctx)",
         )

@@ -85,7 +85,7 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     ]
     if scales and isinstance(optimizer, torch.optim.LBFGS):
         raise value_error(
-            "skip_nonfinite: LBFGS evaluates the loss inside of step, which cannot be skipped",
+            "skip_nonfinite: LBFGS evaluates the loss inside step, which cannot be skipped",
             found="LBFGS with an fp16 module",
             expected="an optimizer that is stepped after backward",
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
@@ -121,7 +121,7 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     offers = offered(optimizer, _SkipOffer)
     if not offers:
         raise ContractError(
-            "was_skipped: this optimizer steps whatever the gradients are",
+            "was_skipped: this optimizer never skips a step",
             found=type(optimizer).__name__,
             expected="an optimizer that skip_nonfinite was applied to",
             fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",

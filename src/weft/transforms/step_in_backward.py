@@ -103,7 +103,7 @@ def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> 
 
 def _refuse(found: str, other: str) -> None:
     raise OrderError(
-        "step_in_backward: needs gradients that are complete as soon as they are there",
+        "step_in_backward: needs gradients that are complete as soon as they are computed",
         found=found,
         expected=f"either step_in_backward or {other}",
         fix=f"leave step_in_backward or {other} out",

@@ -122,7 +122,7 @@ def _check_device(precision: Precision, ctx: DistContext) -> None:
     low = precision.compute in LOW and precision.param is not precision.compute
     if (kind == "mps" and double) or (low and not torch.amp.autocast_mode.is_autocast_available(kind)):
         raise value_error(
-            f"with_precision: {kind} cannot do this policy",
+            f"with_precision: {kind} does not support this policy",
             found="float64 on mps" if double else f"torch has no autocast on {kind}",
             expected="a policy the device supports",
             fix='model, ctx = weft.with_precision(model, ctx, "fp32")',
@@ -183,7 +183,7 @@ def _check_products(module: nn.Module, precision: Precision, ctx: DistContext) -
         raise value_error(
             f"with_precision: no layer of {type(module).__name__} can multiply in {precision.matmul}",
             found="a device on which xla computes" if is_xla else f"linear layers: {listed(sides) or 'none'}",
-            expected="a torch.nn.Linear of which both sides are multiples of 16",
+            expected="a torch.nn.Linear whose in_features and out_features are multiples of 16",
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )
 
@@ -202,7 +202,7 @@ def _check_one_scale(module: nn.Module, precision: Precision, ctx: DistContext) 
     names = [f"{name} (of {taken[id(p)]})" for name, p in module.named_parameters() if id(p) in taken]
     if names:
         raise value_error(
-            f"with_precision: parameters of {type(module).__name__} have a loss scale already",
+            f"with_precision: parameters of {type(module).__name__} already have a loss scale",
             found=listed(names),
             expected="each parameter in one fp16 module: the outermost",
             fix='model, ctx = weft.with_precision(model, ctx, "fp16")  # once, for what holds them all',

@@ -265,7 +265,7 @@ def _check_for_deepspeed_alone(stage: int, offload: Offload, config: object) -> 
     given = [f"offload = {offload!r}"] * (not there) + [f"config = {config!r}"] * (config is not None)
     if given:
         raise value_error(
-            f"zero_partition: engine='torch' cannot do this in stage {stage}",
+            f"zero_partition: engine='torch' does not support this in stage {stage}",
             found=listed(given),
             expected="offload='cpu' in stages 2 and 3, where the whole shard lies on the CPU; else engine='deepspeed'",
             fix="weft.zero_partition(model, optimizer, ctx, stage=2, offload='cpu')",
@@ -275,17 +275,17 @@ def _check_for_deepspeed_alone(stage: int, offload: Offload, config: object) -> 
 def _check_trainable(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, engine: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ContractError(
-            "zero_partition: LBFGS looks at all parameters at once",
+            "zero_partition: LBFGS uses all parameters at once",
             found="LBFGS",
-            expected="an optimizer that updates each parameter by itself",
+            expected="an optimizer that updates each parameter independently",
             fix="model, ctx = weft.replicate(model, ctx)",
         )
     if stage == 1 and engine == "torch" and callable(getattr(optimizer, "eval", None)):
         raise ContractError(
             f"zero_partition: {type(optimizer).__name__} changes parameters outside of step, by its whole state",
-            found="an optimizer with eval(), as those of schedulefree; in stage 1 its state is cut and its "
+            found="an optimizer with eval(), as those of schedulefree; in stage 1 its state is sharded and its "
             "parameters are whole",
-            expected="parameters and state cut alike, as in stages 2 and 3",
+            expected="parameters and state sharded the same way, as in stages 2 and 3",
             fix="weft.zero_partition(model, optimizer, ctx, stage=2)",
         )
     own = {id(p) for p in module.parameters()}

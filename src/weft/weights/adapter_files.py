@@ -30,7 +30,7 @@ def check_adapter_options(peft: object, filter: object, rename: object) -> None:
     if peft and (filter is not None or rename is not None):
         raise value_error(
             "export: peft= says which tensors are written, and how they are called",
-            found="filter= beside it" if filter is not None else "rename= beside it",
+            found="filter= as well" if filter is not None else "rename= as well",
             expected="one of them",
             fix="weft.export(path, out, peft=True)",
         )
@@ -46,7 +46,7 @@ def stored_adapter(source: Source, key: str, peft: bool | str) -> Adapter:
     name = peft if isinstance(peft, str) else next(iter(stored)) if len(stored) == 1 else None
     if name not in stored:
         raise CheckpointError(
-            f"export: {key!r} has no adapter {name!r}" if stored and name else "export: which adapter is meant?",
+            f"export: {key!r} has no adapter {name!r}" if stored and name else "export: the adapter is ambiguous",
             found=f"adapters: {listed(map(repr, stored)) or 'none'}",
             expected="one that PEFT had put into the module when it was saved, with tensors of its own",
             fix=f"weft.export(path, out, peft={next(iter(stored))!r})" if stored else "weft.export(path, out)",

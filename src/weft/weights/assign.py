@@ -232,7 +232,7 @@ def _check_dtypes(module: nn.Module, changed: list[Target], ctx: DistContext) ->
     ]
     if bound:
         raise value_error(
-            "load_weights: dtype cannot be changed by now",
+            "load_weights: the dtype can no longer be changed",
             found=f"{listed(bound)}, after {listed(records) or 'sharding'}",
             expected="dtype for a module that no transform was applied to",
             fix="weft.load_weights first, then the transforms; or no dtype",
@@ -307,7 +307,7 @@ def _along_copies(name: str, tensor: torch.Tensor, index: int, ctx: DistContext)
     outside = set(mesh.mesh.flatten().tolist()) - set(ctx.ranks)
     if outside and mesh.size() > 1:
         raise ContextError(
-            f"load_weights: {name} is cut over ranks that the context does not have",
+            f"load_weights: {name} is sharded over ranks that the context does not have",
             found=f"global ranks {listed(sorted(outside))} besides {listed(ctx.ranks)}",
             expected="the context the module was sharded with",
             fix="weft.load_weights(module, path, ctx)  # of weft.start()",

@@ -39,7 +39,7 @@ def num_bytes(size: int | str) -> int:
     value = int(float(found[1]) * _UNITS[found[2]]) if found else size
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise value_error(
-            f"export: max_shard_size = {size!r} is no size",
+            f"export: max_shard_size = {size!r} is not a size",
             found=repr(size),
             expected=f"a whole number of bytes > 0, or a number and one of {', '.join(_UNITS)}",
             fix='weft.export(path, out, max_shard_size="5GB")',
@@ -108,7 +108,7 @@ def check_names(name: object, rename: object) -> None:
         raise value_error(
             f"export: name = {name!r} cannot be used",
             found=repr(name),
-            expected="the beginning of names of files",
+            expected="a prefix of file names",
             fix='weft.export(path, out, name="model")',
         )
     if rename is not None and not callable(rename):
@@ -151,9 +151,9 @@ def chosen_tensors(what: str, source: Source, filter: Names | None, *, option: s
         names = [] if idle else names
     if not names:
         raise CheckpointError(
-            f"{what}: no tensor is left",
+            f"{what}: no tensors remain",
             found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
-            expected="tensors, of which each pattern fits at least one",
+            expected="tensors, with at least one match for each pattern",
             fix=f'{option}="**.weight"; {option}=lambda name: "lora_" in name',
         )
     first: dict[str, str] = {}

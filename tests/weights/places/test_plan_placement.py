@@ -230,7 +230,7 @@ def test_units_may_be_chosen():
     model = _net()
     fine = plan_placement(model, {"cpu": None}, units=nn.Linear)
     assert ("layers.0.2",) in [unit.names for unit in fine.units]
-    with pytest.raises(ValueError, match="inside of others"):
+    with pytest.raises(ValueError, match="chosen parts are nested"):
         plan_placement(model, {"cpu": None}, units=["layers.0", "layers.0.2"])
     with pytest.raises(ValueError, match="balance"):
         plan_placement(model, {"cpu": None}, balance="both")  # pyright: ignore[reportArgumentType]

@@ -44,7 +44,7 @@ def begin(directory: Path, step: int) -> Path:
     A rank that outlived its job and still writes thereby spoils nothing but its own folder.
 
     Raises:
-        CheckpointError: The step is saved already.
+        CheckpointError: The step has already been saved.
     """
     final = target(directory, step)
     if final.exists() or final.is_symlink():
@@ -75,9 +75,9 @@ def _set_aside(final: Path, step: int) -> None:
 def saved_already(final: Path, step: int) -> CheckpointError:
     """What to raise if there is a checkpoint of this step."""
     return CheckpointError(
-        f"save: step {step} is saved already",
+        f"save: step {step} has already been saved",
         found=str(final),
-        expected="a step that is not there: a checkpoint is never changed",
+        expected="a new step: existing checkpoints are never changed",
         fix="weft.save(state, directory, step + 1, ctx), or another directory",
     )
 
@@ -125,9 +125,9 @@ def check_directory(what: str, directory: Path) -> None:
     if found is None or found.is_dir():
         return
     raise CheckpointError(
-        f"{what}: {directory} is no directory of checkpoints",
+        f"{what}: {directory} is not a directory of checkpoints",
         found=f"{found} is {'a symbolic link to nothing' if found.is_symlink() else 'a file'}",
-        expected="a directory, or a name that is free, for a new run",
+        expected="a directory, or for a new run a path that does not exist yet",
         fix="mount the file system that it is on, or name another directory",
     )
 

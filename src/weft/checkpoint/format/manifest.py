@@ -282,7 +282,7 @@ def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None 
             f"{folder} has {problem}",
             found=f"{found:.500}",
             expected=f"a folder that weft.save wrote, with {NAME} of format {FORMAT!r}",
-            fix="weft.restore(state, directory, ctx)  # takes the newest checkpoint that is whole",
+            fix="weft.restore(state, directory, ctx)  # takes the newest checkpoint that is complete",
         )
     ) from cause
 

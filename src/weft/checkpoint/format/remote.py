@@ -46,7 +46,7 @@ class RemotePath(PosixPath):
 
     def __fspath__(self) -> str:
         raise type_error(
-            f"{self} is not on a disk of this machine",
+            f"{self} is not a local path",
             found="a URL, used as the path of a file",
             expected="functions of weft, or of fsspec",
             fix=f"fsspec.open({str(self)!r})",

@@ -135,7 +135,7 @@ def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = T
             f"{path} is damaged",
             found=f"{found}; it holds {', '.join(held[:3]) or 'no tensors'}{', ...' if len(held) > 3 else ''}",
             expected=f"the file that was saved: {entry.bytes} bytes, {HASHES[entry.hash][0]} {entry.digest[:12]}...",
-            fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is whole",
+            fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is complete",
         )
 
 

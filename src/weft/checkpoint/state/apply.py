@@ -325,9 +325,9 @@ def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> No
             _load_object(obj, loaded, undo)
         except Exception as error:
             raise CheckpointError(
-                f"restore: {key} does not take its state from {plan.reader.folder}",
+                f"restore: {key} could not load its state from {plan.reader.folder}",
                 found=f"{type(error).__name__}: {error}",
-                expected=f"load_state_dict of {type(obj).__name__} to take what state_dict gave",
+                expected=f"load_state_dict of {type(obj).__name__} to accept what state_dict returned",
                 fix="build the object as it was, or leave it out of the state",
             ) from error
 
@@ -489,7 +489,7 @@ def _check_groups(key: str, saved: list[list[str]], here: list[list[str]]) -> No
         if a != b
     ]
     raise CheckpointError(
-        f"restore: {key} has other parameters or groups than were saved",
+        f"restore: {key} has different parameters or groups than the saved state",
         found=listed(differing) if differing else f"{len(saved)} groups saved, {len(here)} here",
         expected="the same parameters in the same groups",
         fix="build the optimizer as it was, or leave it out of the state",

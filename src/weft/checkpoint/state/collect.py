@@ -467,7 +467,7 @@ def _parameters_of(key: str, optimizer: torch.optim.Optimizer, names: Mapping[in
     ]
     if unknown:
         raise value_error(
-            f"checkpointable: {key} holds parameters of no module in the state",
+            f"checkpointable: {key} holds parameters that belong to no module in the state",
             found=listed(unknown),
             expected="the modules of all its parameters, under names of their own",
             fix='weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)',

@@ -100,7 +100,7 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
         return
     raise type_error(
         f"save: {path} cannot be saved",
-        found="a parameter that has no shape yet"
+        found="a parameter without a shape"
         if is_lazy(tensor)
         else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
         expected=f"a dense tensor with values, of {', '.join(DTYPES)}",

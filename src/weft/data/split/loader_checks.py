@@ -43,7 +43,9 @@ def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, al
 
 
 def _refusal(found: str, expected: str, fix: str) -> ValueError:
-    return value_error("shard_data: this loader cannot be shared out", found=found, expected=expected, fix=fix)
+    return value_error(
+        "shard_data: this loader cannot be split over the ranks", found=found, expected=expected, fix=fix
+    )
 
 
 def _check_mode(loader: DataLoader[Any], mode: str) -> None:

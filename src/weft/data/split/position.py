@@ -151,7 +151,7 @@ def _other_length(state: Mapping[str, Any], reading: ReadPlan) -> bool:
     if reading.resized == "next_epoch":
         return True
     raise value_error(
-        "load_state_dict: the position is one in a dataset of another length, whose order was another one",
+        "load_state_dict: the position belongs to a dataset of another length, which had a different order",
         found=_lengths(state, reading),
         expected="the same length, or the beginning of an epoch",
         fix='weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
@@ -168,7 +168,7 @@ def _check_ranks(state: Mapping[str, Any], reading: ReadPlan) -> None:
     if state.get("ranks") == reading.split_for:
         return
     raise value_error(
-        "load_state_dict: the data was split by somebody else, and cannot be split anew",
+        "load_state_dict: the data was not split by weft, and cannot be split again",
         found=f"a position of {_ranks(state.get('ranks'))}, loaded by {_ranks(reading.split_for)}",
         expected="the same number of ranks, or a source that weft splits: one order of all samples",
         fix="weft.shard_data(loader, ctx)  # over the whole dataset, without already_sharded=True",

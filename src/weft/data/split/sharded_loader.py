@@ -69,9 +69,9 @@ class ShardedLoader(Extension[T]):
         cursor, ctx = self.weft_cursor, self.weft_ctx
         if cursor.last is None:
             raise ContractError(
-                "share: it is that of the batch that is being processed",
+                "share: there is no current batch",
                 found="no iteration over the loader is running",
-                expected="loader.share inside of the loop over the loader",
+                expected="loader.share inside the loop over the loader",
                 fix="for x, y in loader:\n    loss = cross_entropy(model(x), y) * loader.share",
             )
         own, everyone = self.weft_size()

@@ -167,7 +167,7 @@ class Plan(NamedTuple):
         too_few = self.uneven == "balance" and 0 < rest < self.size
         if unequal or too_few:
             raise value_error(
-                f"shard_data: {what} cannot be shared out among {self.size} ranks",
+                f"shard_data: {what} cannot be split evenly over {self.size} ranks",
                 found=f"{units} in steps of {self.per_rank} x {self.size}, {rest} left for the last step",
                 expected=f"{'a multiple of' if unequal else 'at least'} {self.size} left, or a choice what to do",
                 fix='drop_last=True, or weft.shard_data(loader, ctx, uneven="drop"), "pad" (repeats samples) '

@@ -42,7 +42,7 @@ def check_config(config: Mapping[str, Any], group: dist.ProcessGroup, local_rank
             kind(dict(config), view)
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise value_error(
-            "zero_partition: DeepSpeed does not take the configuration",
+            "zero_partition: DeepSpeed rejects the configuration",
             found=f"{type(error).__name__}: {error}",
             expected="keys and values of DeepSpeed",
             fix="config={...}  # without them",

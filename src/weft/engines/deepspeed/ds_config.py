@@ -60,7 +60,7 @@ def read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise type_error(
-            "zero_partition: config is no configuration",
+            "zero_partition: config is not a configuration",
             found=type(config).__name__,
             expected="a dict with DeepSpeed's keys, or the path of a JSON file with them",
             fix='config={"zero_optimization": {"reduce_bucket_size": 5e8}}',

@@ -94,9 +94,9 @@ class Step:
         if skipped:
             raise FloatingPointError(
                 message(
-                    "zero_partition: gradients are not finite, and DeepSpeed left the step out",
+                    "zero_partition: gradients are not finite, and DeepSpeed skipped the step",
                     found=f"a norm that is not finite, over {listed(names)}",
-                    expected="finite gradients on all ranks; torch would step, to weights that are not finite",
+                    expected="finite gradients on all ranks; torch would step and make the weights non-finite",
                     fix='weft.clip_grads(model, ctx, nonfinite="skip")  # before optimizer.step()',
                 )
             )

@@ -84,7 +84,7 @@ class _CheckpointOnXla(Checkpoint):
         hidden = [v for v in others if any(t.requires_grad or not only_with_gradient for t in tensors(v))]
         if hidden:
             raise ContractError(
-                f"recompute: block {self._name!r} {verb} tensors inside of other values",
+                f"recompute: block {self._name!r} {verb} tensors inside other values",
                 found=type(hidden[0]).__name__,
                 expected="tensors as arguments, and a tensor or a tuple of tensors as the result, on xla",
                 fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',

@@ -36,7 +36,7 @@ def place(module: nn.Module, device: torch.device) -> None:
     if cut:
         raise ContractError(
             f"{type(module).__name__} cannot be brought to xla: FSDP2 does not work there",
-            found=f"parameters cut by torch.distributed.fsdp: {listed(cut)}",
+            found=f"parameters sharded by torch.distributed.fsdp: {listed(cut)}",
             expected="a plain module; on xla the compiler cuts parameters, and weft tells it how",
             fix="model, ctx = weft.fully_shard(model, ctx)  # instead of torch's fully_shard",
         )

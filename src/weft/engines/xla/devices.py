@@ -95,7 +95,7 @@ class XlaDevices(TorchDevices):
         """
         if dtype is torch.float16:
             raise value_error(
-                f"{what}: xla cannot do this policy",
+                f"{what}: xla does not support this policy",
                 found="float16, which XLA has no autocast and TPUs have no arithmetic for",
                 expected='"bf16", whose range is that of float32 and needs no scale',
                 fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
@@ -121,7 +121,7 @@ class XlaDevices(TorchDevices):
             ValueError: Always.
         """
         raise value_error(
-            f"{what}: has no place on xla",
+            f"{what}: is not supported on xla",
             found=f"places {', '.join(places)}",
             expected="an engine whose devices are addressed one by one",
             fix="weft.start(device='cpu')",

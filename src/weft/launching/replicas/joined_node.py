@@ -52,7 +52,7 @@ class JoinedNode:
         if not arrives(self._board, LAUNCHED, _ANSWER_S):
             raise ContextError(
                 "launch: this is not the address of an elastic job",
-                found=f"{host}:{port}, where a store has nothing about replicas",
+                found=f"{host}:{port}, whose store knows no replicas",
                 expected="a launcher with --min-replicas",
                 fix="the same options of weft launch on all nodes",
             )

@@ -305,9 +305,9 @@ def _no_values(problem: str, line: str = "", *, chosen: str | None = None, value
     if value is None:
         answer = "sizes from small tensors of integers, which have values: of a loader, or torch.tensor(lengths)"
     return ContextError(
-        "rehearse: tensors have shapes and no values, and the program reads one",
+        "rehearse: tensors have shapes but no values, and the program reads a value",
         found=problem + (f", at {line}" if line and line not in problem else ""),
-        expected="a step that is the same whatever the values are",
+        expected="a step that does not depend on values",
         fix=answer,
     )
 
@@ -368,7 +368,7 @@ def _pickled(tensor: torch.Tensor, _: int) -> Any:
 
 def _unwritten(tensor: torch.Tensor) -> ContextError:
     return ContextError(
-        "rehearse: tensors have shapes and no values, and the program writes one into a file",
+        "rehearse: tensors have shapes but no values, and the program writes one to a file",
         found=f"{_described(tensor)}, at {place().line}",
         expected="checkpoints of weft, whose bytes are counted, or none within the steps that are rehearsed",
         fix="weft.save(state, folder, step, ctx)",

@@ -62,7 +62,7 @@ def styles_of(module: nn.Module, plan: Mapping[str, Any]) -> Styles:
     cut = [name for name in wanted for p in module.get_submodule(name).parameters() if is_sharded(p)]
     if cut:
         raise AlreadyApplied(
-            f"{_WHAT}: parts of the plan are cut already",
+            f"{_WHAT}: parts of the plan are already sharded",
             found=listed(dict.fromkeys(cut)),
             expected="plain parameters in the parts that the plan names",
             fix="leave them out of the plan, or load the model without a plan of its own",
@@ -89,7 +89,7 @@ def _raise_no_match(module: nn.Module, pattern: str) -> None:
         found=f"it names parameters: {listed(parameters)}"
         if parameters
         else f"parts: {listed(name for name, _ in module.named_modules() if name)}",
-        expected="each pattern to match a part, whose parameters are then cut",
+        expected="each pattern to match a part, whose parameters are then sharded",
         fix=f"{parameters[0].rpartition('.')[0]!r}" if parameters else "print(weft.tensor_plan(model))",
     )
 
@@ -272,15 +272,15 @@ def check_computes(module: nn.Module, styles: Styles) -> None:
             raise ContractError(
                 f"{_WHAT}: forward of {_named(module, parent)} has a fixed number of heads or features in a view",
                 found=listed(fixed),
-                expected="-1 there: on each rank are some of the heads",
+                expected="-1 there: each rank has only some of the heads",
                 fix="x.view(batch, length, -1, self.head_dim)",
             )
         split = source.splits()
         if split:
             raise ContractError(
-                f'{_WHAT}: forward of {_named(module, parent)} takes the output of a "column" apart',
+                f'{_WHAT}: forward of {_named(module, parent)} splits the output of a "column" layer',
                 found=listed(split),
-                expected="a linear layer per piece: a rank has the first columns, or the last ones, not some of each",
+                expected="one linear layer per piece: a rank holds adjacent columns, not some of each piece",
                 fix="three layers instead of one for query, key and value; or leave it out of the plan",
             )
 
@@ -304,9 +304,9 @@ def _check_not_random(module: nn.Module) -> None:
     ]
     if random:
         raise ContractError(
-            f"{_WHAT}: {type(module).__name__} draws random numbers, of which each rank would draw its own",
+            f"{_WHAT}: {type(module).__name__} draws random numbers, and each rank would draw different ones",
             found=listed(random),
-            expected="no dropout: what the ranks hold together would be none that one process could have drawn",
+            expected="no dropout: together, the ranks would not have the mask that one process draws",
             fix="dropout of 0, in the configuration of the model",
         )
 

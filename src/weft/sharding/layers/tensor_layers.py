@@ -58,7 +58,7 @@ def cut_layers(
         ctx: Where we run.
         plan: As for `tensor_parallel`.
         axis: Of the mesh.
-        sequence: Whether the sequence is cut between the layers.
+        sequence: Whether the sequence is sharded between the layers.
         rebind: Optimizers over the module's parameters.
         weights: State for a module on meta.
 
@@ -119,7 +119,7 @@ def cut_layers(
 def _check_axis(ctx: DistContext, axis: str) -> None:
     if isinstance(ctx.engine, Spmd):
         raise ContextError(
-            f"{_WHAT}: not with this engine",
+            f"{_WHAT}: not supported by this engine",
             found=f"engine {ctx.engine.name!r}",
             expected="the torch engine",
             fix='weft.start(engine="torch")',

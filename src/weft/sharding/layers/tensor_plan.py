@@ -202,9 +202,9 @@ def _raise_no_plan(module: nn.Module, left_out: Mapping[str, str]) -> None:
     proposal = _proposed(module)
     words = f"; what it names cannot be translated: {listed(left_out)}" if left_out else ""
     raise value_error(
-        f"tensor_plan: {type(module).__name__} brings no plan of tensor parallelism",
+        f"tensor_plan: {type(module).__name__} has no plan for tensor parallelism",
         found=f"no `_tp_plan` in it or in a part of it{words}",
-        expected="a plan by you: which linear layers are cut, and where their outputs are put together again",
+        expected="a plan of your own: which linear layers are sharded, and where their outputs are gathered",
         fix=f"weft.tensor_parallel(model, ctx, plan={proposal})  # a guess from shapes alone: check it"
         if proposal
         else 'weft.tensor_parallel(model, ctx, plan={"blocks.*.up": "column", "blocks.*.down": "row"})',

@@ -108,8 +108,8 @@ class PlacedTensors:
         if lost or unsaved:
             raise value_error(
                 f"place: values are missing for this {type(self._module).__name__}",
-                found=f"on meta, and in no file: {listed(lost)}" if lost else f"to lie on a disk: {listed(unsaved)}",
-                expected="weights= with files that hold what is on meta and what is to lie on a disk",
+                found=f"on meta and in no file: {listed(lost)}" if lost else f"to be placed on disk: {listed(unsaved)}",
+                expected="weights= with files that contain everything that is on meta or placed on disk",
                 fix='weft.place(model, ctx, plan, weights="model.safetensors")',
             )
 

@@ -137,7 +137,7 @@ class PlacementPlan:
             _ = [limits[place] for place in (*(unit.place for unit in units), *dict(room))]  # each has a budget
         except (ValueError, TypeError, LookupError) as error:
             raise value_error(
-                "PlacementPlan.from_json: the text is no plan",
+                "PlacementPlan.from_json: the text is not a plan",
                 found=f"{type(error).__name__}: {error}",
                 expected="the text that plan.to_json() returned",
                 fix="plan = weft.weights.plan_placement(model, budgets)",

@@ -118,13 +118,13 @@ def _chosen(
     if ctx.records(module):
         raise OrderError(
             f"quantized: {type(module).__name__} is under {listed(record.name for record in ctx.records(module))}",
-            found="parameters that are sent, cut or watched already",
+            found="parameters that are already replicated, sharded or watched",
             expected="quantized, adapters, then the strategy",
             fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}"), before the transforms',
         )
     if quantized_parts(module):
         raise OrderError(
-            f"quantized: {type(module).__name__} is quantized already",
+            f"quantized: {type(module).__name__} is already quantized",
             found=listed(quantized_parts(module)),
             expected="weights of full precision",
             fix="skip=, with the names of these layers, or one call for all",
@@ -154,7 +154,7 @@ def _chosen(
     shared = [name for name, part in chosen.items() if _is_shared(part, module)]
     if shared:
         raise value_error(
-            "quantized: weights that other parts use too cannot be quantized for one of them",
+            "quantized: weights shared with other parts cannot be quantized for one of them",
             found=listed(shared),
             expected="layers with weights of their own",
             fix=f"skip={tuple(shared)!r}",

@@ -50,7 +50,7 @@ def _linear(layer: Any, input: torch.Tensor) -> torch.Tensor:
     if is_sharded(layer.weight) or is_sharded(input):
         raise ContractError(
             "with_precision: fp8 needs the whole weight of a layer",
-            found=f"a weight of shape {tuple(layer.weight.shape)} that tensor_parallel has cut",
+            found=f"a weight of shape {tuple(layer.weight.shape)} that tensor_parallel has sharded",
             expected="fully_shard, zero_partition or replicate with fp8",
             fix='_, ctx = weft.with_precision(layer, ctx, "bf16")  # before tensor_parallel, for the layers it cuts',
         )

@@ -188,7 +188,7 @@ class LossScale:
         self._unstepped = []
         if changed:
             raise ContractError(
-                f"with_precision: parameters of {self._class_name} were stepped by an optimizer that cannot skip",
+                f"with_precision: parameters of {self._class_name} were updated by an optimizer that cannot skip steps",
                 found="an optimizer step after an fp16 backward, by an optimizer that skip_nonfinite does not know",
                 expected="with fp16, a step with a non-finite gradient is skipped, on all ranks",
                 fix="optimizer, ctx = weft.skip_nonfinite(optimizer, ctx)",
@@ -208,7 +208,7 @@ class LossScale:
         direct = [leaf for leaf in seen.outside if id(leaf) in inside]
         if direct:
             raise ContractError(
-                f"with_precision: the loss uses parameters of {self._class_name} outside of its forward pass",
+                f"with_precision: the loss uses parameters of {self._class_name} outside its forward pass",
                 found=listed(f"a parameter of shape {tuple(p.shape)}" for p in direct),
                 expected="with fp16, gradients reach what the module uses through the module's outputs only",
                 fix="compute this part of the loss inside of forward, call backward for it alone, "
@@ -217,9 +217,9 @@ class LossScale:
         asked = [t for t in running.returned if id(t) in inside or t.grad_fn in seen.nodes_inside]
         if asked:
             raise ContractError(
-                f"with_precision: torch.autograd.grad for tensors inside of {self._class_name}",
+                f"with_precision: torch.autograd.grad for tensors inside {self._class_name}",
                 found=listed(f"a tensor of shape {tuple(t.shape)}" for t in asked),
-                expected="with fp16, gradients inside of the module are scaled until backward has ended",
+                expected="with fp16, gradients inside the module are scaled until backward has ended",
                 fix="loss.backward()  # then read parameter.grad",
             )
         return list(inside.values())

@@ -244,7 +244,7 @@ def _resolve(op: Any) -> list[Any]:
         if _is_composite(op):
             raise value_error(
                 f"recompute: {op} cannot be saved",
-                found="an operation that torch takes apart into others before they run",
+                found="an operation that torch decomposes into others before it runs",
                 expected=f"those others, or one of {', '.join(map(repr, _GROUPS))}",
                 fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
             )
@@ -252,7 +252,7 @@ def _resolve(op: Any) -> list[Any]:
     if isinstance(op, torch._ops.HigherOrderOperator):
         return [op]
     raise type_error(
-        f"recompute: save = {op!r} is no operation",
+        f"recompute: save = {op!r} is not an operation",
         found=type(op).__name__,
         expected="names, torch.ops.<library>.<name>, or one function (ctx, op, *args, **kwargs) for all",
         fix='weft.recompute(model, ctx, blocks=..., save=["matmul", torch.ops.aten.gelu])',
@@ -271,7 +271,7 @@ def _named(name: str) -> Any:
     if isinstance(value, kinds):
         return value
     raise value_error(
-        f"recompute: save = {name!r} is no operation of torch",
+        f"recompute: save = {name!r} is not an operation of torch",
         found=repr(name),
         expected=f"one of {', '.join(map(repr, _GROUPS))}, or a name below torch.ops such as 'aten.gelu'",
         fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',

@@ -235,6 +235,6 @@ def check_hooks(what: str, class_name: str, named: Iterable[tuple[str, nn.Parame
         raise ContractError(
             f"{what}: hooks on parameters of {class_name} would see the gradients of one rank",
             found=f"register_post_accumulate_grad_hook on {listed(hooked)}",
-            expected="gradients are read, and parameters are stepped, after backward, when they are averaged",
+            expected="gradients are read and parameters are updated after backward, when gradients are averaged",
             fix="loss.backward(); optimizer.step()  # p.register_hook(...) to look at gradients of one rank",
         )

@@ -120,7 +120,7 @@ class Transport:
             raise NotSynchronized(
                 f"{what}: backward through {self._class_name} after its context was closed",
                 found="no process group",
-                expected="backward inside of `with weft.start() as ctx:`",
+                expected="backward inside `with weft.start() as ctx:`",
                 fix="model, ctx = weft.undo(model, ctx)  # before the context is closed",
             )
         if self.channel is not None:

@@ -44,7 +44,7 @@ def choose_device(request: str | None, local_rank: int, world_size: int) -> torc
         return wanted
     if present is None or present.type != wanted.type:
         raise ContextError(
-            f"start: device = {request!r} is not there",
+            f"start: device = {request!r} is not available",
             found=f"accelerator {present}" if present is not None else "no accelerator",
             expected=f"torch built for {wanted.type}, and a device of that type",
             fix='weft.start(device="cpu")',

@@ -143,7 +143,7 @@ class GatherOrder:
 
     def _raise_different(self, steps: Sequence[int]) -> NoReturn:
         error = NotSynchronized(
-            f"{self._what}: the ranks gather different units at the same moment",
+            f"{self._what}: the ranks gather different units at the same time",
             found=listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps)),
             expected="the same units in the same order on all ranks, in every forward and backward pass",
             fix="evaluate on all ranks, or on one with weft.full_params(model, ctx, forward=True)"

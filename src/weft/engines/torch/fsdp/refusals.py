@@ -66,7 +66,7 @@ def _refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
         if whole:
             raise ContractError(
                 f"{what}: load_state_dict was given whole tensors for a sharded {type(part).__name__[4:]}",
-                found=f"{listed(whole)}, of which this rank holds a part",
+                found=f"{listed(whole)}, of which this rank holds only a shard",
                 expected=f"weights that are loaded before {what}, or files from which each rank reads its part",
                 fix=f"model.load_state_dict(...); model, ctx = weft.{what}(model, ctx)  # in this order; "
                 "or weft.load_weights(model, path, ctx) after it",
@@ -128,7 +128,7 @@ def check_without_gradients(what: str, class_name: str) -> None:
     if torch.is_grad_enabled():
         raise ContractError(
             f"{what}: {class_name} is called with gradients while its parameters are gathered for one rank alone",
-            found="a call inside of weft.full_params(..., forward=True)",
+            found="a call inside weft.full_params(..., forward=True)",
             expected="calls without gradients: backward needs all ranks",
             fix="with weft.full_params(model, ctx, forward=True), torch.no_grad(): ...",
         )

@@ -40,7 +40,7 @@ class _NoFile:
     def __reduce__(self) -> NoReturn:
         raise ContractError(
             f"{self._what}: the state_dict of {self._whose} cannot be pickled",
-            found=f"torch.save or pickle of {self._name} {list(self._shape)}, of which this rank holds a part",
+            found=f"torch.save or pickle of {self._name} {list(self._shape)}, of which this rank holds only a shard",
             expected="all ranks save their parts, or the weights are made whole",
             fix="weft.save(state, directory, step, ctx); weft.export(path, folder)  # safetensors; or on all ranks:\n"
             "            with weft.full_params(model, ctx): ...",

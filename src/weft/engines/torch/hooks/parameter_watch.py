@@ -75,7 +75,7 @@ class ParameterWatch:
         if not new:
             return
         raise ContractError(
-            f"{self._what}: {self._class_name} has parameters that it had not when {self._what} was applied",
+            f"{self._what}: {self._class_name} has parameters that it did not have when {self._what} was applied",
             found=f"{listed(new)}; their gradients would not be averaged",
             expected=f"all layers in the module, and module.to(...), before {self._what}",
             fix=f"model, ctx = weft.undo(model, ctx); model.{new[0].partition('.')[0]} = ...; "

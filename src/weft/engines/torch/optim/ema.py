@@ -44,8 +44,8 @@ class WeightAverages:
         if module is None:
             raise ContractError(
                 f"averages: the {self._class_name} is gone",
-                found="averages of a module that nobody holds any more",
-                expected="a module that lives as long as its averages are used",
+                found="averages of a module that was deleted",
+                expected="a module that exists as long as its averages are used",
                 fix="keep the model in a variable",
             )
         drop_gathered(module)
@@ -89,7 +89,7 @@ class WeightAverages:
         ]
         if wrong:
             raise value_error(
-                f"copy_to: this {type(other).__name__} has other weights than the {self._class_name}",
+                f"copy_to: this {type(other).__name__} has different weights than the {self._class_name}",
                 found=listed(wrong),
                 expected="the same names, shapes and shards",
                 fix="averages.copy_to(model)  # or: with averages.swapped(): model.state_dict()",
@@ -118,7 +118,7 @@ class WeightAverages:
             raise value_error(
                 f"load_state_dict: these are not averages of this {self._class_name}",
                 found=listed(wrong),
-                expected="the names and shapes of the module's trained parameters, whole or cut as they are",
+                expected="the names and shapes of the module's trained parameters, either full or sharded as they are",
                 fix="averages.load_state_dict(saved)  # from averages.state_dict() of the same model",
             )
         parts = {name: _part_like(given[name], tensor) for name, tensor in live.items()}
@@ -173,7 +173,7 @@ def _check_same(class_name: str, values: Named, live: Named) -> None:
     ]
     if wrong:
         raise ContractError(
-            f"averages: the trained parameters of {class_name} are not what they were",
+            f"averages: the trained parameters of {class_name} have changed",
             found=listed(wrong),
             expected="requires_grad_, parametrizations and sharding before average_weights",
             fix="model, ctx = weft.average_weights(model, ctx)  # as the last transform of the model",

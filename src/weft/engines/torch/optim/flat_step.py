@@ -82,8 +82,8 @@ def flat_buffer_of(optimizer: torch.optim.Optimizer, reducers: Sequence[object])
                 )
             return reducer.transport.channel
     raise OrderError(
-        "fuse_step: the optimizer's parameters do not lie in a flat buffer",
-        found=f"{len(wanted)} parameters with storages of their own",
+        "fuse_step: the optimizer's parameters are not in a flat buffer",
+        found=f"{len(wanted)} parameters with storage of their own",
         expected="replicate(..., flat=True), then the optimizer, then fuse_step",
         fix="model, ctx = weft.replicate(model, ctx, flat=True)",
     )

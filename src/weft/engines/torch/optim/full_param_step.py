@@ -56,7 +56,7 @@ class WholeStep(SwappedStep):
                     state[key] = like(value, parameter)
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep only this rank's part of state that is there already."""
+        """Keep only this rank's part of state that already exists."""
         for parameter, state in optimizer.state.items():
             state.update({key: self._cut(value, parameter) for key, value in state.items()})
 

@@ -121,7 +121,7 @@ class Gradients:
         for axis, placement in enumerate(tensor.placements):
             if placement.is_partial():
                 raise value_error(
-                    "clip_grads: a gradient is not reduced over the ranks yet",
+                    "clip_grads: a gradient has not been reduced over the ranks yet",
                     found=f"shape {tuple(tensor.shape)}, placements {tensor.placements}",
                     expected="gradients that are replicated or sharded along every axis of their mesh",
                     fix="p.grad = p.grad.redistribute(placements=p.placements)",

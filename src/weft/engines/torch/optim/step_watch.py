@@ -145,7 +145,7 @@ class Steps:
         if any(p.grad is not None for p in module.parameters()):
             kind = type(optimizer).__name__
             raise ContractError(
-                f"{self._what}: {kind} steps on none of the parameters of {type(module).__name__}",
+                f"{self._what}: {kind} updates none of the parameters of {type(module).__name__}",
                 found=f"{len(held)} parameters without gradients in the optimizer, of another model or of an earlier "
                 "one; and gradients in the module, which no optimizer holds",
                 expected="an optimizer over the parameters of the module that is trained",
@@ -307,7 +307,7 @@ def raise_step_inside(what: str, class_name: str) -> NoReturn:
         NotSynchronized: Always.
     """
     raise NotSynchronized(
-        f"{what}: parameters of {class_name} were stepped inside of a backward pass",
+        f"{what}: parameters of {class_name} were updated inside a backward pass",
         found="a step in a hook on a parameter, on the gradient of this rank alone",
         expected="a step after backward, when gradients were averaged over the ranks",
         fix="loss.backward(); optimizer.step()",

@@ -36,7 +36,7 @@ class SwappedStep:
         self._take_state(optimizer)
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep only what this rank keeps of state that is there already."""
+        """Keep only what this rank keeps of state that already exists."""
         raise NotImplementedError
 
     def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:

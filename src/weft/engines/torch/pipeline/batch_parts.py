@@ -124,7 +124,7 @@ class MicroBatches:
             raise value_error(
                 f"pipeline: a batch of {rows} rows cannot be cut into {number} micro-batches",
                 found=f"{rows} rows, {number} micro-batches",
-                expected="micro-batches of equal size, so that the mean over them is that over the batch",
+                expected="micro-batches of equal size, so that their mean is the mean over the batch",
                 fix=f"weft.pipeline(..., micro_batches={_divisor(rows, number)}), or a multiple of {number} rows",
             )
         _check_rows(inputs, rows, number)

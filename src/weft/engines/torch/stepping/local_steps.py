@@ -115,8 +115,8 @@ class LocalSteps:
         del args, kwargs
         if self._is_averaged:
             raise ContractError(
-                "local_steps: a step while the module holds the mean of the ranks",
-                found="optimizer.step() inside of `with averaged(model, ctx):`",
+                "local_steps: a step while the module holds the mean over the ranks",
+                found="optimizer.step() inside `with averaged(model, ctx):`",
                 expected="steps after the body",
                 fix="with averaged(model, ctx):\n    evaluate(model)\noptimizer.step()",
             )
@@ -186,8 +186,8 @@ class LocalSteps:
         """Raise while the module holds the mean."""
         if self._is_averaged:
             raise ContractError(
-                "save: the module holds the mean of the ranks at this moment",
-                found="weft.save inside of `with averaged(model, ctx):`",
+                "save: the module currently holds the mean over the ranks",
+                found="weft.save inside `with averaged(model, ctx):`",
                 expected="a save after the body: the anchor and the parameters of every rank are in it",
                 fix="with averaged(model, ctx):\n    evaluate(model)\nweft.save(state, directory, step, ctx)",
             )
@@ -288,7 +288,7 @@ def check_same_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -
         raise ContractError(
             f"local_steps: {type(optimizer).__name__} does not hold exactly the parameters that are trained",
             found=f"not held: {listed(lost)}" if lost else f"{len(held) - len(trained)} of no part of the module",
-            expected="one optimizer over all trained parameters of the module: after it has stepped they are exchanged",
+            expected="one optimizer over all trained parameters of the module: its step is followed by the exchange",
             fix="optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)",
         )
     return trained
@@ -313,9 +313,9 @@ def _check_named(parameters: Mapping[str, object], anchors: Mapping[str, object]
     changed = sorted(set(parameters) ^ set(anchors))
     if changed:
         raise ContractError(
-            "local_steps: other parameters are trained than at the first step",
+            "local_steps: the trained parameters differ from those of the first step",
             found=f"frozen, trained or added since: {listed(changed)}",
-            expected="the same parameters from the first step on, of which all ranks have the same values",
+            expected="the same parameters from the first step on, with the same values on all ranks",
             fix="model, ctx = weft.undo(model, ctx), and weft.local_steps again",
         )
 

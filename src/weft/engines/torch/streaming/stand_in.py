@@ -42,8 +42,8 @@ class _StandIn(nn.Parameter):
         asked: Any = getattr(func, "__self__", func) if func.__name__ == "__get__" else func
         raise ContractError(
             f"place: {name} is read while the part that streams it is not called",
-            found=f"{asked.__name__} by the module around it, or a call of something inside of the part",
-            expected="parts that are called: their parameters have values for that time only",
+            found=f"{asked.__name__} by the module around it, or a call of something inside the part",
+            expected="parts that are called: their parameters have values only during the call",
             fix=f'weft.weights.plan_placement(..., keep="{name.rpartition(".")[0]}"); or weft.undo(model, ctx)',
         )
 

@@ -106,7 +106,7 @@ class Streamed:
         if self._thread == threading.get_ident() and slots.in_use is not None:
             raise ContractError(
                 f"place: {part.name} is called while {self._parts[slots.in_use].name} computes",
-                found="two parts that are streamed, one within the call of the other",
+                found="two streamed parts, one called inside the other",
                 expected="parts that are called one after the other",
                 fix=f'weft.weights.plan_placement(model, budgets, keep="{part.name}")',
             )
@@ -114,7 +114,7 @@ class Streamed:
             raise ContractError(
                 f"place: {part.name} is streamed, and its call would be part of a backward pass",
                 found="gradients are enabled, and a parameter or an input requires them",
-                expected="calls without gradients: parameters are gone before a backward pass could use them",
+                expected="calls without gradients: parameters are freed before a backward pass could use them",
                 fix="with torch.no_grad(): ...  # to train: weft.zero_partition(..., engine='deepspeed', offload=...)",
             )
         if torch.compiler.is_exporting():
@@ -178,7 +178,7 @@ def check_devices(what: str, places: Sequence[str]) -> None:
     ]
     if wrong:
         raise value_error(
-            f"{what}: {wrong[0]} is not there",
+            f"{what}: {wrong[0]} is not available",
             found=f"{count} of {here.type}" if here is not None else "no accelerator",
             expected="devices of this machine",
             fix='weft.weights.plan_placement(model, {"cpu": "30GB", "disk": None})',

@@ -40,7 +40,7 @@ class StandIn(nn.Module):
             raise ContractError(
                 "expert_parallel: an expert is called with something else than one tensor of rows",
                 found=f"{len(args)} argument(s), and by name: {', '.join(kwargs) or 'none'}",
-                expected="expert(rows), with floating-point rows [..., width], each of which is computed by itself",
+                expected="expert(rows), with floating-point rows [..., width], each computed independently",
                 fix="weft.expert_parallel(..., experts=...) without this list",
             )
         return self.book(self.number, args[0])  # type: ignore[no-any-return]
