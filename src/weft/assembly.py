@@ -104,7 +104,7 @@ def assemble(
     Changes: `model` in place, as the transforms say. Collectives: those of the transforms.
 
     Args:
-        ctx: Where we run.
+        ctx: The current context.
         model: Any module.
         optimizer: A function that makes the optimizer from the model; called when the parameters are final.
         loader: A `DataLoader` of the whole dataset, for `shard_data`.

@@ -87,7 +87,7 @@ def type_error(problem: str, *, found: str, expected: str, fix: str) -> TypeErro
 
 
 def warn(problem: str, *, found: str, expected: str, fix: str) -> None:
-    """Warn at the line of the program that led here, outside of weft and torch; the text is a `message`."""
+    """Warn at the line of the program that led here, outside weft and torch; the text is a `message`."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("weft", "torch"):
         level, frame = level + 1, frame.f_back

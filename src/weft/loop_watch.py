@@ -55,7 +55,7 @@ class _Watch:
         """An optimizer is about to step."""
         cursor = self._cursor()
         if cursor is None or cursor.last is None or self._ctx.world.closed:
-            return  # outside of the loop
+            return  # outside the loop
         self._weighed = self._weighed or cursor.weighed or self._ctx.world.root.numbers["total"] > 0
         if cursor.has_windows:
             cursor.has_windows = False

@@ -69,7 +69,7 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
         values: Tensors [rows, ...] and lists of one entry per row (strings, numbers, dicts, tensors of
             any shape), nested in dicts, tuples, named tuples and dataclasses. With a list of `ids`: a
             list of such values, one per batch.
-        ctx: Where we run.
+        ctx: The current context.
         ids: Of the batch, or of every batch.
 
     Returns:
@@ -80,7 +80,7 @@ def gather_metrics(values: Any, ctx: DistContext, *, ids: SampleIds | Sequence[S
     Raises:
         TypeError: On all ranks, if an entry cannot be sent.
         ValueError: A leaf has another number of rows than `ids`.
-        ContextError: The ranks bring different structures.
+        ContextError: The ranks pass different structures.
         PeerError: A peer failed or died.
 
     Example:
@@ -223,7 +223,7 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
 
     Args:
         value: A nested value of tensors, each a mean over this rank's samples or tokens.
-        ctx: Where we run.
+        ctx: The current context.
         weight: How many there were; >= 0. A rank with none may bring anything, also not-a-number.
 
     Returns:
@@ -274,7 +274,7 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
 
     Args:
         count: Samples or tokens of this rank's batch; >= 0. Of its part, where sequences are split.
-        ctx: Where we run.
+        ctx: The current context.
         mean_over: Ranks over which gradients are averaged; default: all that see different batches, or
             parts of them. 1 for a module that is not replicated.
 

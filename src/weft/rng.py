@@ -83,7 +83,7 @@ def worker_seeds(worker: int, ctx: DistContext, *, epoch: int = 0) -> Seeds:
 
     Args:
         worker: Number of the worker, below 4096.
-        ctx: Where we run; its `seed` and `data_rank` count.
+        ctx: The current context; its `seed` and `data_rank` count.
         epoch: Workers that live for one epoch draw other numbers in the next.
 
     Returns:
@@ -158,7 +158,7 @@ def set_seed(
 
     Args:
         seed: 0 <= seed < 2**63.
-        ctx: Where we run.
+        ctx: The current context.
         ranks: "same": all ranks get the same streams. "distinct": ranks that see different batches get
             streams of their own, those of other replicas of an elastic job too. A list of mesh axes, such as
             ["pipeline"]: ranks with another place on one of these axes do, and the others share one.
@@ -294,7 +294,7 @@ def sync_rng(ctx: DistContext, *, generators: Sequence[torch.Generator] = (), so
     broadcasts.
 
     Args:
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         generators: Generators of your own, the same number on all ranks.
         source: The rank whose states count.
 

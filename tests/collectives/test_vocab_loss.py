@@ -61,7 +61,7 @@ def wrong(ctx):
 
 def test_what_cannot_be_computed_is_refused():
     for texts in run_ranks(wrong, 2, mesh={"tensor": 2}):
-        assert "outside of the vocabulary" in texts[0] and "[6]" in texts[0]
+        assert "outside the vocabulary" in texts[0] and "[6]" in texts[0]
         assert "do not fit" in texts[1] and "not logits" in texts[2]
 
 

@@ -31,7 +31,7 @@ class Reader:
     Args:
         folder: Of the checkpoint.
         manifest: Its manifest.
-        ctx: Whose ranks; each compares some of the files with their hashes.
+        ctx: The context whose ranks take part; each compares some of the files with their hashes.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, ctx: DistContext) -> None:

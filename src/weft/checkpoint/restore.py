@@ -73,7 +73,7 @@ def restore(
         state: From `checkpointable`; built as for training, sharded as it may be.
         directory: That was given to `save`, or the folder of one checkpoint; or the URL of one of these. From a
             URL the checkpoint is fetched first, once per machine.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         strict: Raise if names differ. Otherwise what is missing keeps its value.
         discard_newer: After going back to an older checkpoint, rename the newer ones in its directory to
             `step-<number>.discarded`. Otherwise saving an older step than one of them raises, as a restart would use

@@ -38,11 +38,11 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
 
     Args:
         state: From `checkpointable`.
-        directory: Of the run, on a file system all ranks share; made if missing. Or a URL that fsspec knows,
+        directory: Of the run, on a file system all ranks share; created if missing. Or a URL that fsspec knows,
             such as "s3://bucket/run" (extra `remote`): each rank writes to this machine and sends its file,
             and the manifest, sent last, commits.
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         keep: After the checkpoint is complete and was read back, remove all but the newest `keep` checkpoints by step.
             Those known to be damaged do not count; what cannot be removed is left, with a warning.
 
@@ -51,7 +51,7 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
 
     Raises:
         CheckpointError: The step has already been saved, or a newer one is there that this job did not save since it
-            restored; the directory is that of another run; somebody else writes there; or ranks differ.
+            restored; the directory is that of another run; another process writes there; or ranks differ.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
         PeerError: Another rank failed, or does something else that waits for this one. A rank that is

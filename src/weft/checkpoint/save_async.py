@@ -55,9 +55,9 @@ def save_async(
 
     Args:
         state: From `checkpointable`.
-        directory: Of the run, on a file system all ranks share; made if missing. Or a URL, as for `save`.
+        directory: Of the run, on a file system all ranks share; created if missing. Or a URL, as for `save`.
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
-        ctx: Whose ranks; all of them call it.
+        ctx: The context whose ranks take part; all of them call it.
         keep: After the checkpoint is complete, remove all but the newest `keep` checkpoints by step.
 
     Returns:

@@ -27,7 +27,7 @@ def barrier(ctx: DistContext) -> None:
     Changes: nothing. Collectives: none; a meeting through the store, so that a missing rank is named.
 
     Args:
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
 
     Raises:
         PeerError: A rank failed, died, or did not come within `ctx.timeout_s`.
@@ -51,7 +51,7 @@ def all_or_none(ctx: DistContext, what: str = "all_or_none") -> Iterator[None]:
     Changes: nothing. Collectives: none; one meeting through the store at the end.
 
     Args:
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         what: Name of the work, for the error text.
 
     Raises:
@@ -82,7 +82,7 @@ def main_first(ctx: DistContext, *, local: bool = False) -> Iterator[None]:
     Changes: nothing. Collectives: none; one meeting through the store.
 
     Args:
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         local: One main rank per node instead of one for all, for caches on a local disk.
 
     Raises:
@@ -125,7 +125,7 @@ def any_rank(flag: bool, ctx: DistContext) -> bool:
 
     Args:
         flag: Of this rank.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
 
     Returns:
         True on all ranks if `flag` is true on one of them.
@@ -148,7 +148,7 @@ def on_rank(fn: Callable[P, R], ctx: DistContext, rank: int | str = 0) -> Callab
 
     Args:
         fn: Any function.
-        ctx: Where we run.
+        ctx: The current context.
         rank: A rank, or "main", "last", "local_main".
 
     Returns:

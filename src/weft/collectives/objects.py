@@ -32,7 +32,7 @@ def broadcast(value: T, ctx: DistContext, *, source: int = 0) -> T:
         value: On `source`: tensors, numpy arrays, numbers, strings, bytes, None, dates, paths, enums, and dicts,
             lists, tuples, sets and dataclasses of them. Classes of dataclasses, enums and named tuples must be
             imported on the other ranks. There the value is ignored; pass None.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         source: Rank of this context whose value counts.
 
     Returns:
@@ -94,7 +94,7 @@ def gather_objects(value: T, ctx: DistContext) -> list[T]:
 
     Args:
         value: As for `broadcast`; the ranks may bring different structures.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
 
     Returns:
         One value per rank; this rank's own is a copy too.
@@ -145,7 +145,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, *, source: int = 0) ->
     Args:
         values: On `source`: one value per rank, each as for `broadcast`; they may differ in structure and size.
             On the other ranks it is ignored; pass None.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         source: Rank of this context whose values count.
 
     Returns:

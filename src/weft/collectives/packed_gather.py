@@ -40,7 +40,7 @@ def exchange_columns(
 
     Raises:
         TypeError: On all ranks, if an entry cannot be sent.
-        ContextError: The ranks bring different structures.
+        ContextError: The ranks pass different structures.
         PeerError: A peer failed or died.
     """
     kinds: Kinds = tuple([(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in columns])

@@ -33,7 +33,7 @@ def all_to_all(value: T, ctx: DistContext, *, splits: Sequence[int] | None = Non
 
     Args:
         value: A nested value of tensors [rows, ...], the same structure, dtypes and inner shapes on all ranks.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         splits: How many rows go to each rank, zero included. Default: as equal as possible, the first ranks
             get one more.
         grad: Whether gradients flow back to the ranks that the rows came from. All ranks then take part in the
@@ -77,7 +77,7 @@ def reduce_scatter(
 
     Args:
         value: A nested value of tensors [rows, ...], the same shapes and dtypes on all ranks.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         op: As for `reduce`.
         splits: How many rows each rank gets, the same numbers on all ranks. Default: as equal as possible, the first
             ranks get one more.

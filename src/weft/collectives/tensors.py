@@ -32,7 +32,7 @@ def reduce(value: T, ctx: DistContext, op: ReduceOp = "sum", *, grad: bool = Fal
 
     Args:
         value: A nested value of tensors, the same shapes and dtypes on all ranks.
-        ctx: Whose ranks; `ctx.on(axis)` for part of them.
+        ctx: The context whose ranks take part; `ctx.on(axis)` for part of them.
         op: "sum", "mean", "max" or "min". The mean of integers and booleans is float32 (float64
             for int64), never rounded; their sum keeps the dtype, booleans count as int64.
         grad: Whether gradients flow back to all ranks; for sums and means. See `gather`.
@@ -127,7 +127,7 @@ def gather(value: T, ctx: DistContext, *, grad: bool = False) -> T:
 
     Args:
         value: A nested value of tensors [rows, ...], the same structure and dtypes on all ranks.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         grad: Whether gradients flow through. All ranks then take part in the backward pass through the result.
 
     Returns:
@@ -204,7 +204,7 @@ def pad_across(
 
     Args:
         value: A nested value of tensors; the same structure, dtypes and numbers of dimensions on all ranks.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         dim: Dimension to pad; negative counts from the end. Tensors that have no such dimension
             are returned as they are.
         fill: Value to pad with.

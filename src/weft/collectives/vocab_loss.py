@@ -44,7 +44,7 @@ def vocab_cross_entropy(
             as `torch.chunk` makes them: as long as the first, but for the last ones. 16-bit logits are
             computed with in float32, as under autocast.
         target: Classes [...], int64, in the whole vocabulary; the same on all ranks.
-        ctx: Where we run.
+        ctx: The current context.
         axis: Mesh axis over whose ranks the vocabulary is divided.
         ignore_index: Class of the positions that do not count.
         reduction: "mean" over the positions that count, "sum" or "none".
@@ -54,7 +54,7 @@ def vocab_cross_entropy(
 
     Raises:
         TypeError: `logits` is a DTensor or not floating-point, or `target` not int64.
-        ValueError: The shapes do not fit, an option is unknown, or a class lies outside of the vocabulary
+        ValueError: The shapes do not fit, an option is unknown, or a class lies outside the vocabulary
             (on accelerators, the assertion of the device).
         ContextError: There is no such axis.
 

@@ -209,7 +209,7 @@ class DistContext(Guarded):
 
         Raises:
             PeerError: Another rank failed, died, or did not come.
-            ContextError: The ranks bring different facts; the text names the values.
+            ContextError: The ranks pass different facts; the text names the values.
         """
         if self.world_size > 1 and self.world.store is not None:
             agree(self.require_collective(what), what, facts)

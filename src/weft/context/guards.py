@@ -53,7 +53,7 @@ class Guarded(RankFacts):
                 f"{what}: refused on a context for rank {self.restricted.rank} only, at {line_outside()}",
                 found=f"ctx.only({self.restricted.rank}) at {self.restricted.where}",
                 expected="a collective is called by all ranks, on the full context",
-                fix="call it on the full context, outside of the code for one rank",
+                fix="call it on the full context, outside the code for one rank",
             )
 
     def require_collective(self, what: str) -> World:
@@ -83,7 +83,7 @@ class Guarded(RankFacts):
 
 
 def line_outside() -> str:
-    """`file:line` of the innermost caller outside of this package (tests of weft count as outside)."""
+    """`file:line` of the innermost caller outside this package (tests of weft count as outside)."""
     package = __name__.partition(".")[0]
     frame = sys._getframe(1)
     while frame.f_back is not None:

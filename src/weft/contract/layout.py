@@ -28,7 +28,7 @@ def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
 
     Args:
         module: With or without transforms.
-        ctx: Where we run.
+        ctx: The current context.
 
     Returns:
         A layout per parameter, by name.
@@ -59,7 +59,7 @@ def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
 
     Args:
         module: With or without transforms.
-        ctx: Where we run.
+        ctx: The current context.
 
     Returns:
         Names of axes, in the order of the mesh.
@@ -98,7 +98,7 @@ def part_axes(ctx: DistContext) -> tuple[str, ...]:
     Changes: nothing. Collectives: none.
 
     Args:
-        ctx: Where we run.
+        ctx: The current context.
 
     Returns:
         Names of axes besides the data axes, in the order of the mesh.

@@ -143,7 +143,7 @@ def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Seque
     Args:
         what: Name of the transform, for the error text.
         module: What it is applied to.
-        ctx: Where we run.
+        ctx: The current context.
         names: The axes over which it averages gradients.
 
     Raises:
@@ -208,7 +208,7 @@ def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names:
     Args:
         what: Name of the strategy.
         module: What it is applied to.
-        ctx: Where we run.
+        ctx: The current context.
         names: Its axes.
 
     Raises:

@@ -37,14 +37,14 @@ def no_sync(module: nn.Module, ctx: DistContext, *, enabled: bool = True) -> Ite
 
     Args:
         module: What a strategy was applied to, also in parts.
-        ctx: Where we run.
+        ctx: The current context.
         enabled: False: do nothing.
 
     Yields:
         Nothing.
 
     Raises:
-        TypeError: `module` is no module.
+        TypeError: `module` is not a module.
         ContractError: Its windows come from `accumulate_grads`, which decides.
 
     Example:

@@ -1,7 +1,7 @@
 """Choose parts of a module by class, name, size, question or hand.
 
 Transforms that treat some parts of a module apart (`fully_shard(units=...)`, `recompute(blocks=...)`,
-`compiled(blocks=...)`) let the user say which in the same ways. Whether parts may lie inside of each
+`compiled(blocks=...)`) let the user say which in the same ways. Whether parts may lie inside each
 other is for the transform to decide: `select_apart` allows none.
 """
 
@@ -33,7 +33,7 @@ def select(what: str, module: nn.Module, chosen: Selection) -> dict[str, nn.Modu
         chosen: A class (its subclasses count), or its name ("LlamaDecoderLayer"); a pattern of qualified
             names, in which `*`, `?` and `[...]` stay within one part of the name and `**` stands for any
             number of parts ("blocks.*" is each block and nothing in it); a whole number: the smallest parts with
-            at least that many parameters that have a forward, none inside of another; a function
+            at least that many parameters that have a forward, none inside another; a function
             of qualified name and part; a part itself; or several of these.
 
     Returns:
@@ -72,10 +72,10 @@ def select_apart(what: str, module: nn.Module, chosen: Selection) -> dict[str, n
         chosen: As for `select`.
 
     Returns:
-        As `select`; each part has a forward, and none is inside of another.
+        As `select`; each part has a forward, and none is inside another.
 
     Raises:
-        ValueError: As `select`; a part is inside of another; or it is never called.
+        ValueError: As `select`; a part is inside another; or it is never called.
 
     Example:
         >>> list(select_apart("f", nn.Sequential(nn.Linear(1, 1)), nn.Linear))

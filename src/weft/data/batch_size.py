@@ -62,7 +62,7 @@ def batch_math(
     Changes: nothing. Collectives: none.
 
     Args:
-        ctx: Where we run; the ranks are those that see different batches.
+        ctx: The current context; the ranks are those that see different batches.
         per_rank: Samples per rank and micro-batch.
         global_batch: Samples per optimizer step, of all ranks.
         accumulate: Micro-batches per optimizer step; 1 if only one of the other two is given.
@@ -157,7 +157,7 @@ def find_batch_size(
 
     Args:
         trial: Called with a batch size; does what a training step does.
-        ctx: Where we run.
+        ctx: The current context.
         start: The first size.
         smallest: The last one.
         shrink: The next size after one that failed; default: nine tenths, rounded down.
@@ -274,7 +274,7 @@ def split_between(value: T, ctx: DistContext, *, pad: bool = False) -> T:
         value: The same on all ranks: a list, tuple, string, tensor, array, TensorDict or `Dataset` of the
             `datasets` library. Mappings, named tuples and dataclasses are cut value by value; these have one
             length. Anything else with `__len__` and `__getitem__` comes back as a list.
-        ctx: Where we run; ranks that see the same batches get the same part.
+        ctx: The current context; ranks that see the same batches get the same part.
         pad: Repeat the last entry, so that all parts are as long as the first.
 
     Returns:

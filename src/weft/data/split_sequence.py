@@ -30,7 +30,7 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
     batches, split them along: `x, y, at = weft.data.split_sequence((x, y, torch.arange(x.shape[1])[None]), ctx)`.
 
     Labels keep the places of their tokens: targets that were shifted before, as `y` in `(x, y)`, are right in each
-    part. A mapping with "labels" [batch, length] in the way of transformers, which shifts them inside of the model,
+    part. A mapping with "labels" [batch, length] in the way of transformers, which shifts them inside the model,
     also gets "shift_labels", shifted before they are split, and "num_items_in_batch", such that the mean of
     `model(**part).loss` over the ranks is the loss of the whole batch.
 
@@ -39,7 +39,7 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
 
     Args:
         batch: A tensor, or a nested value: tuples, lists, mappings, dataclasses.
-        ctx: Where we run. With one rank along `axis`, or without this axis on a single rank, nothing is cut.
+        ctx: The current context. With one rank along `axis`, or without this axis on a single rank, nothing is cut.
         dim: The dimension of sequences, counted from 0.
         axis: The mesh axis over which they are split.
         order: As for `context_parallel`.

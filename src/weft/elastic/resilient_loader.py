@@ -67,7 +67,7 @@ def resilient(
 
     Args:
         loader: Of `shard_data` over a map-style dataset, or the windows of `accumulate_grads` over one.
-        ctx: Where we run, after all transforms.
+        ctx: The current context, after all transforms.
         state: Everything that a new replica needs: modules that are replicated or sharded, their one optimizer,
             `loader` itself, and whatever else the loop changes.
         step: Number of steps made before, as returned by `restore`; all replicas use the state of the one with the

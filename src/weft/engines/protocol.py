@@ -135,7 +135,7 @@ class Engine(Devices, Protocol):
     def gathered(
         self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
     ) -> AbstractContextManager[None]:
-        """Let a module have whole parameters inside of the body; with `write`, the first rank's are kept."""
+        """Let a module have whole parameters inside the body; with `write`, the first rank's are kept."""
         ...
 
     def sync_batch_norms(self, module: nn.Module, group: dist.ProcessGroup | None) -> Undoable:
@@ -216,7 +216,7 @@ class Engine(Devices, Protocol):
         ...
 
     def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
-        """Step on each of these parameters inside of backward; see `BackwardStep`."""
+        """Step on each of these parameters inside backward; see `BackwardStep`."""
         ...
 
     def reduced_in_backward(self, strategy: object) -> Sequence[torch.Tensor]:
@@ -254,8 +254,8 @@ class Engine(Devices, Protocol):
         Args:
             module: Whole, or this rank's part of it.
             replicas: Their ranks that have the same part.
-            options: Of the strategy inside of the replica.
-            alone: The replica has one rank; otherwise the strategy reduces the gradients inside of it first.
+            options: Of the strategy inside the replica.
+            alone: The replica has one rank; otherwise the strategy reduces the gradients inside it first.
         """
         ...
 

@@ -42,7 +42,7 @@ def read_torchrun(facts: Facts) -> Topology:
 
 
 def has_kubeflow(facts: Facts) -> bool:
-    """Whether a pod of a PyTorchJob or TrainJob says where it is, and no launcher inside of it does."""
+    """Whether a pod of a PyTorchJob or TrainJob says where it is, and no launcher inside it does."""
     alone = facts.text("PET_NNODES") == "1" and facts.text("PET_NPROC_PER_NODE") in (None, "1", "auto")
     return facts.has("PET_NNODES") and not facts.has("LOCAL_RANK") and not alone
 

@@ -48,7 +48,7 @@ def dumps(value: Any, what: str) -> bytes:
             f"{what} cannot be sent to another process",
             found=found,
             expected="values that can be pickled",
-            fix="make files, locks and connections inside of the function, and return plain values",
+            fix="make files, locks and connections inside the function, and return plain values",
         ) from cause
     if found or (pickler is pickle and b"__main__" in data):
         raise MissingExtra(

@@ -78,7 +78,7 @@ def watch_health(
 
     Args:
         module: What is trained.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         spike: A loss is a spike if it lies more than so many deviations above the median of this rank's last
             losses; `math.inf` for never. Deviation: 1.4826 times the median distance from the median.
         memory: How many losses are remembered.

@@ -40,7 +40,7 @@ def log(
         values: By name, the same names on all ranks: numbers, tensors with one element, texts, `Image`,
             `Histogram`, `Table`, `Figure`, `Artifact`, `HParams`. A tensor on an accelerator is waited for.
         step: Of the optimizer, >= 0; the same on all ranks.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         trackers: One, or several: each is called as `tracker(values, step=step)` on the main rank only. An
             error in one is raised on the main rank.
         weight: What this rank's numbers were computed from, such as its number of tokens, >= 0.

@@ -38,7 +38,7 @@ def throughput(
     Changes: nothing. Collectives: none; `read` makes one all-reduce.
 
     Args:
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         peak_flops: Operations per second that the device of this rank can do, for MFU; default: what the maker says
             for bfloat16, if the device is known.
         clock: Gives seconds; for tests.

@@ -267,7 +267,7 @@ def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
 
 
 def _may_wait(world: World) -> bool:
-    """Whether the main thread is inside of torch or of this package, and not in the user's own code.
+    """Whether the main thread is inside torch or of this package, and not in the user's own code.
 
     Gloo counts messages between two ranks too, of which a rank in the middle has more than others: there
     the counts alone are no proof. Other backends wait wherever a value is read, and count these apart.
@@ -307,7 +307,7 @@ def _clock_of_main_thread() -> int | None:
 
 
 def _main_line() -> str:
-    """`file:line` of what the main thread does, outside of this package and of torch."""
+    """`file:line` of what the main thread does, outside this package and torch."""
     outside = (f for module, f in _calls() if module.partition(".")[0] not in ("weft", "torch", "contextlib"))
     frame = next(outside, None)
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

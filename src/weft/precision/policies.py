@@ -92,7 +92,7 @@ class Precision:
         buffer: Floating-point buffers are stored in it; those of a layer whose own parameters are
             all frozen are left alone, like these.
         output: Floating-point outputs are cast to it.
-        scaling: For fp16: scale gradients inside of the module.
+        scaling: For fp16: scale gradients inside the module.
     """
 
     param: torch.dtype | None = None

@@ -23,13 +23,13 @@ class _HasDevice(Protocol):
 
 @contextlib.contextmanager
 def autocast(policy: PolicyName | Precision, ctx: _HasDevice) -> Iterator[None]:
-    """Compute what is outside of a module, such as a loss, as a module with this policy computes.
+    """Compute what is outside a module, such as a loss, as a module with this policy computes.
 
     A policy with a 16-bit `compute` dtype and wider parameters runs the body under `torch.autocast`. Under another
     policy the body computes in the dtypes of its tensors, also where an autocast surrounds it. If `compute` is None
     nothing changes.
 
-    Changes: torch's autocast inside of the body; restored afterwards, also on an error. Collectives: none.
+    Changes: torch's autocast inside the body; restored afterwards, also on an error. Collectives: none.
 
     Args:
         policy: As for `with_precision`.
@@ -39,8 +39,8 @@ def autocast(policy: PolicyName | Precision, ctx: _HasDevice) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: Unknown policy, or one with a loss scale: that is inside of the module, and gradients in float16
-            outside of it would underflow. Without gradients it may be used.
+        ValueError: Unknown policy, or one with a loss scale: that is inside the module, and gradients in float16
+            outside it would underflow. Without gradients it may be used.
 
     Example:
         >>> import weft
@@ -52,7 +52,7 @@ def autocast(policy: PolicyName | Precision, ctx: _HasDevice) -> Iterator[None]:
     precision = named_policy(policy)
     if precision.scaling is not None and torch.is_grad_enabled():
         raise value_error(
-            "autocast: gradients in float16 would underflow outside of the module, where they are not scaled",
+            "autocast: gradients in float16 would underflow outside the module, where they are not scaled",
             found=f"{policy!r}, which has a loss scale",
             expected='the loss inside the module, or "bf16", or torch.no_grad()',
             fix='model, ctx = weft.with_precision(model, ctx, "fp16", methods=["loss"])  # a method of the module',
@@ -71,7 +71,7 @@ def autocast(policy: PolicyName | Precision, ctx: _HasDevice) -> Iterator[None]:
 def creation_dtype(policy: PolicyName | Precision) -> Iterator[None]:
     """Create parameters in the dtype in which the policy stores them.
 
-    Changes: torch's default dtype inside of the body; restored afterwards, also on an error.
+    Changes: torch's default dtype inside the body; restored afterwards, also on an error.
     Collectives: none.
 
     Args:

@@ -68,7 +68,7 @@ def reductions(
 
     Args:
         module: Whose.
-        ctx: Where we run.
+        ctx: The current context.
         names: The axes of the strategy.
         also: Names of further parameters that are reduced apart.
 
@@ -118,7 +118,7 @@ def put_on_our_mesh(module: nn.Module, ctx: DistContext, dims: Dims, besides: Co
 
     Args:
         module: Whose.
-        ctx: Where we run.
+        ctx: The current context.
         dims: Over which the others are sharded.
         besides: Names of parameters that stay.
 

@@ -51,7 +51,7 @@ def check_owners(what: str, optimizer: torch.optim.Optimizer) -> None:
         )
     if callable(getattr(optimizer, "eval", None)):
         raise ContractError(
-            f"{what}: {kind} changes parameters outside of step, by its state, which only owners would have",
+            f"{what}: {kind} changes parameters outside step, by its state, which only owners would have",
             found="an optimizer with eval(), as those of schedulefree",
             expected="one that changes parameters in step() alone",
             fix=f'leave by="owner" out of the call of {what}',

@@ -60,7 +60,7 @@ def shard_module(
     Args:
         what: Name of the transform, for errors.
         module: To be sharded.
-        ctx: Where we run.
+        ctx: The current context.
         axes: From `sharding_axes`.
         options: What the user asked for; what the other arguments select is filled in.
         rebind: Optimizers over the module's parameters.

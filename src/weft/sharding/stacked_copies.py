@@ -20,7 +20,7 @@ def stacked_over(tensor: torch.Tensor, ctx: DistContext, axis: str) -> torch.Ten
 
     Args:
         tensor: This rank's, plain or a DTensor over other axes.
-        ctx: Where we run.
+        ctx: The current context.
         axis: Along which they differ.
 
     Returns:

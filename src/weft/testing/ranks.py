@@ -320,7 +320,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             found=f"{type(error).__name__}: {error}",
             expected="a function of a module and arguments that pickle"
             + (", or cloudpickle" if cloudpickle is None else ""),
-            fix="pip install 'weft[test]'" if cloudpickle is None else "build such arguments inside of the function",
+            fix="pip install 'weft[test]'" if cloudpickle is None else "build such arguments inside the function",
         ) from error
     return data
 

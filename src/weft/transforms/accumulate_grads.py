@@ -1,7 +1,7 @@
 """`accumulate_grads`: the loader yields windows of micro-batches, one optimizer step per window.
 
 A window is a value: it has a length, can be asked for the number of tokens in it over all ranks,
-and knows which of its micro-batches is the last. Nothing outside of it changes.
+and knows which of its micro-batches is the last. Nothing outside it changes.
 
 windows.py  a window, and how a loader is cut
 loaders.py  loaders that yield windows and know their position
@@ -89,7 +89,7 @@ def accumulate_grads(
             over a window. Parts of them may be replicated instead of the whole.
         loader: A `DataLoader` (after `shard_data`), or any iterable of batches, with or without
             length; without one, windows are read ahead.
-        ctx: Where we run.
+        ctx: The current context.
         steps: Micro-batches per window; or a function of the number of windows so far.
         remainder: What to do if an epoch does not fill the last window. "step": a short window; "drop": leave it out;
             "carry": start the first window of the next epoch with it.

@@ -60,7 +60,7 @@ class Averages:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Let the module compute with the averages inside of the body, and as before after it.
+        """Let the module compute with the averages inside the body, and as before after it.
 
         The same module with the same parameter objects, so its `state_dict()` in here is that of the
         averages. Between steps: a backward through a forward pass from the other side would be wrong, and
@@ -199,7 +199,7 @@ def average_weights(
 
     Args:
         module: In its final form: apply precision and a strategy before.
-        ctx: Where we run.
+        ctx: The current context.
         decay: From 0 to 1. None: all averaged weights count alike. Or a function of the number of
             averages so far (1, 2, ...), for a warm-up: `lambda n: min(0.999, (1 + n) / (10 + n))`.
         every: Only each `every`-th call of `update` averages.
@@ -214,7 +214,7 @@ def average_weights(
         AlreadyApplied: It was applied to `module` before.
         OrderError: A strategy is applied after it; or stage 3 of DeepSpeed was before it.
         ContextError: The ranks ask for different averages.
-        TypeError: `module` is no module.
+        TypeError: `module` is not a module.
         ValueError: An option is out of range, or no parameter is trained.
         PeerError: Another rank failed.
 

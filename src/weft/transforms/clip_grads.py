@@ -57,7 +57,7 @@ def clip_grads(
     Args:
         modules: A module, an optimizer, a parameter, or any iterable or mapping of them. A
             parameter that comes twice counts once; those without a gradient do not count.
-        ctx: Where we run.
+        ctx: The current context.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)); > 0.
         max_value: Every element is brought into [-max_value, max_value]; > 0. Not with `max_norm`.
         norm_type: p of the p-norm, > 0; also `math.inf`.

@@ -42,7 +42,7 @@ def compile(
     Comes last, after everything that changes what is computed. By blocks is the better choice for
     models that repeat one: each class is compiled once for all its instances, in a fraction of the
     time, gradients are reduced while backward runs (a whole model gives them all at its end), and
-    units of `fully_shard` are gathered outside of the graphs, so that `fullgraph=True` holds.
+    units of `fully_shard` are gathered outside the graphs, so that `fullgraph=True` holds.
 
     Source: Ansel et al., "PyTorch 2", ASPLOS 2024; `torch.compile`.
 
@@ -53,8 +53,8 @@ def compile(
 
     Args:
         module: With all other transforms applied.
-        ctx: Where we run.
-        blocks: The parts to compile, none inside of another: a class, a pattern of names
+        ctx: The current context.
+        blocks: The parts to compile, none inside another: a class, a pattern of names
             ("layers.*"), a number of parameters, a function (name, part) -> bool, parts, or
             several of these; see `weft.contract.select_modules`. Default: the whole module.
         backend: A name, see `torch.compiler.list_backends()`, or a function. Where `recompute` is
@@ -73,7 +73,7 @@ def compile(
         OrderError: On the same object, a transform that has to come earlier is applied later.
         ValueError: No or nested parts, one that is never called, an unknown backend, `mode` and
             `options` together or without effect.
-        ContextError: The ranks bring different options.
+        ContextError: The ranks pass different options.
         PeerError: Another rank failed.
 
     Example:

@@ -73,7 +73,7 @@ def context_parallel(
     Args:
         module: Attends with `F.scaled_dot_product_attention`, causally or fully, without dropout of attention
             weights; each place is computed alone otherwise. If it numbers tokens, it takes their positions.
-        ctx: Where we run.
+        ctx: The current context.
         axis: The mesh axis whose ranks hold the parts.
         method: "heads": each rank computes whole sequences of some heads, which have to divide by the ranks; keys
             and values of fewer heads than ranks travel to several. "gather": each rank computes its places of all
@@ -90,7 +90,7 @@ def context_parallel(
         ContractError: Attention that cannot be caught, or drops weights; a module that numbers tokens itself; heads
             that do not divide. In forward: inputs or positions that are not this rank's part, a mask that is neither
             causal nor full, labels from which the model would compute another loss.
-        ContextError: There is no such axis, it is a data axis, or the ranks bring different models or options.
+        ContextError: There is no such axis, it is a data axis, or the ranks pass different models or options.
         PeerError: Another rank failed.
 
     Example:

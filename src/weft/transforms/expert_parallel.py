@@ -69,7 +69,7 @@ def expert_parallel(
 
     Args:
         module: On the CPU, on `ctx.device`, or on meta with `weights="later"`.
-        ctx: Where we run; batches have to differ along `axis`.
+        ctx: The current context; batches have to differ along `axis`.
         experts: Which parts are experts: stacked ones or lists, by name, pattern or class; see
             `weft.contract.select_modules`. "auto": stacked ones as in transformers, and lists with "expert" in their
             name.
@@ -84,7 +84,7 @@ def expert_parallel(
         AlreadyApplied: Experts are cut or replicated already.
         OrderError: An optimizer holds their parameters and is not in `rebind`; or a transform that comes later was
             applied.
-        ContextError: There is no such axis, batches are the same along it, or the ranks bring different models or
+        ContextError: There is no such axis, batches are the same along it, or the ranks pass different models or
             options.
         ValueError: There are no experts, they cannot be divided among the ranks, are not alike, or how they are
             computed is not known; the model adds a router's loss over the local batch; or it is on meta.

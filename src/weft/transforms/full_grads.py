@@ -24,14 +24,14 @@ def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
 
     Args:
         module: With or without transforms.
-        ctx: Where we run.
+        ctx: The current context.
 
     Returns:
         Plain tensors, the same on all ranks if gradients are averaged; where they are whole anyway,
         the gradients themselves.
 
     Raises:
-        TypeError: `module` is no module.
+        TypeError: `module` is not a module.
         ContractError: The gradients were used by a step.
         CollectiveRefused: The context speaks for some ranks only.
 

@@ -35,13 +35,13 @@ def full_params(
 
     Source: DeepSpeed's `zero.GatheredParameters`.
 
-    Changes: the parameters of `module` inside of the body; with `write`, what rank 0 has done to
+    Changes: the parameters of `module` inside the body; with `write`, what rank 0 has done to
     them stays, on all ranks.
     Collectives: one all-gather per parameter that is cut; with `write`, a broadcast of each.
 
     Args:
         module: With or without transforms.
-        ctx: Where we run.
+        ctx: The current context.
         write: Keep the changes that rank 0 makes. Without it, changes to sharded parameters are lost.
         forward: Let calls of `module` inside compute with the gathered parameters. Without gradients only:
             a call under `torch.enable_grad()` raises `ContractError`.
@@ -50,7 +50,7 @@ def full_params(
         A context manager, for a `with` statement.
 
     Raises:
-        TypeError: `module` is no module.
+        TypeError: `module` is not a module.
         ContractError: With `forward`, an engine gathers the parameters in each call (DeepSpeed's stage 3), or
             other axes cut them.
         CollectiveRefused: The context speaks for some ranks only.

@@ -67,11 +67,11 @@ def fully_shard(
     Args:
         module: On the CPU, on `ctx.device`, or on meta: then it is materialized unit by unit, so no rank holds more
             than one unsharded unit. Parameters may be DTensors over other axes; that sharding stays.
-        ctx: Where we run.
+        ctx: The current context.
         units: What is gathered together: a class, a pattern of names ("blocks.*"), the smallest
             parts with so many parameters, a function of name and module, modules, or several of
             these. Parts that share a parameter become one unit. Default: the blocks that stand in
-            a `ModuleList` or `Sequential`, and large single layers outside of them. What is in no
+            a `ModuleList` or `Sequential`, and large single layers outside them. What is in no
             unit belongs to the module's own. All ranks have to call the same units, in one order.
         axis: Mesh axis to shard over; two axes (replica, shard): shard over the second and replicate over the first.
             Default: the data axes, at most two; axes along which a batch is split (`context_parallel`), or along which
@@ -102,7 +102,7 @@ def fully_shard(
         AlreadyApplied: `module` or a part of it is sharded or replicated already.
         OrderError: An optimizer holds its parameters and is not in `rebind`; or a transform that
             comes later was applied.
-        ContextError: There is no such axis, a data axis is left out, or the ranks bring different models or options.
+        ContextError: There is no such axis, a data axis is left out, or the ranks pass different models or options.
         ContractError: A parameter is cut over ranks that are no axis of the context; or parameters of one part are
             to be sharded over different ranks.
         TypeError: `module` is not a module.

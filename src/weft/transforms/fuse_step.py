@@ -27,8 +27,8 @@ def fuse_step(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     Collectives: none.
 
     Args:
-        optimizer: One that updates each element by itself: SGD, Adam, AdamW, RMSprop and the like.
-        ctx: Where we run; `replicate(..., flat=True)` was applied to the parameters' module.
+        optimizer: One that updates each element independently: SGD, Adam, AdamW, RMSprop and the like.
+        ctx: The current context; `replicate(..., flat=True)` was applied to the parameters' module.
 
     Returns:
         `optimizer` itself, and `ctx` with this transform in `applied`.

@@ -45,8 +45,8 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
     of the state's, or by owners two all-to-alls per 4 MiB of parameters of an owner, of 3x the parameter bytes in all.
 
     Args:
-        optimizer: One that updates each parameter by itself; without closures if it needs whole parameters.
-        ctx: Where we run.
+        optimizer: One that updates each parameter independently; without closures if it needs whole parameters.
+        ctx: The current context.
         by: "all" steps on every rank, on one whole parameter after the other; "owner" on one rank each.
 
     Returns:

@@ -45,8 +45,8 @@ def hooked(
 
     Args:
         module: Contains the blocks.
-        ctx: Where we run.
-        blocks: As for `weft.recompute`; blocks may lie inside of each other.
+        ctx: The current context.
+        blocks: As for `weft.recompute`; blocks may lie inside each other.
         before: Functions (block, args, kwargs), called in this order before forward. One that returns (args, kwargs)
             replaces them; None leaves them.
         after: Functions (block, args, kwargs, output), called in this order after forward, with the arguments that

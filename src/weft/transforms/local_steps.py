@@ -51,7 +51,7 @@ def local_steps(
     parameters, or with `outer` DiLoCo, where an optimizer steps on the mean change since the last exchange.
 
     The loop stays as it is, and so does `loss * window.share`. On a mesh {"replica": r, "shard": s} a strategy that
-    follows works along the other axes, inside of each replica: `zero_partition`, or `fully_shard` and `replicate`,
+    follows works along the other axes, inside each replica: `zero_partition`, or `fully_shard` and `replicate`,
     which then leave this axis alone. Between exchanges the replicas differ: evaluate inside
     `with averaged(model, ctx):`, from this module. Checkpoints may be saved at any step. As the model, they hold the
     values of the last exchange; they also hold the parameters and the optimizer state of each replica. So a run on the
@@ -69,7 +69,7 @@ def local_steps(
     Args:
         module: Trained by `optimizer` alone.
         optimizer: Over all trained parameters of `module`; its state stays local to every rank.
-        ctx: Where we run.
+        ctx: The current context.
         every: Steps between two exchanges, >= 1.
         outer: Makes the optimizer of the exchange, of the list of parameters it is given:
             `lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)`. Their gradient is the last
@@ -85,7 +85,7 @@ def local_steps(
     Raises:
         AlreadyApplied: It was applied before.
         OrderError: A strategy was applied before, or with `average_weights`, `pipeline`.
-        ContextError: There is no such data axis, or the ranks bring different models or options.
+        ContextError: There is no such data axis, or the ranks pass different models or options.
         ContractError: `optimizer` does not hold exactly the trained parameters; or it evaluates with other parameters
             than it trains with (schedule-free ones); or a parameter is cut along the axis.
         TypeError: An argument is of another kind.
@@ -128,20 +128,20 @@ def local_steps(
 
 @contextlib.contextmanager
 def averaged(module: nn.Module, ctx: DistContext) -> Iterator[None]:
-    """Let a module compute with the mean over the ranks that step apart, inside of the body.
+    """Let a module compute with the mean over the ranks that step apart, inside the body.
 
     Changes: values of the module's parameters; given back bit for bit, also after an error. Memory for one more copy
     of this rank's parameters. Collectives: one all-reduce of 1x the parameter bytes, and a meeting.
 
     Args:
         module: One that `local_steps` was applied to.
-        ctx: Where we run; all ranks come here.
+        ctx: The current context; all ranks come here.
 
     Yields:
         Nothing.
 
     Raises:
-        ContractError: `local_steps` was not applied to it; or a step or a save inside of the body.
+        ContractError: `local_steps` was not applied to it; or a step or a save inside the body.
         PeerError: Another rank failed, or did not come.
 
     Example:

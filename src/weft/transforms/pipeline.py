@@ -87,7 +87,7 @@ def pipeline(
     Args:
         module: Whose layers forward calls one after the other, each once; on the CPU, on `ctx.device` or on meta.
             Dropout has to be 0 and BatchNorm is refused: one process would compute other numbers.
-        ctx: Where we run.
+        ctx: The current context.
         loss: A function of output and target, if forward does not return the loss; the call then takes the target
             last, or as `target=`. It gives the mean over the rows, or a sum and the number of its terms.
         axis: Mesh axis of the stages.
@@ -105,7 +105,7 @@ def pipeline(
 
     Raises:
         AlreadyApplied: `module` is replicated or sharded already.
-        ContextError: There is no such axis, the ranks bring different models or options, or torch is older than 2.13.
+        ContextError: There is no such axis, the ranks pass different models or options, or torch is older than 2.13.
         ContractError: Fewer blocks than stages, tied weights on several stages, dropout, BatchNorm, fp16, or
             `tensor_parallel` with `sequence=True`.
         OrderError: A living optimizer holds parameters and is not in `rebind`.
@@ -223,7 +223,7 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
     if any(offer.precision.scaling for offer in offered(module, PrecisionOffer)):
         raise ContractError(
             "pipeline: loss scaling is not supported",
-            found="with_precision with fp16, whose scale acts outside of the backward passes of micro-batches",
+            found="with_precision with fp16, whose scale acts outside the backward passes of micro-batches",
             expected='"bf16" or "fp32"',
             fix='model, ctx = weft.with_precision(model, ctx, "bf16")',
         )

@@ -53,7 +53,7 @@ def place(
 
     Args:
         module: On meta (`weft.weights.on_meta`), or with values.
-        ctx: Where we run; `weft.local()` for a single process.
+        ctx: The current context; `weft.local()` for a single process.
         plan: Of `weft.weights.plan_placement`; or its budgets, for a plan with defaults.
         weights: What `weft.load_weights` reads: files, folders and checkpoints. None: the module has its values, and
             nothing is to lie on a disk.

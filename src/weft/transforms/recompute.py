@@ -57,14 +57,14 @@ def recompute(
     Changes: `module` in place: `forward` of each block is an attribute of the instance; class,
     names and keys stay, and a copy or pickle is plain. Running statistics move once per step, as
     without it.
-    Collectives: none; those inside of a block, such as of `sync_batch_norm`, are made twice.
+    Collectives: none; those inside a block, such as of `sync_batch_norm`, are made twice.
 
     Args:
-        module: Contains the blocks. Hooks on a block run once, outside of what is run twice.
-        ctx: Where we run.
+        module: Contains the blocks. Hooks on a block run once, outside what is run twice.
+        ctx: The current context.
         blocks: The blocks: a class, a pattern of names ("layers.*"), a number of parameters, a
             function (name, part) -> bool, parts, or several of these; see `weft.contract.select_modules`. None
-            inside of another.
+            inside another.
         every: Of the chosen blocks, in the order of the module, take the first and then each
             `every`-th: 2 halves both savings and cost.
         save: Results that are kept and not computed again: operations such as
@@ -108,7 +108,7 @@ def recompute(
         early_stop=early_stop,
         offload=offload,
     )
-    # What is inside of a block may communicate, and then all ranks have to do it again.
+    # What is inside a block may communicate, and then all ranks have to do it again.
     ctx.agree("recompute", {"blocks": list(taken), "keep_rng": keep_rng, "early_stop": early_stop})
     return module, ctx.offering(ctx.engine.recompute(taken, options))
 

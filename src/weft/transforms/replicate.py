@@ -79,7 +79,7 @@ def replicate(
     Args:
         module: Trained identically on all ranks; all parameters on the CPU or on `ctx.device`. Parameters may be
             DTensors over other axes: their gradients are averaged at the end of backward, one message per set of ranks.
-        ctx: Where we run.
+        ctx: The current context.
         axis: Mesh axis, or axes, whose ranks hold the copies; default: all data axes, and those along which
             a batch is in parts (`context_parallel`).
         bucket_bytes: Gradient bytes per all-reduce, > 0; larger means fewer, later messages. The
@@ -105,7 +105,7 @@ def replicate(
     Raises:
         AlreadyApplied: `module`, a part of it, or a module around it is replicated already, by this or by torch.
         OrderError: `fully_shard` or `zero_partition` was applied, or a transform that comes later.
-        ContextError: There is no such axis, a data axis is left out, or the ranks bring different models or options.
+        ContextError: There is no such axis, a data axis is left out, or the ranks pass different models or options.
         ContractError: A parameter is cut over ranks that are no axis of the context.
         ValueError: An option is out of range, or the module lies on another device; or `compress` with `flat=True`,
             with `Precision(reduce=...)`, with sparse gradients, or over several axes.

@@ -124,14 +124,14 @@ def shard_data(
         loader: A `DataLoader` or an instance of a subclass, over a map-style or iterable dataset; with
             `batch_size`, with `batch_size=None`, or with a batch sampler, whose batches are then
             given to the ranks in turn.
-        ctx: Where we run.
+        ctx: The current context.
         mode: "batches": `batch_size` is per rank. "split": it is global, each batch is cut into
             one piece per rank and must be divisible. "dispatch": as "batches", but rank 0 alone
             reads and sends the others theirs. "shards": each rank reads some of the shards of a stream that
             has `num_shards` and `shard` (an `IterableDataset` of `datasets`), and nothing else; then the data
             are `already_sharded`.
         uneven: When the last step has too few samples for full batches (and not `drop_last`):
-            "balance" (default): they are shared out, ranks differ by at most one sample; raises if a
+            "balance" (default): they are split evenly, ranks differ by at most one sample; raises if a
             rank would get none. "empty" or "join": the same, and a rank may get a batch whose tensors
             have no rows. "drop": as "balance", leaving out what does not give every rank the same
             number. "pad": samples from the beginning repeat, all batches are full. "error": raises
@@ -161,8 +161,8 @@ def shard_data(
         OrderError: After `accumulate_grads`.
         TypeError: It is no `DataLoader`.
         ValueError: Data that was split already, without `already_sharded`; an indivisible batch; fewer shards
-            than ranks; samples that cannot be shared out as `uneven` asks.
-        ContextError: The ranks bring different datasets or settings.
+            than ranks; samples that cannot be split as `uneven` asks.
+        ContextError: The ranks pass different datasets or settings.
         PeerError: Another rank failed.
 
     Example:

@@ -54,7 +54,7 @@ def skip_nonfinite(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     Raises:
         AlreadyApplied: It was applied to `optimizer` before.
         OrderError: Before `with_precision` of its modules, or after a transform of its step.
-        ValueError: LBFGS with an fp16 module: the loss is evaluated inside of its step.
+        ValueError: LBFGS with an fp16 module: the loss is evaluated inside its step.
         TypeError: This is not an optimizer.
         ContextError: The ranks pass different optimizers.
 

@@ -1,4 +1,4 @@
-"""`step_in_backward`: the optimizer's step inside of backward, gradient by gradient."""
+"""`step_in_backward`: the optimizer's step inside backward, gradient by gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 @transform(excludes={"skip_nonfinite", "fuse_step", "gather_step", "zero_partition", "local_steps"}, collective=True)
 def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
-    """Step on each parameter inside of backward, as soon as its gradient is reduced, and free the gradient.
+    """Step on each parameter inside backward, as soon as its gradient is reduced, and free the gradient.
 
     The memory of all gradients is that of the largest unit. For `fully_shard`, where units are reduced one after
     the other while backward runs, and for one rank. The loop stays as it is: `optimizer.step()` ends the step,
@@ -39,8 +39,8 @@ def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
     Collectives: here, a meeting through the store. None in backward or step.
 
     Args:
-        optimizer: One that updates each element by itself: SGD, Adam, AdamW, RMSprop and the like.
-        ctx: Where we run, after `fully_shard`.
+        optimizer: One that updates each element independently: SGD, Adam, AdamW, RMSprop and the like.
+        ctx: The current context, after `fully_shard`.
 
     Returns:
         `optimizer` itself, and `ctx` with this transform in `applied`.

@@ -32,7 +32,7 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
 
     Args:
         module: Contains batch norms; without any this does nothing.
-        ctx: Where we run.
+        ctx: The current context.
         axis: Mesh axes over which batches differ; default: all data axes.
 
     Returns:

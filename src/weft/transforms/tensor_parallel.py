@@ -69,7 +69,7 @@ def tensor_parallel(
     Args:
         module: On the CPU, on `ctx.device`, or on meta: then it is made real part by part, so that no rank ever
             holds the whole model.
-        ctx: Where we run.
+        ctx: The current context.
         plan: Patterns of names (as in `fully_shard(units=...)`) and a style each: "column", "row" (linear layers);
             "gather", as "column", but with all outputs on every rank (a head); "vocab" (an embedding, cut by rows);
             "replicate": stays whole between a column and a row, as a norm of heads; "sequence": stays whole, and treats
@@ -89,12 +89,12 @@ def tensor_parallel(
         OrderError: An optimizer holds its parameters and is not in `rebind`; or a transform that comes later was
             applied.
         ContextError: There is no such axis, batches differ along it, heads or features are not divisible by its ranks,
-            or the ranks bring different models or options.
+            or the ranks pass different models or options.
         ContractError: A part would compute something else on its share: dropout, a view with a fixed number of heads,
             an output that is taken apart; with `sequence=True`, a part without a style. In the first backward pass:
             gradients of whole parameters differ.
         TypeError: `module` is not a module, or a part is of a kind that its style cannot cut.
-        ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model brings no plan.
+        ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model has no plan.
         PeerError: Another rank failed.
 
     Example:

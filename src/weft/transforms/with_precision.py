@@ -36,7 +36,7 @@ def with_precision(
     """Compute a module in a chosen precision.
 
     Casts parameters as the policy says, runs the calls of the module under torch's autocast, and casts outputs. With
-    "fp16" gradients are scaled inside the module only: outside of it, losses and gradients are always in true units, so
+    "fp16" gradients are scaled inside the module only: outside it, losses and gradients are always in true units, so
     clipping and logging need no unscaling, and modules with different scales can be chained. The optimizer then has to
     skip steps whose gradients overflowed: `skip_nonfinite`.
 
@@ -53,7 +53,7 @@ def with_precision(
 
     Args:
         module: Any module.
-        ctx: Where we run.
+        ctx: The current context.
         policy: See above.
         methods: Methods of the module besides forward to treat alike.
 

@@ -102,7 +102,7 @@ def zero_partition(
     Args:
         module: All parameters on the CPU or on `ctx.device`; with torch's engine they may be DTensors over other axes.
         optimizer: Over parameters of `module`, with or without state.
-        ctx: Where we run.
+        ctx: The current context.
         stage: 1, 2 or 3.
         by: For optimizers of whole tensors: who steps on one, "all" ranks or its "owner"; as for `gather_step`.
         engine: Who does it: "torch", or "deepspeed", which is an extra to install.
@@ -126,7 +126,7 @@ def zero_partition(
         OrderError: Another optimizer holds its parameters, or a transform that comes later was applied.
         ContractError: The optimizer holds parameters of something else; or LBFGS, which couples all parameters; or, in
             stage 1, one that changes parameters in `eval()`; or DeepSpeed cannot train this module with this optimizer.
-        ContextError: There is no such axis, or the ranks bring different models or options.
+        ContextError: There is no such axis, or the ranks pass different models or options.
         ValueError: An option is out of range, or a configuration contradicts the pipeline; the text
             lists all keys that do.
         MissingExtra: DeepSpeed is asked for and not installed.
@@ -282,7 +282,7 @@ def _check_trainable(module: nn.Module, optimizer: torch.optim.Optimizer, stage:
         )
     if stage == 1 and engine == "torch" and callable(getattr(optimizer, "eval", None)):
         raise ContractError(
-            f"zero_partition: {type(optimizer).__name__} changes parameters outside of step, by its whole state",
+            f"zero_partition: {type(optimizer).__name__} changes parameters outside step, by its whole state",
             found="an optimizer with eval(), as those of schedulefree; in stage 1 its state is sharded and its "
             "parameters are whole",
             expected="parameters and state sharded the same way, as in stages 2 and 3",

@@ -63,7 +63,7 @@ def export(
         The files: tensors first, then the index, if there is one.
 
     Raises:
-        CheckpointError: There is no whole checkpoint, `out` holds something else, there is no such adapter,
+        CheckpointError: There is no complete checkpoint, `out` holds something else, there is no such adapter,
             or nothing is left to export.
         ValueError: An option cannot be used, or numbers do not fit into `dtype`.
         OSError: Reading or writing failed; `out` is as it was.

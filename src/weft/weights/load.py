@@ -68,7 +68,7 @@ def load_weights(
             folder of a checkpoint, or a directory of checkpoints, of which the newest complete one is
             taken, or the URL of one of these two. The folder of an adapter of PEFT is read into the active
             adapter of the module, by PEFT's names; nothing else is missing then.
-        ctx: Whose ranks; all that hold a part of the module.
+        ctx: The context whose ranks take part; all that hold a part of the module.
         strict: Raise if names differ. Otherwise what is missing keeps its value, or is drawn by the
             `reset_parameters()` of its part if it is on meta. Shapes have to fit always.
         dtype: For the floating-point tensors that are saved; the others keep theirs. Only before
@@ -83,7 +83,7 @@ def load_weights(
         CheckpointError: The files cannot be used or trusted, or do not fit the module. A pickle is
             refused.
         OSError: A file cannot be read; the module is as it was.
-        ContextError: The ranks bring different modules or files.
+        ContextError: The ranks pass different modules or files.
         OrderError: An optimizer holds parameters on meta.
         TypeError: Not a module.
         ValueError: An option cannot be used, or numbers do not fit into their dtype.

@@ -29,7 +29,7 @@ _LARGE = 2**20  # bytes of a tensor that gets pages of its own
 
 @contextlib.contextmanager
 def on_meta(*, buffers: bool = False) -> Iterator[None]:
-    """Put the parameters of modules that are built inside of the body on meta; buffers are real.
+    """Put the parameters of modules that are built inside the body on meta; buffers are real.
 
     For models that are larger than the memory: build them here, then `weft.place`, or a strategy with
     `weft.load_weights`. Each parameter goes to meta when its module gets it, so that at most one has memory at a time.

@@ -379,7 +379,7 @@ def _is_inside(piece: Piece, whole: tuple[int, ...]) -> bool:
 
 
 def _is_covered(entry: TensorEntry) -> bool:
-    """Whether pieces that lie inside of a tensor hold each element of it exactly once.
+    """Whether pieces that lie inside a tensor hold each element of it exactly once.
 
     They do if their corners are those of the tensor, once all corners that meet have cancelled: each corner counts
     as 1 or -1, by how many of its coordinates are ends. That takes time in proportion to the number of pieces.

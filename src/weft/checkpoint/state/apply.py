@@ -173,7 +173,7 @@ def request(state: Checkpoint, reader: Source, ctx: DistContext, *, strict: bool
     Args:
         state: Whose objects.
         reader: Of the files.
-        ctx: Whose ranks.
+        ctx: The context whose ranks take part.
         strict: Raise if names differ.
 
     Raises:

@@ -121,7 +121,7 @@ def checkpointable(
         rng: Whether random states belong to it.
         only: Which parameters and buffers of modules belong to it, a function of "<object>/<name>", the same on all
             ranks. The others are neither saved nor restored: frozen weights that come from a file of their own, or a
-            head that begins anew. Default: all.
+            head that is trained from scratch. Default: all.
         before: Called with "save" or "restore" on every rank, before the objects are read or changed: to put into
             the optimizer what is to be saved, as `eval()` of a schedule-free one does. The same on all ranks.
         after: Called with "save" or "restore" when they have been, also if that failed. `save_async` calls both

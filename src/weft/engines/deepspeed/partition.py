@@ -189,7 +189,7 @@ class Partition:
     def before(self, *unused: Any) -> None:
         """The module is about to be called."""
         if torch._C._current_graph_task_id() != -1:
-            return  # computed again, inside of backward
+            return  # computed again, inside backward
         self._passes.restart_if_torn()
         if self.stage == 3:
             self._lent.append(lent(self._module(), self._local_rank))

@@ -168,7 +168,7 @@ class TorchEngine(TorchDevices):
         return OwnerStep(optimizer, group, blocks, share)
 
     def backward_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Undoable:
-        """Step on each of these parameters inside of backward; see `BackwardStep`."""
+        """Step on each of these parameters inside backward; see `BackwardStep`."""
         from weft.engines.torch.stepping.backward_step import BackwardStep  # noqa: PLC0415  (as in `shard`)
 
         return BackwardStep(optimizer, parameters)
@@ -206,7 +206,7 @@ class TorchEngine(TorchDevices):
     def gathered(
         self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
     ) -> AbstractContextManager[None]:
-        """Let a module have whole parameters inside of the body; see `full_params.gathered`."""
+        """Let a module have whole parameters inside the body; see `full_params.gathered`."""
         from weft.engines.torch.fsdp.full_params import gathered  # noqa: PLC0415  (as in `shard`)
 
         return gathered(module, parameters, group, write=write)

@@ -75,7 +75,7 @@ class _CheckpointOnXla(Checkpoint):
         device = trained[0].device if trained else next(t for value in given for t in tensors(value)).device
         entry = torch.zeros((), device=device, requires_grad=True)
         checkpoint: Any = importlib.import_module("torch_xla.utils.checkpoint").checkpoint
-        # A cast of a weight that the first run, without gradients, has cached would be used outside of the block too.
+        # A cast of a weight that the first run, without gradients, has cached would be used outside the block too.
         with no_cached_casts():
             return checkpoint(run, entry, *given, **self._settings)
 

@@ -12,7 +12,7 @@ __all__ = ["Edits"]
 class Edits:
     """Replacements of parts of a source text, recorded in any order and applied at the end.
 
-    A replacement of a node swallows those inside of it; `text` of the inner nodes brings them along.
+    A replacement of a node swallows those inside it; `text` of the inner nodes brings them along.
     """
 
     def __init__(self, source: str, tree: ast.AST) -> None:
@@ -38,7 +38,7 @@ class Edits:
         return self._at(where[0], where[1]), self._at(where[2], where[3])
 
     def text(self, node: ast.AST) -> str:
-        """The text of a node, with the edits inside of it."""
+        """The text of a node, with the edits inside it."""
         start, end = self.span(node)
         return self._rendered(start, end)
 
@@ -47,13 +47,13 @@ class Edits:
         return " " * node.col_offset
 
     def replace(self, node: ast.AST, text: str) -> None:
-        """Replace a node, and all edits inside of it."""
+        """Replace a node, and all edits inside it."""
         start, end = self.span(node)
         self.keep(node)
         self._texts[start, end] = text
 
     def keep(self, node: ast.AST) -> None:
-        """Forget the edits inside of a node."""
+        """Forget the edits inside a node."""
         self._forget(*self.span(node))
 
     def _forget(self, start: int, end: int) -> None:

@@ -27,7 +27,7 @@ class Place(NamedTuple):
     """Where a program is.
 
     Attributes:
-        line: The innermost one outside of torch and weft, "train.py:41"; empty if there is none.
+        line: The innermost one outside torch and weft, "train.py:41"; empty if there is none.
         caller: Whose code that line called: "user", "torch", "weft", "strategy" or "optimizer".
         in_order: Whether that line called, however far away, code that checks for numbers that would have to be
             replaced: weft's, the gradient scaler of torch, or its functions that draw initial weights.
@@ -57,7 +57,7 @@ def place() -> Place:
 
 
 def line_in(error: BaseException) -> str | None:
-    """The innermost line outside of torch and weft that an error went through."""
+    """The innermost line outside torch and weft that an error went through."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if _owner(each.filename) == "user"]
     return _line(frames[-1].filename, frames[-1].lineno or 0) if frames else None
 

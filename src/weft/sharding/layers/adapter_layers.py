@@ -20,7 +20,7 @@ _HALVES = {
 
 
 def styles_inside(name: str, part: nn.Module, style: str) -> dict[str, str]:
-    """What a style of a layer means for the layers inside of it, if PEFT has replaced it.
+    """What a style of a layer means for the layers inside it, if PEFT has replaced it.
 
     Args:
         name: Of the layer in the plan; may be a pattern.

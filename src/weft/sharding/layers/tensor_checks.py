@@ -375,7 +375,7 @@ def _check_arguments(module: nn.Module, styles: Styles, blocks: Collection[str])
                 found=f"forward of {type(parent).__name__}"
                 f"{', a block' if name in blocks else ''}, asks for shapes, and not all of its argument goes into the "
                 "columns",
-                expected="attention and MLP as parts of a block, with residual connections outside of them",
+                expected="attention and MLP as parts of a block, with residual connections outside them",
                 fix=f"weft.{_WHAT}(model, ctx, sequence=False)",
             )
 

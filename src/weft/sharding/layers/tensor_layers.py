@@ -55,7 +55,7 @@ def cut_layers(
 
     Args:
         module: To be cut.
-        ctx: Where we run.
+        ctx: The current context.
         plan: As for `tensor_parallel`.
         axis: Of the mesh.
         sequence: Whether the sequence is sharded between the layers.

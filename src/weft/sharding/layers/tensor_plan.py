@@ -87,7 +87,7 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
 
     Raises:
         TypeError: Not a module.
-        ValueError: The model brings no plan. The text proposes one, from the shapes of its layers.
+        ValueError: The model has no plan. The text proposes one, from the shapes of its layers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -55,7 +55,7 @@ def quantized(
 
     Args:
         module: With values, or on meta with `weights`.
-        ctx: Where we run.
+        ctx: The current context.
         scheme: "nf4" or "fp4": 4 bits, in blocks of 64. "int8" or "float8": 8 bits, a scale for each row.
         weights: A `.safetensors` file, an index, a folder or a checkpoint, as for `load_weights`.
         skip: Layers that stay as they are: names, of which any part may match ("lm_head"), or patterns
@@ -75,7 +75,7 @@ def quantized(
         MissingExtra: The library is not installed.
         CheckpointError: The files do not fit the module.
         OSError: A file cannot be read.
-        ContextError: The ranks bring different modules, files or options.
+        ContextError: The ranks pass different modules, files or options.
         PeerError: Another rank failed.
 
     Example:

@@ -1,4 +1,4 @@
-"""Look at the graph of the backward pass that is running: what lies inside of a module, what outside.
+"""Look at the graph of the backward pass that is running: what lies inside a module, what outside.
 
 A walk over the graph in Python costs about a microsecond per node, well below 1% of the backward
 pass itself.
@@ -38,7 +38,7 @@ class Survey(NamedTuple):
     """What the walk met.
 
     Attributes:
-        inside: Leaves met inside of the module.
+        inside: Leaves met inside the module.
         outside: Leaves met outside.
         nodes_inside: All nodes met inside.
     """

@@ -1,4 +1,4 @@
-"""The fp16 loss scale of one module, with gradients in true units outside of it.
+"""The fp16 loss scale of one module, with gradients in true units outside it.
 
 [Note: true units] Gradients in fp16 underflow unless the loss is scaled. GradScaler scales the
 loss, so that every gradient between backward and step is S times too large and the user has to
@@ -211,7 +211,7 @@ class LossScale:
                 f"with_precision: the loss uses parameters of {self._class_name} outside its forward pass",
                 found=listed(f"a parameter of shape {tuple(p.shape)}" for p in direct),
                 expected="with fp16, gradients reach what the module uses through the module's outputs only",
-                fix="compute this part of the loss inside of forward, call backward for it alone, "
+                fix="compute this part of the loss inside forward, call backward for it alone, "
                 'or use the policy "bf16"',
             )
         asked = [t for t in running.returned if id(t) in inside or t.grad_fn in seen.nodes_inside]

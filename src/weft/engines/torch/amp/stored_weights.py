@@ -59,7 +59,7 @@ class StoredWeights:
 
     def _cast(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if part not in self._resting:  # else the layer is called inside of its own call
+        if part not in self._resting:  # else the layer is called inside its own call
             resting = self._resting[part] = {name: p for name, p in part._parameters.items() if p is not None}
             for name, p in resting.items():
                 if p.is_floating_point():

@@ -224,7 +224,7 @@ class GradientReducer(Strategy):
         if missing:
             self._raise_unused(missing)
 
-    # -- reduction outside of a backward pass of the user's --------------------------------------
+    # -- reduction outside a backward pass of the user's --------------------------------------
 
     def _reduce_now(self) -> None:
         """Reduce what is in `.grad` by the messages of a backward pass; see [Note: what is due]."""

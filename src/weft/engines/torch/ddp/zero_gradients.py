@@ -29,7 +29,7 @@ def anchor_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def bring_zeros(parameters: Sequence[torch.Tensor], flag: bytearray) -> None:
-    """Bring parameters gradients of zeros in a backward pass inside of the one that is ending.
+    """Bring parameters gradients of zeros in a backward pass inside the one that is ending.
 
     Args:
         parameters: At least one.

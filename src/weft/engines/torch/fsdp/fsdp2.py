@@ -131,7 +131,7 @@ class ShardedModule(Strategy):
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """The module is about to be called; see [Note: torn passes]."""
         if torch._C._current_graph_task_id() != -1:
-            return  # computed again, inside of backward
+            return  # computed again, inside backward
         module = self._module()
         if self._units.alone:
             check_without_gradients(self._what, self._class_name)
@@ -248,7 +248,7 @@ class ShardedModule(Strategy):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never leaves gradients out."""
         if self._module() is None or torch._C._current_graph_task_id() != -1:
-            return  # inside of backward FSDP2 calls hooks with gradients that it has reduced
+            return  # inside backward FSDP2 calls hooks with gradients that it has reduced
         self._send_buffers()
         if self._held.pending and not self.enabled:
             self._raise_in_window()

@@ -22,7 +22,7 @@ __all__ = ["gathered"]
 def gathered(
     module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, write: bool
 ) -> Iterator[None]:
-    """Whole parameters inside of the body; with `write`, those of the first rank stay, on all ranks.
+    """Whole parameters inside the body; with `write`, those of the first rank stay, on all ranks.
 
     Args:
         module: Whose.

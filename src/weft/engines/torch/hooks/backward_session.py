@@ -73,7 +73,7 @@ def after_callbacks(run: Callable[[], None]) -> None:
 
 
 def inside_backward(run: Callable[[], None]) -> None:
-    """Call a function inside of an otherwise empty backward pass, which ends with the callbacks queued in it."""
+    """Call a function inside an otherwise empty backward pass, which ends with the callbacks queued in it."""
     with torch.enable_grad():
         made = torch.zeros((), requires_grad=True).clone()
     made.register_hook(lambda _: run())

@@ -82,7 +82,7 @@ def arounds(module: nn.Module, name: str) -> list[Callable[..., Any]]:
 
 
 def route_calls(module: nn.Module, removable: Removable, route: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
-    """Call `route(call, args, kwargs)` in place of a module, outside of its hooks; a copy of it is plain.
+    """Call `route(call, args, kwargs)` in place of a module, outside its hooks; a copy of it is plain.
 
     Takes the place in which `Module.compile` puts its function.
     """

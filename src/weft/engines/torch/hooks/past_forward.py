@@ -48,7 +48,7 @@ def calls_past_forward(
 
 
 def methods_that_call(cls: type, part: str) -> list[str]:
-    """The public methods besides forward, of classes outside of torch, that call `self.<part>`, or one that does."""
+    """The public methods besides forward, of classes outside torch, that call `self.<part>`, or one that does."""
     functions: dict[str, types.FunctionType] = {}
     for owner in cls.__mro__:
         if owner.__module__.partition(".")[0] not in ("torch", "builtins"):

@@ -1,7 +1,7 @@
 """What a model is called with, where each rank holds a part of a sequence: checked before anything is computed.
 
 Inputs have to be parts that `weft.data.split_sequence` has cut in the same way, and a model that numbers tokens has to
-be given their positions. A loss that is computed inside of the model has to know what is left of its labels.
+be given their positions. A loss that is computed inside the model has to know what is left of its labels.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SplitInputs:
                 )
 
     def _check_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if a loss inside of the model would not be this rank's part of the loss."""
+        """Raise if a loss inside the model would not be this rank's part of the loss."""
         names = self._names[id(module)]
         given = dict(zip(names, args, strict=False)) | kwargs
         if getattr(getattr(module, "config", None), "output_router_logits", False) or given.get("output_router_logits"):
@@ -154,7 +154,7 @@ class SplitInputs:
                 f"context_parallel: {type(module).__name__} would compute a loss of this rank's part alone",
                 found=f"labels, without {' and '.join(missing)}" if missing else listed(wrong),
                 expected="labels shifted before they were split, and their number in the whole batch; or a loss "
-                "outside of the model",
+                "outside the model",
                 fix="model(**weft.data.split_sequence(batch, ctx)).loss"
                 if missing
                 else "model(input_ids=..., position_ids=...).logits, and a sum over labels by window.denominator",

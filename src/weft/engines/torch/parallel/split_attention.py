@@ -87,7 +87,7 @@ class _Around:
                 expected="calls inside of `with weft.start(...) as ctx:`, or the plain module",
                 fix="model, ctx = weft.undo(model, ctx)",
             )
-        if attention.inside:  # an attention module inside of another: its calls are caught once
+        if attention.inside:  # an attention module inside another: its calls are caught once
             return call(*args, **kwargs)
         caught = _Caught(self, self.ranks)
         attention.inside = True
@@ -125,7 +125,7 @@ class _Caught(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return _with_attention(self._attend)(*args, **kwargs)
-        if func is torch.Tensor.unflatten:  # a compiler does not look into it inside of a mode
+        if func is torch.Tensor.unflatten:  # a compiler does not look into it inside a mode
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -277,7 +277,7 @@ def _cast_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _with_attention(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind `nn.MultiheadAttention` with another attention in it: a mode is not asked inside of it."""
+    """The function behind `nn.MultiheadAttention` with another attention in it: a mode is not asked inside it."""
     function: Any = F.multi_head_attention_forward
     names = {**function.__globals__, "scaled_dot_product_attention": attend}
     copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)

@@ -171,7 +171,7 @@ class TensorParallelModule(Strategy):
 
     @contextlib.contextmanager
     def without_backward(self) -> Iterator[None]:
-        """Leave backward passes alone, as those inside of a pipeline's call, which fill no `.grad`."""
+        """Leave backward passes alone, as those inside a pipeline's call, which fill no `.grad`."""
         self._ignores = True
         try:
             yield

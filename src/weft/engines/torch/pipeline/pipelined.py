@@ -1,7 +1,7 @@
 """A module whose layers lie on the ranks of a pipeline; the loop around it stays what it is.
 
 [Note: the loop stays] `loss = model(x, y)` runs the forwards and backwards of a schedule, in which the backward pass of
-the first micro-batch comes before the forward of a later one. So gradients are computed inside of the call, with 1 for
+the first micro-batch comes before the forward of a later one. So gradients are computed inside the call, with 1 for
 the gradient of the loss, and kept aside; `(loss * share).backward()` multiplies them by what arrives. They are linear
 in it, so that this is exact. The loss is one node over the parameters of this rank: reducers, hooks and windows see
 gradients in the backward pass that the user calls, and never those of a micro-batch.

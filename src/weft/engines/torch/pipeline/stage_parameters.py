@@ -1,6 +1,6 @@
 """The parameters of the stages of this rank: copies of them that share their memory, for the passes of a schedule.
 
-[Note: aliases] A schedule runs backward passes inside of a call. Their gradients are not those of the module yet: what
+[Note: aliases] A schedule runs backward passes inside a call. Their gradients are not those of the module yet: what
 arrives at the loss later multiplies them, and strategies and hooks on the parameters may see them only then. So a
 pass runs on aliases: parameters of their own that share memory with the module's.
 """
@@ -28,7 +28,7 @@ class Aliases:
 
     @contextlib.contextmanager
     def in_place(self, module: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-        """Let a module compute with aliases inside of the body; those on meta stay.
+        """Let a module compute with aliases inside the body; those on meta stay.
 
         Yields:
             The parameters of the module, each with its alias, whose gradient is None.

@@ -1,4 +1,4 @@
-"""Step inside of backward, on each parameter as soon as its gradient is there and reduced, which is then freed.
+"""Step inside backward, on each parameter as soon as its gradient is there and reduced, which is then freed.
 
 torch calls hooks on a parameter when its gradient has been accumulated, and FSDP2 calls those on a sharded parameter
 when the gradients of its unit have been reduced.
@@ -74,7 +74,7 @@ class BackwardStep:
 
 
 def check_has_gradients(what: str, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise if parameters have no gradients after backward, because they are stepped on inside of it.
+    """Raise if parameters have no gradients after backward, because they are stepped on inside it.
 
     Raises:
         OrderError: They are.
@@ -89,6 +89,6 @@ def check_has_gradients(what: str, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def is_stepped_in_backward(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer steps on a parameter inside of backward, and frees its gradient there."""
+    """Whether an optimizer steps on a parameter inside backward, and frees its gradient there."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(isinstance(getattr(hook, "__self__", None), BackwardStep) for hook in hooks.values())
