@@ -211,7 +211,7 @@ def test_latest_looks_at_manifests_and_sizes(tmp_path):
     assert weft.checkpoint.latest(tmp_path).name == "step-00000001"
     (tmp_path / "step-00000001" / "manifest.json").unlink()
     assert weft.checkpoint.latest(str(tmp_path)) is None
-    _refused(tmp_path, r"no checkpoint in .* is whole\n  found: .*step-00000002(.|\n)*step-00000001(.|\n)*fix: ")
+    _refused(tmp_path, r"no checkpoint in .* is complete\n  found: .*step-00000002(.|\n)*step-00000001(.|\n)*fix: ")
 
 
 def test_folders_that_are_links_or_have_other_names_are_no_checkpoints(tmp_path):

@@ -54,7 +54,7 @@ def _drifted(ctx, folder, size):
                 tensor.reshape(-1)[-1] += 1e-3 * ctx.rank
             with pytest.raises(
                 CheckpointError if ctx.rank == 0 else PeerError,
-                match=rf"(?s)other values .*{name}: one value on rank 0, another on rank 1\n.*expected: .*fix: ",
+                match=rf"(?s)different values.*.*{name}: one value on rank 0, another on rank 1\n.*expected: .*fix: ",
             ):
                 _save(how, state, folder, step, ctx)
             with torch.no_grad():

@@ -153,7 +153,8 @@ def test_a_save_below_a_branch_that_was_left_is_refused_unless_that_is_discarded
         state, ctx = (state, ctx) if same_job else _job()
         weft.restore(state, tmp_path / "step-00000010", ctx)
         with pytest.raises(
-            CheckpointError, match=r"step 15 is below (.|\n)*step-00000020, step-00000030\n(.|\n)*discard_newer=True"
+            CheckpointError,
+            match=r"step 15 is lower than (.|\n)*step-00000020, step-00000030\n(.|\n)*discard_newer=True",
         ):
             weft.save(state, tmp_path, 15, ctx, keep=2)
     assert weft.restore(state, tmp_path / "step-00000010", ctx, discard_newer=True).step == 10

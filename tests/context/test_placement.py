@@ -119,7 +119,7 @@ def test_a_module_on_the_cpu_is_moved():
 def test_a_module_elsewhere_raises_with_names_and_devices():
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises(
-        ValueError, match=r"(?s)Linear does not lie on cpu.*found:    weight on meta, bias on meta.*fix:      build"
+        ValueError, match=r"(?s)Linear is not on cpu.*found:    weight on meta, bias on meta.*fix:      build"
     ):
         weft.to_device(model, weft.local())
 
@@ -131,7 +131,7 @@ def test_a_module_on_two_devices_raises_and_is_not_moved():
     ):
         place_module("here", model, weft.local())
     with pytest.raises(
-        ValueError, match=r"(?s)here: Sequential does not lie on meta.*found:    0.weight on cpu, 0.bias on cpu"
+        ValueError, match=r"(?s)here: Sequential is not on meta.*found:    0.weight on cpu, 0.bias on cpu"
     ):
         place_module("here", model, META)
     buffered = nn.Linear(2, 2)

@@ -85,7 +85,7 @@ def test_twice_raises_with_any_context(stale):
     first = weft.local()
     model, ctx = plain(_net(), first)
     with pytest.raises(
-        AlreadyApplied, match=r"plain: this Linear has it already\n  found:    plain\(Linear; size=1\)"
+        AlreadyApplied, match=r"plain: this Linear already has this transform\n  found:    plain\(Linear; size=1\)"
     ) as caught:
         plain(model, first if stale else ctx)
     assert "fix:      leave one of the two calls of plain out" in str(caught.value)

@@ -70,8 +70,8 @@ def test_workers_end_with_their_replica_and_batches_read_ahead_are_read_again(tm
     assert code == 0, text
     check(tmp_path, **setting)
     told = [json.loads(line)["elastic"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    survived = [line["seconds"] for line in told if line["lost"] and not line["new"]]
-    assert survived and max(survived) < 4, text  # torch's workers look every 5 s
+    losses = [line["seconds"] for line in told if line["lost"]]  # the new replica may be there at once
+    assert losses and max(losses) < 4, text  # torch's workers look every 5 s
 
 
 @pytest.mark.slow
@@ -406,7 +406,7 @@ def test_weights_inside_of_a_model_that_no_optimizer_steps_may_not_change_in_a_s
     del optimizer.param_groups[0]["params"][2:]
     for parameter in model[1].parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(ContractError, match=r"no optimizer steps[\s\S]*found: .*1.bias[\s\S]*fix: "):
+    with pytest.raises(ContractError, match=r"no optimizer updates[\s\S]*found: .*1.bias[\s\S]*fix: "):
         for (x,) in weft.resilient(loader, ctx, state=state):
             (model(x).mean() * loader.share).backward()
             optimizer.step()
@@ -460,7 +460,7 @@ def test_programs_whose_steps_cannot_be_made_again_are_refused():
     call = {"state": state}
     with pytest.raises(ContextError, match=r"this is not an elastic job[\s\S]*elastic="):
         weft.resilient(loader, weft.local(), **call)
-    with pytest.raises(TypeError, match=r"cannot be divided anew[\s\S]*found: .*DataLoader[\s\S]*fix: "):
+    with pytest.raises(TypeError, match=r"cannot be divided again[\s\S]*found: .*DataLoader[\s\S]*fix: "):
         weft.resilient(DataLoader(range(4)), ctx, **call)
     with pytest.raises(ValueError, match=r"does not have all[\s\S]*found: .*model, optimizer[\s\S]*fix: "):
         some, _ = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)

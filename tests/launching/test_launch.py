@@ -566,7 +566,7 @@ def test_the_configuration_is_torchs():
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_one_error(given, found):
-    with pytest.raises(ContextError, match=f"(?s)do not fit together.*found: .*{found}.*fix:      weft launch"):
+    with pytest.raises(ContextError, match=f"(?s)cannot be combined.*found: .*{found}.*fix:      weft launch"):
         _plan(**given)
 
 
@@ -698,7 +698,7 @@ def test_a_script_for_slurm(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == SBATCH and not file.exists()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert weft.cli.main([*arguments, *script]) == 2 and file.read_text() == SBATCH
-    assert re.search(r"job.sbatch is written(.|\n)*no command sbatch", capsys.readouterr().err)
+    assert re.search(r"job.sbatch was written(.|\n)*no command sbatch", capsys.readouterr().err)
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho submitted $1 > {tmp_path}/out\nexit 7\n")
     (tmp_path / "sbatch").chmod(0o755)
     assert weft.cli.main([*arguments, *script]) == 7

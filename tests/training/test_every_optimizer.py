@@ -248,7 +248,7 @@ def _averaged(ctx):
     model = _net()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(
-        weft.errors.ContractError, match=r"(?s)Averaging changes parameters outside of step.*fix: .*stage=2"
+        weft.errors.ContractError, match=r"(?s)Averaging changes parameters outside step.*fix: .*stage=2"
     ):
         weft.zero_partition(model, Averaging(model.parameters()), ctx, stage=1)
     assert largest_difference(before, list(model.parameters())) == 0 and not model._forward_hooks

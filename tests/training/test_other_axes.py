@@ -728,7 +728,7 @@ def test_weights_are_loaded_and_written_by_hand(tmp_path):
     ):
         close(found, expected)
         close(doubled, {name: 2 * value for name, value in expected.items()})
-        assert "cut over other axes" in refused and "attention.qkv.0.weight" in refused
+        assert "sharded over axes other" in refused and "attention.qkv.0.weight" in refused
 
 
 # -- three kinds of axes -----------------------------------------------------------------------------

@@ -781,9 +781,9 @@ def test_what_is_neither_module_nor_loader(modules, loader, text):
 
 def test_twice_and_too_late():
     model, windows, ctx = weft.accumulate_grads(_net(), [1], weft.local(), steps=2)
-    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Sequential has it already.*fix:"):
+    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Sequential already has this transform.*fix:"):
         weft.accumulate_grads(model, [1], ctx, steps=2)
-    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Windows has it already.*fix:"):
+    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Windows already has this transform.*fix:"):
         weft.accumulate_grads(_net(), windows, ctx, steps=2)
     with pytest.raises(weft.errors.OrderError, match=r"(?s)replicate: comes too late.*fix:"):
         weft.replicate(model, ctx)

@@ -743,7 +743,7 @@ def _partial(ctx):
 
     p = nn.Parameter(DTensor.from_local(torch.ones(3), ctx.mesh, [Replicate()]))
     p.grad = DTensor.from_local(torch.ones(3), ctx.mesh, [Partial()])
-    with pytest.raises(ValueError, match=r"not reduced over the ranks yet\n  found:    shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"not been reduced over the ranks yet\n  found:    shape \(3,\)"):
         weft.clip_grads(p, ctx, max_norm=1.0)
     return p.grad.to_local().tolist()
 

@@ -301,7 +301,7 @@ def test_hooks_run_around_the_compiled_forward():
 
 def test_twice_is_refused():
     model, ctx = weft.compile(_net(), weft.local(), blocks="blocks.0", backend="eager")
-    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Net has it already.*found:.*fix:"):
+    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Net already has this transform.*found:.*fix:"):
         weft.compile(model, ctx, blocks="blocks.1", backend="eager")
     with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)found:    0\n.*fix:      model, ctx = weft.compile"):
         weft.compile(model.blocks, ctx, blocks="1", backend="eager")

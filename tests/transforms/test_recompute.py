@@ -490,7 +490,7 @@ def test_hooks_of_a_block_run_once():
 
 def test_twice_is_refused():
     model, ctx = weft.recompute(_net(), weft.local(), blocks="blocks.0")
-    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Net has it already.*found:.*fix:"):
+    with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)this Net already has this transform.*found:.*fix:"):
         weft.recompute(model, ctx, blocks="blocks.1")
     with pytest.raises(weft.errors.AlreadyApplied, match=r"(?s)found:    0\n.*fix:      model, ctx = weft.recompute"):
         weft.recompute(model.blocks, ctx, blocks="1")
@@ -533,15 +533,23 @@ def test_blocks_that_are_checkpointed_in_another_way_are_refused(other):
         ({"blocks": Block, "every": True}, ValueError, "every = True cannot be used.*found:.*fix:"),
         ({"blocks": Block, "determinism_check": "bits"}, ValueError, "found:    'bits'.*'default' or 'none'.*fix:"),
         ({"blocks": Block, "save": "matmul"}, TypeError, r"found:    'matmul'\n.*fix:.*save=\['matmul'\]"),
-        ({"blocks": Block, "save": ["matmull"]}, ValueError, r"no operation of torch\n.*found:    'matmull'\n.*fix:"),
-        ({"blocks": Block, "save": ["weft.own"]}, ValueError, r"no operation of torch\n.*found:    'weft.own'.*fix:"),
+        (
+            {"blocks": Block, "save": ["matmull"]},
+            ValueError,
+            r"not an operation of torch\n.*found:    'matmull'\n.*fix:",
+        ),
+        (
+            {"blocks": Block, "save": ["weft.own"]},
+            ValueError,
+            r"not an operation of torch\n.*found:    'weft.own'.*fix:",
+        ),
         ({"blocks": Block, "save": ["linear"]}, ValueError, "aten.linear.default cannot be saved.*found:.*fix:"),
         (
             {"blocks": Block, "save": [torch.ops.aten.matmul.default]},
             ValueError,
             "decomposes into others.*'matmul', 'attention', 'convolution'.*fix:",
         ),
-        ({"blocks": Block, "save": [torch.matmul]}, TypeError, "is no operation.*found:.*fix:"),
+        ({"blocks": Block, "save": [torch.matmul]}, TypeError, "is not an operation.*found:.*fix:"),
     ],
 )
 def test_arguments_that_cannot_be_used(options, error, text):

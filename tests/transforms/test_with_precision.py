@@ -847,7 +847,7 @@ def test_a_submodule_called_by_itself_is_plain():
 
     _check_gradients(backward)
     model, _ = _precise()
-    with pytest.raises(weft.errors.ContractError, match=r"(?s)parameters of Net outside of its forward.*found:.*fix:"):
+    with pytest.raises(weft.errors.ContractError, match=r"(?s)parameters of Net outside its forward.*found:.*fix:"):
         (model.first(_x()).mean() + _loss(model)).backward()
 
 
