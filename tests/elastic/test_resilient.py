@@ -462,7 +462,7 @@ def test_programs_whose_steps_cannot_be_made_again_are_refused():
         weft.resilient(loader, weft.local(), **call)
     with pytest.raises(TypeError, match=r"cannot be divided again[\s\S]*found: .*DataLoader[\s\S]*fix: "):
         weft.resilient(DataLoader(range(4)), ctx, **call)
-    with pytest.raises(ValueError, match=r"does not have all[\s\S]*found: .*model, optimizer[\s\S]*fix: "):
+    with pytest.raises(ValueError, match=r"lacks objects[\s\S]*found: .*model, optimizer[\s\S]*fix: "):
         some, _ = weft.checkpointable({"model": model, "optimizer": optimizer}, ctx)
         weft.resilient(loader, ctx, state=some)
     with pytest.raises(TypeError, match=r"this is not a state[\s\S]*fix: "):

@@ -233,7 +233,7 @@ def test_bad_requests_change_nothing(folder):
         weft.quantized(_on_meta(), ctx, "nf4")
     model, ctx = weft.quantized(_model(), ctx, "nf4", skip=("lm_head", "self_attn"))
     assert sum("4bit" in type(part).__name__ for part in model.modules()) == 6
-    with pytest.raises(OrderError, match="quantized already"):
+    with pytest.raises(OrderError, match="already quantized"):
         weft.quantized(model, ctx, "nf4")
 
 

@@ -368,7 +368,7 @@ CASES = [
     (old_context, (), weft.errors.StaleContext, "accumulate_grads: the context does not know what was done to this"),
     (optimizer_before_fully_shard, (), weft.errors.OrderError, "fully_shard: 1 optimizer(s) hold parameters of"),
     (optimizer_of_another_model, (weft.replicate,), weft.errors.ContractError, "replicate: SGD updates none of the"),
-    (optimizer_of_another_model, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: SGD steps on none of"),
+    (optimizer_of_another_model, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: SGD updates none of"),
     (gradients_not_cleared, (weft.replicate,), UserWarning, "replicate: a backward pass adds to gradients of"),
     (gradients_not_cleared, (weft.fully_shard,), UserWarning, "fully_shard: a backward pass adds to gradients of"),
     (fp16_without_skipping, (), weft.errors.ContractError, "with_precision: parameters of Sequential were updated by"),
