@@ -73,7 +73,7 @@ def test_two_runs_do_not_mix_in_one_directory(tmp_path, how):
     weft.save(other, tmp_path, 104, its)
     runs = {read_manifest(path).run for path in folders(tmp_path)}
     assert len(runs) == 1 and None not in runs
-    with pytest.raises(CheckpointError, match="lower than that of checkpoints in"):
+    with pytest.raises(CheckpointError, match="lower than the steps of checkpoints in"):
         weft.save(state, tmp_path, 50, ctx)
 
 

@@ -116,7 +116,7 @@ def test_keep_removes_the_oldest_and_a_step_is_saved_once(bucket, tmp_path):
     ]
     with pytest.raises(CheckpointError, match="step 4 has already been saved"):
         weft.save(state, bucket, 4, ctx)
-    with pytest.raises(CheckpointError, match="lower than that of checkpoints"):
+    with pytest.raises(CheckpointError, match="lower than the steps of checkpoints"):
         weft.restore(state, f"{bucket}/step-00000003", ctx)
         weft.save(state, bucket, 2, ctx)
     restored = weft.restore(state, f"{bucket}/step-00000003", ctx, discard_newer=True)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import weft
@@ -430,3 +431,29 @@ def test_rows_of_many_ranks_are_copied_together():
     assert all(
         torch.equal(a, b) for ranks in zip(one_by_one, together, strict=True) for a, b in zip(*ranks, strict=True)
     )
+
+
+def _own_messages(ctx):
+    """A message of the program is under way on the same group, from before a step until after it."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256)  # large enough to be gathered in place
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1)
+    peer, sent, received = 1 - ctx.rank, torch.full((256 * 128,), float(7 + ctx.rank)), torch.zeros(256 * 128)
+    work = dist.isend(sent, peer)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    dist.recv(received, peer)
+    work.wait()
+    return received.unique().tolist(), _parameters(model)
+
+
+def test_messages_of_the_program_are_not_taken_for_those_of_a_step():
+    torch.manual_seed(0)
+    plain = nn.Linear(256, 256)
+    plain(torch.ones(1, 256)).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for rank, (received, parameters) in enumerate(run_ranks(_own_messages, 2)):
+        assert received == [8.0 - rank]
+        for found, expected in zip(parameters, plain.parameters(), strict=True):
+            assert torch.equal(found, expected)

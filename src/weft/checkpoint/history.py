@@ -114,7 +114,7 @@ class History:
         newer = [path.name for path, number in numbers.items() if number > step and number not in self._own]
         if newer:
             raise CheckpointError(
-                f"save: step {step} is lower than that of checkpoints in {directory}",
+                f"save: step {step} is lower than the steps of checkpoints in {directory}",
                 found=listed(newer),
                 expected="no newer checkpoint than the one that is saved: a restart would take it",
                 fix="weft.restore(state, directory / 'step-...', ctx, discard_newer=True), or another directory",

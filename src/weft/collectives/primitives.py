@@ -148,11 +148,14 @@ def row_gather(rows: torch.Tensor, world: World) -> Callable[[], None]:
     if not rows.numel():
         return lambda: None
     if in_pairs(group, rows, world.size):  # a third of the cost of gloo's own
-        rounds = [(*pair, pair[-1]) for pair in pair_rounds(rows, world.rank)]
+        rounds = [
+            (theirs, ours, [len(ours) if rank == peer else 0 for rank in range(world.size)])
+            for theirs, ours, peer in pair_rounds(rows, world.rank)
+        ]
 
         def exchange() -> None:
-            for each in rounds:
-                _wait_in_slices(group.alltoall_base(*each), world)
+            for theirs, ours, splits in rounds:
+                _wait_in_slices(group.alltoall_base(theirs, ours, splits, splits), world)
 
         return exchange
     # torch 2.13 gave `all_gather_into_tensor` a new name and deprecated the old one.

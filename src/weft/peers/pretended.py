@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.errors import ContextError
 from weft.tensors.nested import map_tensors
-from weft.tensors.pairwise import SWAP_TAG
 
 __all__ = ["BACKEND", "Mail", "NotSent", "PretendedGroup", "check_not_pretended"]
 
@@ -217,13 +216,12 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         return self._done("scatter", outputs, outputs)
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        for tensor in filter(_has_values, tensors) if tag != SWAP_TAG else ():
+        for tensor in filter(_has_values, tensors):
             self._mail.send(self.ranks[self.rank()], self.ranks[peer], _kept(tensor))
         return self._done("send", tensors, tensors)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        # Ranks that swap wait for each other, so neither can be the first one: what they receive stays as it is.
-        for tensor in filter(_has_values, tensors) if tag != SWAP_TAG else ():
+        for tensor in filter(_has_values, tensors):
             _put(tensor, self._mail.receive(self.ranks[peer], self.ranks[self.rank()]))
         return self._done("recv", tensors, tensors)
 

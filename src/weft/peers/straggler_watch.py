@@ -267,7 +267,7 @@ def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
 
 
 def _may_wait(world: World) -> bool:
-    """Whether the main thread is inside torch or of this package, and not in the user's own code.
+    """Whether the main thread is inside torch or this package, and not in the user's own code.
 
     Gloo counts messages between two ranks too, of which a rank in the middle has more than others: there
     the counts alone are no proof. Other backends wait wherever a value is read, and count these apart.

@@ -125,7 +125,7 @@ class Precision:
             )
         if self.matmul is not None and (self.matmul is not torch.float8_e4m3fn or self.scaling or self.gather):
             raise value_error(
-                "Precision: these options cannot be combined with an 8-bit matmul",
+                f"Precision: matmul = {self.matmul} cannot be used",
                 found=f"matmul={self.matmul}, scaling={self.scaling}, gather={self.gather}",
                 expected="matmul=torch.float8_e4m3fn, without a loss scale and without gather",
                 fix="Precision(param=torch.float32, compute=torch.bfloat16, matmul=torch.float8_e4m3fn)",

@@ -88,7 +88,7 @@ def rehearse(
 
     Operators are those of a CPU. Small tensors of integers have values (indices, tokens, sizes), no others. If your
     program reads a number from any other tensor, with `.item()` or an `if`, provide it with `assume`; where weft reads
-    one, gradients count as finite. Build everything inside of `program`: what lies outside it has values and memory,
+    one, gradients count as finite. Build everything inside `program`: what lies outside it has values and memory,
     and would be changed by the transforms.
 
     Changes: nothing that lasts. Meanwhile the default process group is a pretended one, also inside a job that has

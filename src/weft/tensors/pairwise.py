@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SWAP_TAG", "PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
+__all__ = ["PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
 
-SWAP_TAG = 0x5E7F  # of messages that two ranks send each other; not that of anybody else's
+_SWAP_TAG = 0x5E7F  # of messages that two ranks swap; a program that sends over the same group uses others
 _MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
 
 
@@ -80,26 +80,23 @@ class PairGather:
                 gather(one._everyone, one.mine, group=one._group)
         for exchanges in zip(*(one._rounds for one in gathers), strict=True):
             group, works = gathers[0]._group, []
-            for theirs, ours, splits in exchanges:
-                peer = splits.index(len(ours))
-                works += [group.send([ours], peer, SWAP_TAG), group.recv([theirs], peer, SWAP_TAG)]
+            for theirs, ours, peer in exchanges:
+                works += [group.send([ours], peer, _SWAP_TAG), group.recv([theirs], peer, _SWAP_TAG)]
             for work in works:
                 work.wait()
 
 
-def pair_rounds(blocks: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """The exchanges that fill the blocks [ranks, n] of the other ranks, for `alltoall_base`.
+def pair_rounds(blocks: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """The exchanges that fill the blocks [ranks, n] of the other ranks.
 
     Yields:
-        What is received, what is sent, and how much of it by rank; to be done one after the other.
+        What is received, what is sent, and the rank with which; to be done one after the other.
     """
-    size, length = blocks.shape
+    size = len(blocks)
     for bit in range(size.bit_length() - 1):
         width, peer = 1 << bit, rank ^ 1 << bit
         held, wanted = rank >> bit << bit, peer >> bit << bit
-        splits = [0] * size
-        splits[peer] = width * length
-        yield blocks[wanted : wanted + width].view(-1), blocks[held : held + width].view(-1), splits
+        yield blocks[wanted : wanted + width].view(-1), blocks[held : held + width].view(-1), peer
 
 
 def in_pairs(group: Any, buffer: torch.Tensor, size: int) -> bool:

@@ -121,7 +121,7 @@ class XlaDevices(TorchDevices):
             ValueError: Always.
         """
         raise value_error(
-            f"{what}: is not supported on xla",
+            f"{what}: not supported on xla",
             found=f"places {', '.join(places)}",
             expected="an engine whose devices are addressed one by one",
             fix="weft.start(device='cpu')",

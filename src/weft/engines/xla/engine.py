@@ -92,7 +92,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             ValueError: Always.
         """
         raise value_error(
-            "pipeline: is not supported on xla",
+            "pipeline: not supported on xla",
             found=f"schedule {options.schedule!r} for {type(module).__name__}",
             expected="an engine whose ranks send tensors to each other",
             fix="weft.fully_shard(model, ctx)",
@@ -117,7 +117,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             ValueError: Always.
         """
         raise value_error(
-            "gather_step: by='owner' is not supported on xla",
+            "gather_step: by='owner' not supported on xla",
             found=f"by='owner' for {type(optimizer).__name__}",
             expected="an engine whose ranks send tensors to each other",
             fix="optimizer, ctx = weft.gather_step(optimizer, ctx)",
@@ -130,7 +130,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             ValueError: Always.
         """
         raise value_error(
-            "step_in_backward: is not supported on xla",
+            "step_in_backward: not supported on xla",
             found=f"{type(optimizer).__name__} on a device that compiles a step as a whole",
             expected="an engine that runs backward operation by operation",
             fix="optimizer.step()",
@@ -166,7 +166,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             ValueError: Always.
         """
         raise value_error(
-            "compile: is not supported on xla",
+            "compile: not supported on xla",
             found=f"backend {options.backend!r} for {type(next(iter(parts.values()))).__name__}",
             expected="no torch.compile: XLA compiles forward, backward and step as one graph",
             fix="leave weft.compile out",

@@ -173,7 +173,7 @@ def _check_same(class_name: str, values: Named, live: Named) -> None:
     ]
     if wrong:
         raise ContractError(
-            f"averages: the trained parameters of {class_name} have changed",
+            f"averages: other parameters of {class_name} are trained now, or they have other shapes",
             found=listed(wrong),
             expected="requires_grad_, parametrizations and sharding before average_weights",
             fix="model, ctx = weft.average_weights(model, ctx)  # as the last transform of the model",
