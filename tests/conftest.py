@@ -22,7 +22,9 @@ hypothesis.settings.register_profile("same", derandomize=True, database=None)
 hypothesis.settings.register_profile("explore")
 hypothesis.settings.load_profile("same")
 
-torch.set_num_threads(1)  # the tensors are small: threads that wait for each other take many times as long
+# The tensors are small: threads that wait for each other take many times as long, in the programs that tests start too.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.manual_seed(0)  # parameters of tests that are drawn are the same in all workers of pytest-xdist
 
 
