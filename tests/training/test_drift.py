@@ -423,13 +423,17 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("when", [3, *slow(0, 30, 140)])
+QUICK = (("replicate", "lr"), ("fully_shard", "dropout"))
+
+
 @pytest.mark.parametrize(
-    ("strategy", "what"),
+    ("strategy", "what", "when"),
     [
-        *(("replicate", "lr"), ("fully_shard", "dropout")),
-        *slow_cases(("replicate", "dropout"), ("fully_shard", "lr")),
-        *slow_cases(*itertools.product(("replicate", "fully_shard"), ("betas", "training"))),
+        *((*case, 3) for case in QUICK),
+        *slow_cases(
+            *((*case, 3) for case in itertools.product(("replicate", "fully_shard"), TEXTS) if case not in QUICK)
+        ),
+        *slow_cases(*((*case, when) for case in QUICK for when in (0, 30, 140))),
     ],
 )
 def test_other_settings_on_one_rank_are_named(strategy, what, when):
