@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["casting_again"]
 
+_SMALL = 4096  # elements: casting so few again takes more time than keeping 8 KiB is worth
+
 
 def casting_again() -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which autograd keeps parameters for the casts of them, and for views of these casts."""
@@ -41,6 +43,8 @@ class _Cast:
 
 def _pack(tensor: torch.Tensor) -> Any:
     base = tensor if tensor._base is None else tensor._base
+    if base.numel() < _SMALL:
+        return tensor
     if isinstance(tensor, DTensor) and not _is_whole_or_transposed(tensor, base):
         return tensor
     made_by: Any = base.grad_fn

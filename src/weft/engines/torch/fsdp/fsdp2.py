@@ -75,7 +75,7 @@ class ShardedModule(Strategy):
         self._trained = Trained(self._what, module, self._units, apart, lambda: self._entrance)
         refuse_parts(self._what, module, self._units.ids, options.methods, self._refused)
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
-        watch_reductions(self._units.groups(), weakref.ref(self))
+        watch_reductions(self._units.groups(), self._unused, self._entrance)
 
     # -- what others may ask ---------------------------------------------------------------------
 
@@ -186,11 +186,6 @@ class ShardedModule(Strategy):
         """The first gradient of a backward pass is here."""
         self._session.enter()
 
-    def note(self, group: Any, *, fills: bool) -> None:
-        """The gradients of a unit are about to be reduced; see `Unused.note`."""
-        self._session.enter()
-        self._unused.note(group, fills=fills)
-
     def _begin(self) -> None:
         running = running_backward()
         self._first_steps.begin_backward(self._trained.first())
@@ -263,10 +258,10 @@ def _watch_backward(output: Any, entrance: Callable[[torch.Tensor], None]) -> No
             tensor.register_hook(entrance)
 
 
-def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[[torch.Tensor], None]:
+def _entrance(flag: bytearray, owner: weakref.ref[ShardedModule]) -> Callable[..., None]:
     """A hook on a tensor; it must not hold the owner, which may hold the tensor, in C++."""
 
-    def enter(_: torch.Tensor) -> None:
+    def enter(_: torch.Tensor | None = None) -> None:
         if not flag[0]:
             alive = owner()
             if alive is not None:

@@ -28,17 +28,22 @@ __all__ = ["GatherOrder", "watch_order"]
 
 _KINDS = ("gathers {} in forward", "gathers {} in forward without gradients", "gathers {} in backward", "reduces {}")
 _NUM_KINDS = len(_KINDS)
+_FORWARD, _EVALUATION, _BACKWARD, _REDUCTION = range(_NUM_KINDS)
 _END = -1
 _MAX_PLACES = 100_000  # a program that never repeats itself shall not fill the memory
+# torch 2.13 gave these two new names and deprecated the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Place:
-    """A place in the tree."""
+    """A place in the tree: the way that is expected from here, where it leads, and all that are known."""
 
-    __slots__ = ("expected", "ways")
+    __slots__ = ("expected", "following", "ways")
 
     def __init__(self) -> None:
         self.expected: int | None = None
+        self.following = self
         self.ways: dict[int, _Place] = {}
 
 
@@ -47,6 +52,7 @@ class GatherOrder:
 
     Attributes:
         names: Of the units, by number.
+        forward: What a gather outside of backward is now: one with gradients, or one of an evaluation.
     """
 
     def __init__(self, what: str, names: Sequence[str], group: dist.ProcessGroup, peers: Peers, device: str) -> None:
@@ -58,26 +64,29 @@ class GatherOrder:
         self._root = self._place = _Place()
         self._num_places = 0
         self._torn = False
-        self._evaluates = False
+        self.forward = _FORWARD
 
-    def gather(self, unit: int) -> None:
-        """A unit is about to be gathered."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._take(unit * _NUM_KINDS + (2 if in_backward else int(self._evaluates)))
+    def take(self, step: int) -> None:
+        """Gather or reduce a unit next: `step` is `_NUM_KINDS` times its number, plus the kind.
 
-    def reduce(self, unit: int) -> None:
-        """The gradients of a unit are about to be reduced."""
-        self._take(unit * _NUM_KINDS + 3)
+        What is expected is done in as few calls as possible: it happens three times per unit and training step.
+        """
+        place = self._place
+        if step == place.expected and not self._torn:
+            self._place = place.following
+        else:
+            self._take_another(step)
 
     def end(self) -> None:
         """A backward pass that reduces has ended."""
-        self._take(_END)
+        self.take(_END)
         self._place = self._root
 
     def begin_forward(self) -> _Place | None:
         """A call of the module begins. Returns where the path goes back to after it, if it is without gradients."""
-        self._evaluates = not torch.is_grad_enabled()  # FSDP2 gathers without gradients in any case
-        return self._place if self._evaluates else None
+        evaluates = not torch.is_grad_enabled()  # FSDP2 gathers without gradients in any case
+        self.forward = _EVALUATION if evaluates else _FORWARD
+        return self._place if evaluates else None
 
     def end_forward(self, place: _Place | None) -> None:
         """The call has ended; after an evaluation a program does what it would have done without it."""
@@ -92,7 +101,7 @@ class GatherOrder:
         """Let the process group go."""
         self._group = None
 
-    def _take(self, step: int) -> None:
+    def _take_another(self, step: int) -> None:
         if self._torn:
             self._torn = False
             self._peers.meet("the first gather after a pass that broke off", None)
@@ -100,11 +109,11 @@ class GatherOrder:
         place = self._place
         if step != place.expected:
             self._compare(step)
-            place.expected = step
-        following = place.ways.get(step)
-        if following is None:
-            following = place.ways[step] = self._new_place()
-        self._place = following
+            following = place.ways.get(step)
+            if following is None:
+                following = place.ways[step] = self._new_place()
+            place.expected, place.following = step, following
+        self._place = place.following
 
     def _new_place(self) -> _Place:
         self._num_places += 1
@@ -121,9 +130,7 @@ class GatherOrder:
         else:
             mine = torch.tensor([step], device=self._device)
             everyone = mine.new_empty(dist.get_world_size(self._group))
-            # torch 2.13 gave this a new name and deprecated the old one.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(everyone, mine, group=self._group)
+            _all_gather(everyone, mine, group=self._group)
             steps = everyone.tolist()
         if any(one != step for one in steps):
             self._raise_different(steps)
@@ -147,7 +154,7 @@ class GatherOrder:
             found=listed(f"rank {rank} {self._words(step)}" for rank, step in enumerate(steps)),
             expected="the same units in the same order on all ranks, in every forward and backward pass",
             fix="evaluate on all ranks, or on one with weft.full_params(model, ctx, forward=True)"
-            if {step % _NUM_KINDS == 1 for step in steps} == {True, False}
+            if {step % _NUM_KINDS == _EVALUATION for step in steps} == {True, False}
             else "call every unit on every rank (multiply what is not needed by zero), or "
             "weft.replicate(model, ctx, unused='zero')",
         )
@@ -184,7 +191,7 @@ class _Comm:
 
     def __init__(self, order: GatherOrder, unit: int) -> None:
         self._order = order
-        self._unit = unit
+        self._first = unit * _NUM_KINDS
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The memory that is sent from or into, as by default."""
@@ -202,10 +209,12 @@ class UnitGather(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
-        self._order.gather(self._unit)
-        # torch 2.13 gave this a new name and deprecated the old one.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: dist.Work | None = gather(as_sent(output_tensor), as_sent(input_tensor), group=group, async_op=async_op)
+        order = self._order
+        in_backward = torch._C._current_graph_task_id() != -1
+        order.take(self._first + (_BACKWARD if in_backward else order.forward))
+        if output_tensor.dtype.itemsize == 1:
+            output_tensor, input_tensor = as_sent(output_tensor), as_sent(input_tensor)
+        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
 
@@ -221,7 +230,6 @@ class UnitReduce(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter`."""
-        self._order.reduce(self._unit)
-        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work: dist.Work | None = reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self._order.take(self._first + _REDUCTION)
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work

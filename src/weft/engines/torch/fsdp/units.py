@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.engines.options import ShardOptions
 from weft.engines.torch.fsdp.gather_dtype import gather_in
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Removable
 from weft.tensors.dtensor import groups_of, reset_units, set_spec_of
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import map_tensors, tensors
@@ -147,7 +147,7 @@ def _shard_unit(
             if not isinstance(p, DTensor) and not p.is_contiguous():
                 p.data = p.data.contiguous()  # FSDP2 takes no others
         # Before FSDP2's own hook, which an in-place operation on a view would lose.
-        attach(part, removable, after=lambda *call: _without_views(call[-1]))
+        removable.add(part.register_forward_hook(_return_no_views).remove)
     # By name: those of a module on meta are other objects by now.
     ignored = set(options.ignored)
     named = root.named_parameters(remove_duplicate=False)
@@ -176,6 +176,11 @@ def called_as_forward(module: Any, call: Callable[..., Any], args: Any, kwargs: 
     state = module._get_fsdp_state()
     args, kwargs = state._pre_forward(module, args, kwargs)
     return state._post_forward(module, args, _without_views(call(*args, **kwargs)))
+
+
+def _return_no_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook; nearly all units return one tensor that is none."""
+    return None if type(output) is torch.Tensor and output._base is None else _without_views(output)
 
 
 def _without_views(output: Any) -> Any:

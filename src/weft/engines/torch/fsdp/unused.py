@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,13 +46,17 @@ class Unused:
             fills: Put zeros where there is no gradient.
         """
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad:
-                kept, new = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
-                (self._missing if kept is None and new is None else self._used).add(parameter._param_fqn)
-                if kept is None and new is None and parameter.param_dtype is not None:
+            full = getattr(parameter, "_unsharded_param", None)
+            if full is None:  # the unit was never gathered
+                continue
+            if full.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                self._used.add(parameter._param_fqn)
+            elif full.requires_grad:
+                self._missing.add(parameter._param_fqn)
+                if parameter.param_dtype is not None:
                     zeros_for(parameter)
-                elif fills and kept is None and new is None:
-                    parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+                elif fills:
+                    full.grad = torch.zeros_like(full)
 
     def forget(
         self,
@@ -79,29 +83,29 @@ class Unused:
                 trained[name].grad = None
 
 
-class Noting(Protocol):
-    """Learns what FSDP2 is about to reduce."""
+def watch_reductions(groups: Iterable[Any], unused: Unused, enter: Callable[[], None]) -> None:
+    """Note which gradients of a unit are there, whenever FSDP2 is about to reduce them.
 
-    def note(self, group: Any, *, fills: bool) -> None:
-        """See `Unused.note`."""
-
-
-def watch_reductions(groups: Iterable[Any], owner: weakref.ref[Noting]) -> None:
-    """Let the owner look at which gradients of a unit are there, whenever FSDP2 is about to reduce them."""
+    Args:
+        groups: What FSDP2 keeps of the units.
+        unused: Notes them.
+        enter: Called before that; the gradients of a unit may be the first that a backward pass meets.
+    """
     for group in groups:
         fills = not hasattr(group, "reduce_scatter_unused_params")  # torch before 2.13
         if not fills:
             group.reduce_scatter_unused_params = True
-        group.post_backward = _noting(owner, weakref.ref(group), fills=fills)
+        group.post_backward = _noting(weakref.ref(group), unused, enter, fills=fills)
 
 
-def _noting(owner: weakref.ref[Noting], group: weakref.ref[Any], *, fills: bool) -> Callable[..., None]:
+def _noting(group: weakref.ref[Any], unused: Unused, enter: Callable[[], None], *, fills: bool) -> Callable[..., None]:
     """FSDP2's function that reduces the gradients of a unit, after a look at which are there."""
 
-    def post_backward(*unused: Any) -> None:
-        alive, reduced = owner(), cast("Any", group())
-        if alive is not None and reduced.reduce_grads:
-            alive.note(reduced, fills=fills)
-        type(reduced).post_backward(reduced, *unused)
+    def post_backward(*arguments: Any) -> None:
+        reduced: Any = group()
+        if reduced.reduce_grads:
+            enter()
+            unused.note(reduced, fills=fills)
+        type(reduced).post_backward(reduced, *arguments)
 
     return post_backward

@@ -193,6 +193,8 @@ class Steps:
 
     def _with_common_loss(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
+        if len(args) == 1 and not kwargs:
+            return None
         device = next(p.device for entry in optimizer.param_groups for p in entry["params"])
         return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), device))
 
