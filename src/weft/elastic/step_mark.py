@@ -24,6 +24,9 @@ from weft.tensors.rng_state import RngState
 __all__ = ["StepMark", "averaged_parameters"]
 
 
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
 def averaged_parameters(modules: list[nn.Module]) -> dict[int, nn.Parameter]:
     """The parameters whose gradients replicas average, by id."""
     parts = (part for module in modules for part in module.modules() if offered(part, GradSync))
@@ -128,8 +131,13 @@ def _place_of(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    plain = (int, float, str, type(None))
-    return {n: v if isinstance(v, plain) else copy.deepcopy(v) for n, v in group.items() if n != "params"}
+    return {n: v if _is_plain(v) else copy.deepcopy(v) for n, v in group.items() if n != "params"}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value cannot change by itself; a copy costs more than to see that."""
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _value_of(obj: Any) -> Any:

@@ -6,6 +6,7 @@ logging) finds numbers, and the step does nothing: `resilient` sees to it that t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -100,12 +101,7 @@ class ReplicaAverage:
     @torch.no_grad()
     def _exchange(self, *, zeros: bool) -> None:
         trained = {name: p for name, p in self._named.items() if p.requires_grad}
-        lent = {i for piece in self._pieces for i in piece.without if not self._got[i]}  # zeros that nothing reached
-        without = [
-            name for i, (name, p) in enumerate(self._named.items()) if p.requires_grad and (p.grad is None or i in lent)
-        ]
-        for piece in self._pieces:
-            piece.without.clear()
+        without = self._without(trained)
         if without and not zeros:
             for name in without:
                 self._named[name].grad = None
@@ -119,7 +115,7 @@ class ReplicaAverage:
         for name in without:
             if trained[name].grad is None:
                 trained[name].grad = torch.zeros_like(trained[name])
-        sums = [*self._fill(trained)] if self._replicas.size > 1 else []
+        sums = [*self._fill(list(trained.values()))] if self._replicas.size > 1 else []
         counts = [] if used is None else [used]
         if not self._replicas.add_up([*sums, *counts], room=bool(sums)):
             torch._foreach_zero_([local(p.grad) for p in trained.values() if p.grad is not None])
@@ -132,13 +128,25 @@ class ReplicaAverage:
                 if not count:
                     p.grad = None  # nobody used it
 
-    def _fill(self, trained: Mapping[str, nn.Parameter]) -> Iterator[torch.Tensor]:
+    def _without(self, trained: Mapping[str, nn.Parameter]) -> list[str]:
+        """The names of those that this backward pass has given no gradient, to this replica."""
+        lent = [i for piece in self._pieces for i in piece.without if not self._got[i]]  # zeros that nothing reached
+        for piece in self._pieces:
+            piece.without.clear()
+        everyone = [*self._named] if lent else []
+        unreached = {everyone[i] for i in lent}
+        return [name for name, p in trained.items() if p.grad is None or name in unreached]
+
+    def _fill(self, trained: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
         """The mean of the gradients, and the first replica's buffers, each as far as this replica adds to it."""
-        gradients = [local(p.grad) for p in trained.values() if p.grad is not None]
-        kinds = [(id(p), g.dtype, g.shape) for p, g in zip(trained.values(), gradients, strict=True)]
-        if kinds != self._kinds:
-            self._kinds = kinds
-            self._lay_out(list(trained.values()), gradients)
+        given = [p.grad for p in trained]
+        gradients: list[torch.Tensor] = []
+        if not self._are_views(given):
+            gradients = [local(g) for g in given if g is not None]
+            kinds = [(id(p), g.dtype, g.shape) for p, g in zip(trained, gradients, strict=True)]
+            if kinds != self._kinds:
+                self._kinds = kinds
+                self._lay_out(trained, gradients)
         factor = 1 / self._replicas.size
         for piece in self._pieces:
             piece.attach()
@@ -148,6 +156,13 @@ class ReplicaAverage:
             yield flat.fill(gradients, factor)
         for flat, buffers in self._of_buffers:
             yield flat.fill(buffers, float(self._replicas.index == 0))
+
+    def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these are the views of the one piece, in order, as nearly always: then nothing has changed."""
+        if len(self._pieces) != 1 or self._of_gradients:
+            return False
+        views = self._pieces[0].views
+        return len(gradients) == len(views) and all(map(operator.is_, gradients, views))
 
     def _lay_out(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
         """Decide where gradients and buffers lie together: on the CPU, each with room for one element at the end."""
