@@ -31,6 +31,7 @@ __all__ = [
     "earlier_tracebacks",
     "first_failure",
     "how_it_ended",
+    "last_words",
     "own_traceback",
     "report_of",
     "restart_reason",
@@ -127,6 +128,11 @@ def how_it_ended(code: int) -> str:
     except ValueError:
         name = ""
     return f"by signal {-code}{name}"
+
+
+def last_words(trace: str) -> str:
+    """The last line of a traceback that is not indented: the error itself."""
+    return next((line for line in reversed(trace.splitlines()) if line[:1].strip()), "")
 
 
 def report_of(folder: Path, rank: int, attempt: int) -> str:

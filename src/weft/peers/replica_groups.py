@@ -106,9 +106,7 @@ class ReplicaGroup:
         self.inside = inside
         self.on_loss: Callable[[], None] = lambda: None
         self._board, self._store, self._device, self._node = board, store, device, node
-        self._group: Any = None
-        self._connections: set[tuple[int, int]] = set()  # of this group
-        self._sums: dict[tuple[torch.dtype, int], SmallSum] = {}  # of this group
+        self._lane: _Lane | None = None  # while this replica is connected to others
         self._looked_s = 0.0
         self._meetings = 0
 
@@ -158,7 +156,9 @@ class ReplicaGroup:
         self.number, self.size = answer.number, len(answer.members)
         self.index = answer.members.index(self.name)
         self.called, self.exchanges = False, 0
-        self.broken = self.size > 1 and not self._connect()
+        if self.size > 1:
+            self._lane = self._connected()
+        self.broken = self.size > 1 and self._lane is None
         self.vote()
         return answer
 
@@ -181,42 +181,17 @@ class ReplicaGroup:
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
         return Answer(**values)
 
-    def _connect(self) -> bool:
-        store: Any = self._store
+    def _connected(self) -> _Lane | None:
         prefix = f"group/{self.number}/{self.inside.rank}"
-        place = self.index, self.size, timedelta(seconds=_CONNECT_S)
-        made: list[Any] = []
-        over = threading.Event()
-
-        def connect() -> None:
-            with contextlib.suppress(RuntimeError):
-                own = store.clone()  # who waits for a key holds up all requests of the same client
-                made.append(dist.ProcessGroupGloo(dist.PrefixStore(prefix, own), *place))
-            over.set()
-
-        before = connections()
-        threading.Thread(target=connect, name="weft connect", daemon=True).start()
-        while not over.wait(_PATIENCE_S):  # gloo waits five times as long as it is told, for one that has just died
-            if self._is_hopeless():
-                return False
-        if not made:
-            return False
         server = None if self._board is None else self._board.port
-        self._connections = {one for one in connections() - before if one[1] != server}
-        self._group = made.pop()
-        self._group._set_default_timeout(timedelta(seconds=self.inside.timeout_s))
-        return True
+        found = _connect(self._store, prefix, (self.index, self.size), server, self._is_hopeless)
+        return None if found is None else _Lane(*found, self.inside.timeout_s, self._is_hopeless)
 
     def release(self) -> None:
         """Let the group go; the others' operations fail."""
-        # Processes that were forked from this one, as by a loader, keep them open; so closing them is not enough.
-        mine, self._connections = self._connections, set()
-        if mine:
-            cut(lambda *ports: ports in mine)
-        self._sums.clear()
-        group, self._group = [self._group], None
-        if group[0] is not None:  # it ends when its operations have, which may be never
-            threading.Thread(target=group.clear, name="weft release", daemon=True).start()
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.release()
 
     # -- in a step -------------------------------------------------------------------------------
 
@@ -231,33 +206,12 @@ class ReplicaGroup:
         signal = found[0][-1:] if room else torch.zeros(1)
         signal.fill_(self._somebody_waits())
         for tensor in found if room else (signal, *found):
-            if self._group is not None and not self.broken and not self._sum(tensor):
+            if self._lane is not None and not self.broken and not self._lane.add_up(tensor):
                 self._lose()
         self.called |= bool(signal) and not self.broken
         self.exchanges += 1
         self.vote()
         return not self.broken
-
-    def _sum(self, tensor: torch.Tensor) -> bool:
-        key = tensor.dtype, tensor.numel()
-        if key not in self._sums:
-            self._sums[key] = SmallSum(self._group, tensor, self._wait)
-        with contextlib.suppress(RuntimeError):
-            self._sums[key](tensor)
-            return True
-        return False
-
-    def _wait(self, work: dist.Work) -> None:
-        """Wait for an operation, unless the launcher knows that it cannot succeed."""
-        hopeless = False
-        while True:
-            try:
-                work.wait(timedelta(seconds=_PATIENCE_S))
-                return
-            except RuntimeError:
-                if hopeless or work.is_completed():
-                    raise
-            hopeless = self._is_hopeless()
 
     def _is_hopeless(self) -> bool:
         """Whether the launcher knows of a member that will not take part any more."""
@@ -291,23 +245,115 @@ class ReplicaGroup:
 
     def send(self, tensor: torch.Tensor, to: int) -> bool:
         """Send the bytes of a contiguous tensor on the CPU to a member, in pieces; False if a replica was lost."""
-        return self._move(tensor, lambda group, piece: group.send([piece], to, 0))
+        return self._moved(self._lane is not None and self._lane.send(tensor, to))
 
     def receive(self, tensor: torch.Tensor, source: int) -> bool:
         """Fill a contiguous tensor on the CPU with what a member sends; False if a replica was lost."""
-        return self._move(tensor, lambda group, piece: group.recv([piece], source, 0))
+        return self._moved(self._lane is not None and self._lane.receive(tensor, source))
 
-    def _move(self, tensor: torch.Tensor, move: Callable[[dist.ProcessGroup, torch.Tensor], dist.Work]) -> bool:
-        for piece in tensor.reshape(-1).view(torch.uint8).split(_PIECE):
-            if self._group is None:
-                return False
-            moved = False
-            with contextlib.suppress(RuntimeError):
-                move(self._group, piece).wait(timedelta(seconds=min(_PIECE_S, self.inside.timeout_s)))
-                moved = True
-            if not moved:
-                self._lose()
-        return not self.broken
+    def _moved(self, has_succeeded: bool) -> bool:
+        if not has_succeeded and self._lane is not None:
+            self._lose()
+        return has_succeeded
+
+
+class _Lane:
+    """The ranks of one number in the replicas of a quorum, connected. What fails is false; nothing works after that."""
+
+    def __init__(
+        self, group: Any, connections: set[tuple[int, int]], timeout_s: float, is_hopeless: Callable[[], bool]
+    ) -> None:
+        """Take over a group.
+
+        Args:
+            group: Of gloo.
+            connections: That it has made.
+            timeout_s: How long one operation may take.
+            is_hopeless: Whether it is known that one cannot succeed.
+        """
+        group._set_default_timeout(timedelta(seconds=timeout_s))
+        self._group, self._connections = group, connections
+        self._timeout_s, self._is_hopeless = timeout_s, is_hopeless
+        self._sums: dict[tuple[torch.dtype, int], SmallSum] = {}
+
+    def release(self) -> None:
+        """Let the group go."""
+        # Processes that were forked from this one, as by a loader, keep them open; so closing them is not enough.
+        mine = self._connections
+        if mine:
+            cut(lambda *ports: ports in mine)
+        self._sums.clear()
+        group, self._group = [self._group], None  # it ends when its operations have, which may be never
+        threading.Thread(target=group.clear, name="weft release", daemon=True).start()
+
+    def add_up(self, tensor: torch.Tensor) -> bool:
+        """Add a tensor up over the replicas, in place."""
+        key = tensor.dtype, tensor.numel()
+        if key not in self._sums:
+            self._sums[key] = SmallSum(self._group, tensor, self._wait)
+        with contextlib.suppress(RuntimeError):
+            self._sums[key](tensor)
+            return True
+        return False
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for an operation, unless the launcher knows that it cannot succeed."""
+        hopeless = False
+        while True:
+            try:
+                work.wait(timedelta(seconds=_PATIENCE_S))
+                return
+            except RuntimeError:
+                if hopeless or work.is_completed():
+                    raise
+            hopeless = self._is_hopeless()
+
+    def send(self, tensor: torch.Tensor, to: int) -> bool:
+        """Send the bytes of a contiguous tensor on the CPU, in pieces."""
+        return self._move(tensor, lambda piece: self._group.send([piece], to, 0))
+
+    def receive(self, tensor: torch.Tensor, source: int) -> bool:
+        """Fill a contiguous tensor on the CPU with what is sent."""
+        return self._move(tensor, lambda piece: self._group.recv([piece], source, 0))
+
+    def _move(self, tensor: torch.Tensor, move: Callable[[torch.Tensor], dist.Work]) -> bool:
+        with contextlib.suppress(RuntimeError):
+            for piece in tensor.reshape(-1).view(torch.uint8).split(_PIECE):
+                move(piece).wait(timedelta(seconds=min(_PIECE_S, self._timeout_s)))
+            return True
+        return False
+
+
+def _connect(
+    store: Any, prefix: str, place: tuple[int, int], server: int | None, is_hopeless: Callable[[], bool]
+) -> tuple[Any, set[tuple[int, int]]] | None:
+    """A group and the connections that it has made; None if a member does not come.
+
+    Args:
+        store: Of the launcher.
+        prefix: Of the keys where the members of the group find each other.
+        place: The number of this member, and how many there are.
+        server: The port of the store.
+        is_hopeless: Whether the launcher knows that one will not come.
+    """
+    made: list[Any] = []
+    over = threading.Event()
+
+    def connect() -> None:
+        with contextlib.suppress(RuntimeError):
+            own = store.clone()  # who waits for a key holds up all requests of the same client
+            made.append(dist.ProcessGroupGloo(dist.PrefixStore(prefix, own), *place, timedelta(seconds=_CONNECT_S)))
+        over.set()
+
+    before = connections()
+    threading.Thread(target=connect, name="weft connect", daemon=True).start()
+    while not over.wait(_PATIENCE_S):  # gloo waits five times as long as it is told, for one that has just died
+        if is_hopeless():
+            return None
+    if not made:
+        return None
+    new = {one for one in connections() - before if one[1] != server}
+    return made.pop(), new
 
 
 def _awaited(board: Board, key: str) -> Any:

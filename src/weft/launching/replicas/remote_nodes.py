@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import itertools
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.launching.plan import Plan
 from weft.launching.replicas.messages import Messages
-from weft.launching.replicas.processes import Ended, Replica
+from weft.launching.replicas.processes import Ended, Node, Replica
 from weft.launching.replicas.story import say
 
-__all__ = ["Nodes", "RemoteNode", "RemoteReplica", "facts_of_node"]
+__all__ = ["TURN_S", "Nodes", "RemoteNode", "RemoteReplica", "facts_of_node"]
 
+TURN_S = 0.01  # between two looks at what launchers and replicas ask
 _SILENT_S = 5.0
 
 
@@ -190,13 +192,27 @@ class Nodes:
         for node in self.there.values():
             node.order(signal=number)
 
+    def numbers_of(self, node: Node) -> range:
+        """The replicas of a node."""
+        each = self._plan.nproc // self._plan.replica_ranks
+        return range(node.number * each, (node.number + 1) * each)
+
     def leave(self, code: int) -> None:
         """Tell all that the job has ended."""
         for node in (*self.there.values(), *self.waiting.values()):
             node.order(leave=code, why="")
 
-    def forget_gone(self, now: float) -> bool:
-        """Whether none is left that has still to hear that the job has ended."""
+    def wait_until_gone(self, limit_s: float) -> None:
+        """Wait for those that have still to hear that the job has ended."""
+        end = time.monotonic() + limit_s
+        while not self._forget_gone(now := time.monotonic()) and now < end:
+            for _, found in self._messages.arrived(now):
+                if "launcher" in found:
+                    self.hear(found, now)
+            time.sleep(TURN_S)
+
+    def _forget_gone(self, now: float) -> bool:
+        """Whether none is left."""
         for some in (self.there, self.waiting):
             for name, node in list(some.items()):
                 if node.is_gone or now - node.heard > _SILENT_S:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended
+from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_words
 from weft.launching.plan import MEETING_S, Plan
 from weft.launching.replicas.joined_node import JoinedNode
 from weft.launching.replicas.messages import Messages
 from weft.launching.replicas.processes import GRACE_S, LocalNode, Node, Replica
-from weft.launching.replicas.remote_nodes import Nodes
+from weft.launching.replicas.remote_nodes import TURN_S, Nodes
 from weft.launching.replicas.story import Loss, Story, say
 from weft.peers.connect import is_here, listen_at
 from weft.peers.quorum import Answer, Ask, Quorums
@@ -30,7 +30,6 @@ from weft.peers.world import PREEMPTED
 
 __all__ = ["supervise_replicas"]
 
-_TURN_S = 0.01  # between two looks at what replicas ask
 _STOPPED_S = 3.0  # a process that is stopped for so long is killed
 _PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -109,7 +108,7 @@ class _Job:
                 self.start(number, self.here)
             while not self.is_over():
                 self.turn()
-            ending = self.ending()
+            ending = _ending_of(self)
             code = ending.code
             return ending
         finally:
@@ -133,7 +132,7 @@ class _Job:
     def turn(self) -> None:
         """Wait a moment, or until a process ends; then see what has changed."""
         sentinels = [one for replica in self.living.values() for one in replica.sentinels]
-        multiprocessing.connection.wait(sentinels, timeout=_TURN_S) if sentinels else time.sleep(_TURN_S)
+        multiprocessing.connection.wait(sentinels, timeout=TURN_S) if sentinels else time.sleep(TURN_S)
         now = time.monotonic()
         self.read_messages(now)
         self.see_nodes(now)
@@ -158,17 +157,12 @@ class _Job:
             for replica in [one for one in self.living.values() if one.node is node]:
                 replica.kill()
                 self.took_leave(replica, f"its launcher {why}", node.heard)
-            self.given_up.difference_update(self.numbers_of(node))
+            self.given_up.difference_update(self.nodes.numbers_of(node))
         for node in self.nodes.placed():
-            numbers = self.numbers_of(node)
+            numbers = self.nodes.numbers_of(node)
             say(f"{node} has come, with replicas {', '.join(map(str, numbers))}")
             for number in numbers:
                 self.start(number, node)
-
-    def numbers_of(self, node: Node) -> range:
-        """The replicas of a node."""
-        each = self.most // self.plan.most_nodes
-        return range(node.number * each, (node.number + 1) * each)
 
     def kill(self, replica: Replica[Any], why: str, since: float) -> None:
         pids = ", ".join(map(str, replica.pids.values()))
@@ -194,8 +188,7 @@ class _Job:
             return
         how, trace = how_it_ended(ended.code), ended.trace
         why = why or replica.refused
-        last_words = next((line for line in reversed(trace.splitlines()) if line[:1].strip()), "")
-        loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words, time.time())
+        loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
         self.failed = Ending(ended.code if ended.code > 0 else 128 - ended.code, text, ended.rank, trace)
         self.story.lost(loss, since, was_inside=was_inside)
@@ -274,22 +267,18 @@ class _Job:
             return True
         return False
 
-    def ending(self) -> Ending:
-        if self.finished >= 1 and (not self.failed.code or self.finished >= self.quorums.least):
-            return Ending()
-        if self.preempted and not self.failed.code:
-            return Ending(PREEMPTED, PREEMPTED_TEXT)
-        if self.signalled:
-            return Ending(128 + self.signalled, f"weft launch: ended by {signal.Signals(self.signalled).name}")
-        return self.failed
-
     def end_all(self, code: int) -> None:
         self.story.end(len(self.living))
         self.nodes.leave(code)
         self.here.end()
-        end = time.monotonic() + 2 * GRACE_S
-        while not self.nodes.forget_gone(now := time.monotonic()) and now < end:
-            for _, found in self.messages.arrived(now):
-                if "launcher" in found:
-                    self.nodes.hear(found, now)
-            time.sleep(_TURN_S)
+        self.nodes.wait_until_gone(2 * GRACE_S)
+
+
+def _ending_of(job: _Job) -> Ending:
+    if job.finished >= 1 and (not job.failed.code or job.finished >= job.quorums.least):
+        return Ending()
+    if job.preempted and not job.failed.code:
+        return Ending(PREEMPTED, PREEMPTED_TEXT)
+    if job.signalled:
+        return Ending(128 + job.signalled, f"weft launch: ended by {signal.Signals(job.signalled).name}")
+    return job.failed

@@ -39,7 +39,6 @@ from weft.engines.torch.ddp.transport import Transport
 from weft.engines.torch.ddp.zero_gradients import anchor_of, bring_zeros, zeros_for
 from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.method_hooks import attach
-from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.hooks.past_forward import raise_past_forward
 from weft.engines.torch.optim.step_watch import raise_step_inside
 from weft.engines.torch.reduced_apart import ReducedApart
@@ -66,10 +65,10 @@ class GradientReducer(Strategy):
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Buckets finish in a callback of their own, which has to be over before ours.
         self._session = BackwardSession(self._begin, self._end, rounds=0 if options.at_end else 1)
-        self._trained = Trained(options)
+        self._trained = Trained(self._what, module, options)
         self._apart = ReducedApart(options.apart, options.dtype)
-        self._parameter_watch = ParameterWatch(self._what, module)
-        self._removable.add(self._undo)
+        for end in (self.transport.undo, self._apart.release, self._trained.release):
+            self._removable.add(end)
         self._take_parameters(module)
         self._steps.search(self._trained.parameters)
         calls: Any = {"before": self._before, "after": self._watch, "around": self._around}
@@ -106,11 +105,6 @@ class GradientReducer(Strategy):
         super().release()
         self.transport.release()
 
-    def _undo(self) -> None:
-        self._trained.release()
-        self._apart.release()
-        self.transport.undo()
-
     # -- forward ---------------------------------------------------------------------------------
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,7 +122,7 @@ class GradientReducer(Strategy):
         with_gradients = torch.is_grad_enabled()
         if with_gradients and self._group is not None:
             self._look()
-        if not self._parameter_watch.trained:
+        if not trained.watch.trained:
             return output
         if self.finds_unused and all(p.grad is None for p in trained.parameters):
             trained.forget()  # zero_grad: what a window that was left early used is gone
@@ -145,31 +139,20 @@ class GradientReducer(Strategy):
         """
         module, trained = self._module(), self._trained
         if module is not None:
-            self._look_at_parameters(module)
+            pending = trained.agreed_anew(module, self._peers)
+            if any(pending):
+                self._reduce_now()
+            if pending:
+                self._take_parameters(module)
         self._first_steps.check_kept(trained.checked(self._what, self._class_name))
         if trained.parameters and self._steps.look(trained.parameters[0], lambda: trained.parameters):
             check_hooks(self._what, self._class_name, zip(trained.names, trained.parameters, strict=True), own=1)
             if self._steps.changed and self.enabled and not (self._reductions or trained.pending):
                 self._first_steps.compare_changed(trained.same_on_all())
 
-    def _look_at_parameters(self, module: nn.Module) -> None:
-        if not self._trained.pending:  # once per window: this runs in each forward pass, and layers are rarely added
-            self._parameter_watch.check_same(module)
-        if not self._parameter_watch.changed_flags():
-            return
-        self._parameter_watch.look(module)
-        names = list(self._parameter_watch.trained)
-        if not names or names == self._trained.names:
-            return  # frozen as a whole: nothing reaches its parameters until it is unfrozen
-        entries = self._peers.meet("trained parameters", {"trained": names, "pending": self._trained.has_pending()})
-        self._peers.agree("trained parameters", {"trained": names})
-        if any(entry["pending"] for entry in entries):
-            self._reduce_now()
-        self._take_parameters(module)
-
     def _take_parameters(self, module: nn.Module) -> None:
         """Average the gradients of the parameters that are trained now."""
-        named = self._parameter_watch.trained
+        named = self._trained.watch.trained
         self.transport.take(module, {name: p for name, p in named.items() if name not in self._apart.how})
         self._trained.take(named, self._session.flag, weakref.ref(self))
         self._apart.take(named)
@@ -181,20 +164,12 @@ class GradientReducer(Strategy):
         trained = self._trained
         # Steps change the version: a call before the last step is no excuse for this backward.
         if self._called_at != trained.parameters[0]._version:
-            name, methods = trained.names[index], self._options.methods
-            raise_past_forward(self._what, name, self._module(), self._class_name, methods)
+            name = trained.names[index]
+            raise_past_forward(self._what, name, self._module(), self._class_name, self._options.methods)
         if torch.is_grad_enabled():
-            self._raise_creates_graph()
+            _raise_creates_graph(self._what, self._class_name)
         self._first_steps.begin_backward(trained.first() if index else None)
         self._session.enter()
-
-    def _raise_creates_graph(self) -> NoReturn:
-        raise ContractError(
-            f"{self._what}: a backward pass with create_graph=True through {self._class_name}",
-            found="gradients in `.grad` that may be differentiated again",
-            expected="loss.backward(): `.grad` is averaged over the ranks in place, which autograd does not see",
-            fix="torch.autograd.grad(..., create_graph=True)  # for a penalty; then loss.backward()",
-        )
 
     def _begin(self) -> None:
         if self.enabled:
@@ -217,7 +192,6 @@ class GradientReducer(Strategy):
         transport.end(trained.got)
         if self._apart.named:
             self._apart.average(forget_unused=self.finds_unused)
-        trained.forget()
         self._note_reduction()
         trained.note_reduced()
         self._pass_on_buffers(lambda: running_backward().retains_graph)
@@ -236,13 +210,12 @@ class GradientReducer(Strategy):
             trained.forget()
             self._first_steps.note_nothing(self._reductions)
             self._peers.count(number, 1)
-        used = [n for n, got in zip(trained.names, trained.got, strict=True) if got or not self.finds_unused]
         self._called_at = trained.parameters[0]._version
         transport.prepare()
         if not self.finds_unused:
             trained.got[:] = b"\1" * len(trained.got)
         with trained.unfrozen():
-            bucketed = [] if self._options.at_end else trained.named(used, besides=self._apart.named)
+            bucketed = [] if self._options.at_end else trained.named(trained.reached(), besides=self._apart.named)
             anchor = anchor_of(trained.named(trained.names, besides=self._apart.named))
             zeros = zeros_for(bucketed, anchor, self._session.enter)
             if not transport.armed:
@@ -272,3 +245,12 @@ class GradientReducer(Strategy):
         if not fresh and self._group is not None:
             trained.check_same_gradients(self._what, optimizer, self._peers)
         self._stepped_at[optimizer] = self._reductions
+
+
+def _raise_creates_graph(what: str, class_name: str) -> NoReturn:
+    raise ContractError(
+        f"{what}: a backward pass with create_graph=True through {class_name}",
+        found="gradients in `.grad` that may be differentiated again",
+        expected="loss.backward(): `.grad` is averaged over the ranks in place, which autograd does not see",
+        fix="torch.autograd.grad(..., create_graph=True)  # for a penalty; then loss.backward()",
+    )

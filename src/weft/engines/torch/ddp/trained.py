@@ -14,6 +14,7 @@ from torch import nn
 from weft.engines.options import ReduceOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.hooks.parameter_watch import ParameterWatch
 from weft.engines.torch.optim.step_watch import check_same_gradients
 from weft.errors import ContractError, listed
 
@@ -38,9 +39,11 @@ class Trained:
         parameters: In the same order.
         got: Byte i is 1 when parameter i got a gradient.
         pending: Whether `.grad` holds gradients of a window that were not reduced; see [Note: pending gradients].
+        watch: What the module's parameters were when they were last looked at.
     """
 
-    def __init__(self, options: ReduceOptions) -> None:
+    def __init__(self, what: str, module: nn.Module, options: ReduceOptions) -> None:
+        self.watch = ParameterWatch(what, module)
         self._apart = options.apart
         self._flat = options.flat
         self.names: list[str] = []
@@ -65,6 +68,24 @@ class Trained:
         self._calls = 0
         if self.parameters:
             self._node, self._address = _gradient_node(self.parameters[0]), self.parameters[0].data_ptr()
+
+    def agreed_anew(self, module: nn.Module, peers: Peers) -> list[bool]:
+        """Notice that others are trained now, and agree about them. Collectives: then, two meetings.
+
+        Returns:
+            Which ranks have pending gradients of those before; nothing if these are still the ones.
+        """
+        if not self.pending:  # once per window: this runs in each forward pass, and layers are rarely added
+            self.watch.check_same(module)
+        if not self.watch.changed_flags():
+            return []
+        self.watch.look(module)
+        names = list(self.watch.trained)
+        if not names or names == self.names:
+            return []  # frozen as a whole: nothing reaches its parameters until it is unfrozen
+        entries = peers.meet("trained parameters", {"trained": names, "pending": self.has_pending()})
+        peers.agree("trained parameters", {"trained": names})
+        return [entry["pending"] for entry in entries]
 
     def checked(self, what: str, class_name: str) -> nn.Parameter | None:
         """The first of them, if none was converted or moved, and be it back again: the reducer would miss gradients.
@@ -111,6 +132,10 @@ class Trained:
         """Names of those that got no gradient."""
         return [] if all(self.got) else [name for name, got in zip(self.names, self.got, strict=True) if not got]
 
+    def reached(self) -> list[str]:
+        """Names of those that got one."""
+        return [name for name, got in zip(self.names, self.got, strict=True) if got]
+
     def named(self, names: Collection[str], *, besides: Collection[str] = ()) -> list[nn.Parameter]:
         """The parameters of these names, without some."""
         wanted = set(names).difference(besides)
@@ -143,6 +168,7 @@ class Trained:
 
     def note_reduced(self) -> None:
         """One has ended with it."""
+        self.forget()
         self.pending = False
         self._unreduced_versions = None
 
