@@ -272,7 +272,8 @@ class _Lane:
             is_hopeless: Whether it is known that one cannot succeed.
         """
         group._set_default_timeout(timedelta(seconds=timeout_s))
-        self._group, self._connections = group, connections
+        self._group: Any = group
+        self._connections = connections
         self._timeout_s, self._is_hopeless = timeout_s, is_hopeless
         self._sums: dict[tuple[torch.dtype, int], SmallSum] = {}
 
@@ -283,7 +284,8 @@ class _Lane:
         if mine:
             cut(lambda *ports: ports in mine)
         self._sums.clear()
-        group, self._group = [self._group], None  # it ends when its operations have, which may be never
+        group = [self._group]  # it ends when its operations have, which may be never
+        self._group = None
         threading.Thread(target=group.clear, name="weft release", daemon=True).start()
 
     def add_up(self, tensor: torch.Tensor) -> bool:
