@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from weft.engines.options import CastOptions
-from weft.engines.torch.amp.cast_again import casting_again
+from weft.engines.torch.amp.cast_again import casting_again, pays
 from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.hooks.method_hooks import Removable, attach
@@ -113,22 +113,14 @@ class PreciseModule:
     def _enter(self, dtype: torch.dtype | None, *, enabled: bool = True) -> None:
         mode = again = None
         if dtype is not None:
-            is_sharded = self._is_sharded()
+            module = self._module()
+            is_sharded = _is_sharded(module)
             cache = torch.is_autocast_cache_enabled() and not is_sharded
             mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
-            if is_sharded and enabled and torch.is_grad_enabled():
+            if is_sharded and enabled and torch.is_grad_enabled() and module is not None and pays(module):
                 again = casting_again()
                 again.__enter__()
         self._entered.append((mode, again))
-
-    def _is_sharded(self) -> bool:
-        """Whether the parameters are gathered for a moment only.
-
-        Autocast keeps what it has cast until the outermost module has computed, and autograd until backward: of all
-        units, which are freed one after the other for good reason.
-        """
-        loaded: Any = sys.modules.get("torch.distributed.fsdp")
-        return loaded is not None and isinstance(self._module(), loaded.FSDPModule)
 
     def _forget_interrupted(self) -> None:
         while self._calls.depth and not self._is_running():
@@ -158,6 +150,16 @@ class _Calls(threading.local):
 
 _FORWARD = nn.Module._call_impl.__code__
 _METHOD = PreciseModule._around.__code__
+
+
+def _is_sharded(module: nn.Module | None) -> bool:
+    """Whether the parameters are gathered for a moment only.
+
+    Autocast keeps what it has cast until the outermost module has computed, and autograd until backward: of all
+    units, which are freed one after the other for good reason.
+    """
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

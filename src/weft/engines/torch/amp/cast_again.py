@@ -13,9 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["casting_again"]
+__all__ = ["casting_again", "pays"]
 
 _SMALL = 4096  # elements: casting so few again takes more time than keeping 8 KiB is worth
+
+
+def pays(module: nn.Module) -> bool:
+    """Whether a module has a parameter that is large enough; to look at everything that autograd keeps takes time."""
+    return any(p.numel() >= _SMALL for p in module.parameters())
 
 
 def casting_again() -> torch.autograd.graph.saved_tensors_hooks:
