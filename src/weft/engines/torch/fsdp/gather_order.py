@@ -43,7 +43,7 @@ class _Place:
 
     def __init__(self) -> None:
         self.expected: int | None = None
-        self.following = self
+        self.following: _Place  # set together with `expected`
         self.ways: dict[int, _Place] = {}
 
 
