@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from weft.engines.options import CastOptions
-from weft.engines.torch.amp.cast_again import casting_again, pays
+from weft.engines.torch.amp.cast_again import casting_again, has_large_parameters
 from weft.engines.torch.amp.fp8_linear import multiply_in_fp8
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.hooks.method_hooks import Removable, attach
@@ -117,7 +117,8 @@ class PreciseModule:
             is_sharded = _is_sharded(module)
             cache = torch.is_autocast_cache_enabled() and not is_sharded
             mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
-            if is_sharded and enabled and torch.is_grad_enabled() and module is not None and pays(module):
+            wanted = is_sharded and enabled and torch.is_grad_enabled()
+            if wanted and module is not None and has_large_parameters(module):
                 again = casting_again()
                 again.__enter__()
         self._entered.append((mode, again))

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["casting_again", "pays"]
+__all__ = ["casting_again", "has_large_parameters"]
 
 _SMALL = 4096  # elements: casting so few again takes more time than keeping 8 KiB is worth
 
 
-def pays(module: nn.Module) -> bool:
-    """Whether a module has a parameter that is large enough; to look at everything that autograd keeps takes time."""
+def has_large_parameters(module: nn.Module) -> bool:
+    """Whether a cast of any parameter is made again; otherwise the hooks on all saved tensors would do nothing."""
     return any(p.numel() >= _SMALL for p in module.parameters())
 
 

@@ -193,16 +193,14 @@ class Steps:
 
     def _with_common_loss(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a closure return the mean over the ranks, so that optimizers that compare losses decide alike."""
-        if len(args) == 1 and not kwargs:
-            return None
-        device = next(p.device for entry in optimizer.param_groups for p in entry["params"])
-        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), device))
+        return replace_closure(args, kwargs, lambda closure: lambda: self._mean(closure(), optimizer))
 
-    def _mean(self, loss: Any, device: torch.device) -> Any:
+    def _mean(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self._group is None or not isinstance(loss, (float, torch.Tensor)):
             return loss
         # A Python float has 64 bits; with fewer, a line search would decide otherwise than in one process.
         if isinstance(loss, float):
+            device = next(p.device for entry in optimizer.param_groups for p in entry["params"])
             mean = torch.tensor(loss, dtype=torch.float64, device=device)
         else:
             mean = loss.detach().clone()
