@@ -139,9 +139,9 @@ def check_optimizer(what: str, optimizer: object, *, fix: str = "") -> None:
         )
 
 
-def is_of(optimizer: torch.optim.Optimizer, library: str) -> bool:
-    """Whether an optimizer, or what it was derived from, is of a library, by name."""
-    return any(kind.__module__.partition(".")[0] == library for kind in type(optimizer).__mro__)
+def is_of(kind: type[torch.optim.Optimizer], library: str) -> bool:
+    """Whether a class of optimizers, or what it was derived from, is of a library, by name."""
+    return any(one.__module__.partition(".")[0] == library for one in kind.__mro__)
 
 
 def check_not_lazy(what: str, module: nn.Module) -> None:

@@ -64,7 +64,7 @@ def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ContractError: It is one of torchao, whose state is tensors of its own classes.
     """
-    if is_of(optimizer, "torchao"):
+    if is_of(type(optimizer), "torchao"):
         raise ContractError(
             f"{what}: the state of {type(optimizer).__name__} cannot be divided among ranks",
             found="an optimizer of torchao, which keeps state in tensors of its own classes",

@@ -201,7 +201,7 @@ def around(what: Literal["save", "restore"], state: Checkpoint, ctx: DistContext
 
 def _check_state_kept(name: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the state of an optimizer could not be saved; it will be there after steps only."""
-    if is_of(optimizer, "torchao"):
+    if is_of(type(optimizer), "torchao"):
         raise type_error(
             f"checkpointable: the state of {name} cannot be saved",
             found=f"{type(optimizer).__name__} of torchao, whose state is tensors of its own classes",

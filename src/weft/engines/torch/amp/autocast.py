@@ -10,6 +10,7 @@ the stack; otherwise the call was interrupted, and what it left switched on is s
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -118,10 +119,16 @@ class PreciseModule:
             cache = torch.is_autocast_cache_enabled() and not is_sharded
             mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
             wanted = is_sharded and enabled and torch.is_grad_enabled()
-            if wanted and module is not None and has_large_parameters(module):
+            if wanted and self._casts_again:
                 again = casting_again()
                 again.__enter__()
         self._entered.append((mode, again))
+
+    @functools.cached_property
+    def _casts_again(self) -> bool:
+        """Whether backward is to cast parameters again, once they are sharded; from then on they stay the same."""
+        module = self._module()
+        return module is not None and has_large_parameters(module)
 
     def _forget_interrupted(self) -> None:
         while self._calls.depth and not self._is_running():

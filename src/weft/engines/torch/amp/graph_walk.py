@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,17 +21,22 @@ class Running(NamedTuple):
     """The backward pass that is running.
 
     Attributes:
-        roots: Nodes it was called on.
+        outputs: Tensors it was called on, or edges of the graph.
         returned: Tensors whose gradients it returns (`torch.autograd.grad`) instead of adding them
             to `.grad`.
         retains_graph: Another backward pass may go through the same graph.
         creates_graph: Its own gradients may be differentiated.
     """
 
-    roots: list[Any]
+    outputs: Sequence[Any]
     returned: list[torch.Tensor]
     retains_graph: bool
     creates_graph: bool
+
+    def roots(self) -> list[Any]:
+        """The nodes of the graph that these are."""
+        nodes = [one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in self.outputs]
+        return [node for node in nodes if node is not None]
 
 
 class Survey(NamedTuple):
@@ -98,9 +103,8 @@ def _engine_call(frame: FrameType | None) -> dict[str, Any] | None:
 
 def _read(call: dict[str, Any]) -> Running:
     """Read the arguments: (outputs, gradients, retain_graph, create_graph, inputs, ...)."""
-    roots = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in call.get("t_outputs", ())]
     adds_up = call.get("kwargs", {}).get("accumulate_grad", True)
     arguments = call.get("args", ())
     returned = [t for given in (() if adds_up else arguments[3:4]) for t in given if isinstance(t, torch.Tensor)]
     retains, creates = (bool(arguments[1]), bool(arguments[2])) if len(arguments) > 2 else (False, False)
-    return Running([root for root in roots if root is not None], returned, retains, creates)
+    return Running(call.get("t_outputs", ()), returned, retains, creates)

@@ -203,7 +203,7 @@ class LossScale:
             ContractError: A leaf is used inside and outside, or its gradient is to be returned.
         """
         running = running_backward()
-        seen = survey(running.roots, self._crosses)
+        seen = survey(running.roots(), self._crosses)
         inside = {id(leaf): leaf for leaf in (*parameters, *seen.inside)}
         direct = [leaf for leaf in seen.outside if id(leaf) in inside]
         if direct:

@@ -93,6 +93,10 @@ class Trained:
             peers.agree("trained parameters", {"trained": list(self._watch.trained)})
             self.unsharded.take(dict(module.named_parameters()), self._entrance)
 
+    def average_unsharded(self) -> list[str]:
+        """Average the gradients of parameters that FSDP2 does not cut, as `ReducedApart.average` does."""
+        return self.unsharded.average() if self.unsharded.named else []
+
     @torch._disable_dynamo
     def look_for_optimizers(self, steps: Steps) -> None:
         """Notice new ones."""

@@ -44,10 +44,8 @@ class ParameterWatch:
     def look(self, module: nn.Module) -> None:
         """Take the parameters as they are."""
         parts = list(module.modules())
-        self._children: list[dict[str, Any]] = [part._modules for part in parts]
-        self._slots: list[dict[str, Any]] = [part._parameters for part in parts]
-        self._parts = list(chain.from_iterable(map(dict.values, self._children)))
-        self._held = list(chain.from_iterable(map(dict.values, self._slots)))
+        self._places: list[dict[str, Any]] = [place for part in parts for place in (part._modules, part._parameters)]
+        self._held = list(chain.from_iterable(map(dict.values, self._places)))
         named = dict(module.named_parameters())
         self.trained = {name: p for name, p in named.items() if p.requires_grad and not is_elsewhere(p)}
         self._parameters = list(named.values())
@@ -63,9 +61,8 @@ class ParameterWatch:
         Raises:
             ContractError: A layer or a parameter was added, or put in place of another.
         """
-        parts = list(chain.from_iterable(map(dict.values, self._children)))
-        held = list(chain.from_iterable(map(dict.values, self._slots)))
-        if _same(parts, self._parts) and _same(held, self._held):
+        held = list(chain.from_iterable(map(dict.values, self._places)))
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
         known = set(map(id, self._parameters))
         others = [(name, p) for name, p in module.named_parameters() if id(p) not in known]
@@ -81,7 +78,3 @@ class ParameterWatch:
             fix=f"model, ctx = weft.undo(model, ctx); model.{new[0].partition('.')[0]} = ...; "
             f"model, ctx = weft.{self._what}(model, ctx)",
         )
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))

@@ -7,6 +7,7 @@ other, stepped as in one process, and cut again. State of the parameter's shape 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
@@ -117,25 +118,18 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: C
     Raises:
         OrderError: `gather_step` is missing.
     """
-    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
-    if any(isinstance(one, (SwappedStep, PartitionedStep)) for one in hooks):
+    problem = _problem_of(type(optimizer))
+    if isinstance(optimizer, _FUSED_ON_PLAIN) and any(entry.get("fused") for entry in optimizer.param_groups):
+        problem = "with fused=True cannot step on shards: torch has its kernel for plain tensors only"
+    elif uneven and type(optimizer) is not torch.optim.SGD and _holds(optimizer, uneven):
+        problem = "cannot step on complex shards that differ in size: torch would lose its steps"
+    hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    if problem is None or any(isinstance(one, (SwappedStep, PartitionedStep)) for one in hooks):
         return
     kind = type(optimizer).__name__
-    if isinstance(optimizer, _LOOK_AT_WHOLE):
-        problem = f"{kind} looks at whole tensors, and would step on shards"
-    elif isinstance(optimizer, _FUSED_ON_PLAIN) and any(entry.get("fused") for entry in optimizer.param_groups):
-        problem = f"{kind} with fused=True cannot step on shards: torch has its kernel for plain tensors only"
-    elif isinstance(optimizer, torch.optim.Rprop):
-        problem = f"{kind} cannot step on shards: torch has its operations for plain tensors only"
-    elif type(optimizer) is not torch.optim.SGD and _holds(optimizer, uneven):
-        problem = f"{kind} cannot step on complex shards that differ in size: torch would lose its steps"
-    elif is_of(optimizer, "bitsandbytes"):
-        problem = f"{kind} cannot step on shards: bitsandbytes has its kernels for plain tensors only"
-    else:
-        return
     couples_all = isinstance(optimizer, torch.optim.LBFGS)
     raise OrderError(
-        f"{what}: {problem}",
+        f"{what}: {kind} {problem}",
         found=f"{kind} over sharded parameters" + ("" if couples_all else ", without gather_step"),
         expected="replicate, which leaves parameters whole"
         if couples_all
@@ -146,8 +140,20 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: C
     )
 
 
+@functools.cache  # asked in every step
+def _problem_of(kind: type[torch.optim.Optimizer]) -> str | None:
+    """Why no optimizer of a class can step on shards."""
+    if issubclass(kind, _LOOK_AT_WHOLE):
+        return "looks at whole tensors, and would step on shards"
+    if issubclass(kind, torch.optim.Rprop):
+        return "cannot step on shards: torch has its operations for plain tensors only"
+    if is_of(kind, "bitsandbytes"):
+        return "cannot step on shards: bitsandbytes has its kernels for plain tensors only"
+    return None
+
+
 def _holds(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
-    return bool(wanted) and any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"])
+    return any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"])
 
 
 def _whole(value: Any) -> Any:

@@ -11,12 +11,14 @@ import gc
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
 
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
@@ -92,9 +94,7 @@ class Steps:
         self._owner = weakref.ref(owner)
         self._group: dist.ProcessGroup | None = group
         self._peers = peers
-        self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._searches_left = _MAX_SEARCHES
         self._looked = False
         self._version = self._number = 0  # of a parameter, and of steps, at the last look
@@ -127,11 +127,11 @@ class Steps:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """See the steps of this optimizer."""
-        if optimizer not in self._handles:
-            handle = self._handles[optimizer] = optimizer.register_step_pre_hook(self._before)
+        if optimizer not in self._seen:
+            steps = optimizer.register_step_pre_hook(self._before)
             # First of all: other hooks read gradients, which may be pending.
-            optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-            self._saves[optimizer] = optimizer.register_state_dict_post_hook(self._refuse_file)
+            optimizer._optimizer_step_pre_hooks.move_to_end(steps.id, last=False)  # type: ignore[attr-defined]
+            self._seen[optimizer] = _Seen((steps, optimizer.register_state_dict_post_hook(self._refuse_file)))
 
     def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Raise if an optimizer that holds nothing of the module was meant for it.
@@ -140,7 +140,7 @@ class Steps:
             ContractError: The module has gradients and no optimizer, and this one has no gradients.
         """
         held = [p for entry in optimizer.param_groups for p in entry["params"]]
-        if self.number or len(self._handles) or self._group is None or any(p.grad is not None for p in held):
+        if self.number or len(self._seen) or self._group is None or any(p.grad is not None for p in held):
             return  # a module that was stepped on had an optimizer, which may be gone
         if any(p.grad is not None for p in module.parameters()):
             kind = type(optimizer).__name__
@@ -154,10 +154,10 @@ class Steps:
 
     def release(self) -> None:
         """Take the hooks off and let the process group go."""
-        for handle in (*self._handles.values(), *self._saves.values()):
-            handle.remove()
-        self._handles.clear()
-        self._saves.clear()
+        for seen in self._seen.values():
+            for handle in seen.handles:
+                handle.remove()
+        self._seen.clear()
         if self._ignore_first_steps is not None:
             self._ignore_first_steps()
         self._group = None
@@ -181,7 +181,8 @@ class Steps:
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
         """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
-        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        seen = self._seen[optimizer]
+        seen.steps = number = seen.steps + 1
         if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
             return
         what = f"step {number} of {type(optimizer).__name__}"
@@ -207,6 +208,14 @@ class Steps:
         dist.all_reduce(mean, group=self._group)
         mean /= dist.get_world_size(self._group)
         return float(mean) if isinstance(loss, float) else mean
+
+
+@dataclass
+class _Seen:
+    """What is kept of one optimizer: the hooks on it, and how many steps it has made."""
+
+    handles: tuple[RemovableHandle, ...]
+    steps: int = 0
 
 
 def _see_first_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:
