@@ -121,7 +121,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: C
     problem = _problem_of(type(optimizer))
     if isinstance(optimizer, _FUSED_ON_PLAIN) and any(entry.get("fused") for entry in optimizer.param_groups):
         problem = "with fused=True cannot step on shards: torch has its kernel for plain tensors only"
-    elif uneven and type(optimizer) is not torch.optim.SGD and _holds(optimizer, uneven):
+    elif problem is None and uneven and type(optimizer) is not torch.optim.SGD and _holds(optimizer, uneven):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"
     hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
     if problem is None or any(isinstance(one, (SwappedStep, PartitionedStep)) for one in hooks):
@@ -141,7 +141,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: C
 
 
 @functools.cache  # asked in every step
-def _problem_of(kind: type[torch.optim.Optimizer]) -> str | None:
+def _problem_of(kind: type[Any]) -> str | None:
     """Why no optimizer of a class can step on shards."""
     if issubclass(kind, _LOOK_AT_WHOLE):
         return "looks at whole tensors, and would step on shards"
