@@ -118,19 +118,20 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: C
     Raises:
         OrderError: `gather_step` is missing.
     """
-    problem = _problem_of(type(optimizer))
+    kind: type[Any] = type(optimizer)
+    problem = _problem_of(kind)
     if isinstance(optimizer, _FUSED_ON_PLAIN) and any(entry.get("fused") for entry in optimizer.param_groups):
         problem = "with fused=True cannot step on shards: torch has its kernel for plain tensors only"
-    elif problem is None and uneven and type(optimizer) is not torch.optim.SGD and _holds(optimizer, uneven):
+    elif problem is None and uneven and kind is not torch.optim.SGD and _holds(optimizer, uneven):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"
     hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
     if problem is None or any(isinstance(one, (SwappedStep, PartitionedStep)) for one in hooks):
         return
-    kind = type(optimizer).__name__
-    couples_all = isinstance(optimizer, torch.optim.LBFGS)
+    name = kind.__name__
+    couples_all = issubclass(kind, torch.optim.LBFGS)
     raise OrderError(
-        f"{what}: {kind} {problem}",
-        found=f"{kind} over sharded parameters" + ("" if couples_all else ", without gather_step"),
+        f"{what}: {name} {problem}",
+        found=f"{name} over sharded parameters" + ("" if couples_all else ", without gather_step"),
         expected="replicate, which leaves parameters whole"
         if couples_all
         else f"{what}, then the optimizer, then gather_step; or replicate",
