@@ -118,7 +118,7 @@ def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: C
     Raises:
         OrderError: `gather_step` is missing.
     """
-    kind: type[Any] = type(optimizer)
+    kind: Any = type(optimizer)  # mypy does not know that a class has a hash
     problem = _problem_of(kind)
     if isinstance(optimizer, _FUSED_ON_PLAIN) and any(entry.get("fused") for entry in optimizer.param_groups):
         problem = "with fused=True cannot step on shards: torch has its kernel for plain tensors only"
