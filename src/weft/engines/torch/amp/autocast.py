@@ -118,8 +118,7 @@ class PreciseModule:
             is_sharded = _is_sharded(module)
             cache = torch.is_autocast_cache_enabled() and not is_sharded
             mode = torch.amp.autocast_mode._enter_autocast(self._device_type, dtype, enabled, cache)
-            wanted = is_sharded and enabled and torch.is_grad_enabled()
-            if wanted and self._casts_again:
+            if is_sharded and enabled and torch.is_grad_enabled() and self._casts_again:
                 again = casting_again()
                 again.__enter__()
         self._entered.append((mode, again))
