@@ -3,7 +3,7 @@
 gloo's own collectives send a buffer in many pieces; for some kilobytes they cost more than the numbers.
 Here each message is whole. Recursive doubling: in round k each rank swaps its partial sum, or all that
 it gathered so far, with the rank whose number differs in bit k. That is an all-to-all in which all other
-pieces are empty (cheaper than a send and a receive, which gloo handles apart). Both ranks add the same
+pieces are empty (for small ones cheaper than a send and a receive, which gloo handles apart). Both ranks add the same
 two numbers, so all end with the same bits.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
@@ -22,6 +22,7 @@ __all__ = ["PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
 
 _SWAP_TAG = 0x5E7F  # of messages that two ranks swap; a program that sends over the same group uses others
 _MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
+_SMALL_BYTES = 2**16  # of one block that is gathered; from there on a send and a receive cost less
 
 
 def as_real(buffer: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,11 @@ class PairGather:
         for exchanges in zip(*(one._rounds for one in gathers), strict=True):
             group, works = gathers[0]._group, []
             for theirs, ours, peer in exchanges:
-                works += [group.send([ours], peer, _SWAP_TAG), group.recv([theirs], peer, _SWAP_TAG)]
+                if ours.nbytes < _SMALL_BYTES:
+                    splits = [len(ours) if rank == peer else 0 for rank in range(group.size())]
+                    works.append(group.alltoall_base(theirs, ours, splits, splits))
+                else:
+                    works += [group.send([ours], peer, _SWAP_TAG), group.recv([theirs], peer, _SWAP_TAG)]
             for work in works:
                 work.wait()
 
