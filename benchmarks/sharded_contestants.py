@@ -162,10 +162,12 @@ def fabric(model: nn.Module, case: Case) -> Run:
     return fabric_loop(*fabric_prepared(model, case), case)
 
 
-def weft_sharded(model: nn.Module, case: Case, *, default_units: bool = False) -> Run:
+def weft_sharded(model: nn.Module, case: Case, *, default_units: bool = False, gather: bool = False) -> Run:
     ctx = weft.adopt()
     if case.bf16:
-        model, ctx = weft.with_precision(model, ctx, "bf16")
+        bf16, fp32 = torch.bfloat16, torch.float32
+        policy = weft.Precision(param=fp32, compute=bf16, gather=bf16, output=fp32) if gather else "bf16"
+        model, ctx = weft.with_precision(model, ctx, policy)
     units = None if default_units or isinstance(model, Transformer) else nn.Linear
     model, ctx = weft.fully_shard(model, ctx, units=units)
     expected = 1 if units is None and not isinstance(model, Transformer) else len(units_of(model)) + 1
@@ -240,6 +242,7 @@ SHARD: Builders = {
     "fabric": fabric,
     "weft": weft_sharded,
     "weft units": partial(weft_sharded, default_units=True),
+    "weft gather": partial(weft_sharded, gather=True),
 }
 # They cast the weights to bf16 and compute with those, which is not what autocast does.
 OTHER_NUMBERS = {"shard-bf16": {"torch own", "accelerate"}}
@@ -257,6 +260,6 @@ def available(case: Case, model: nn.Module) -> list[str]:
         return available_replicated(case)
     names = [name for name in builders_of(case) if installed(name)]
     left_out = {"torch tail"} if case.micro > 1 or case.bf16 else set()
-    left_out |= {"torch own"} if not case.bf16 else set()
+    left_out |= {"torch own", "weft gather"} if not case.bf16 else set()
     left_out |= {"weft units"} if isinstance(model, Transformer) else set()  # the same as "weft"
     return [name for name in names if name not in left_out]
