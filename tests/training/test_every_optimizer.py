@@ -265,3 +265,25 @@ def test_an_optimizer_that_changes_parameters_in_eval_is_refused_in_stage_1_alon
     expected = _average(model, Averaging(model.parameters()), _x())
     for found in run_ranks(_averaged, 2):
         assert all(largest_difference(each, expected) < 1e-12 for each in found)
+
+
+def _steps_with_the_hooks_of_another(ctx):
+    model, ctx = weft.fully_shard(_net(), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(_x(ctx)).sum().backward()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    other._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks  # as wrappers do that copy `__dict__`
+    other.step()
+    optimizer.step()
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def test_an_optimizer_with_the_hooks_of_another_steps():
+    model = _net()
+    model(_x()).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad /= 2  # the mean of two ranks
+    optimizer.step()
+    for found in run_ranks(_steps_with_the_hooks_of_another, 2):
+        assert largest_difference(found, list(model.parameters())) < 1e-12

@@ -181,7 +181,7 @@ class Steps:
 
     def _compare(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
         """Compare settings with those of the other ranks, of which a different one lets weights drift apart."""
-        seen = self._seen[optimizer]
+        seen = self._seen.setdefault(optimizer, _Seen())  # a wrapper may have the hooks of an optimizer
         seen.steps = number = seen.steps + 1
         if number > _OFTEN and number % (_OFTEN if number <= _RARELY else _RARELY):
             return
@@ -214,7 +214,7 @@ class Steps:
 class _Seen:
     """What is kept of one optimizer: the hooks on it, and how many steps it has made."""
 
-    handles: tuple[RemovableHandle, ...]
+    handles: tuple[RemovableHandle, ...] = ()
     steps: int = 0
 
 
