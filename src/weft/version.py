@@ -1,3 +1,3 @@
 """The version of weft, which ranks compare when they start."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import os
 import random
 import re
 import subprocess
@@ -18,9 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import weft
+from tests.checkpoint.folders import folders
 from tests.variants import slow_cases
-from weft.checkpoint.format.commit import folders
 from weft.checkpoint.state.json_values import decode, encode
+from weft.checkpoint.storage.directory import Directory
 from weft.errors import CheckpointError, PeerError
 from weft.testing import RanksFailed, run_ranks
 
@@ -712,28 +712,21 @@ def test_a_step_is_saved_once(tmp_path):
     state, ctx = _local({"box": Box(1)})
     path = weft.save(state, tmp_path, 5, ctx)
     before = (path / "manifest.json").read_bytes()
-    with pytest.raises(CheckpointError, match=r"save: step 5 has already been saved(.|\n)*found: (.|\n)*fix: "):
-        weft.save(state, tmp_path, 5, ctx)
+    assert weft.save(state, tmp_path, 5, ctx) == weft.save_async(state, tmp_path, 5, ctx).wait() == path  # tried again
+    for value in (2, torch.ones(2), torch.zeros(2)):
+        state.objects["box"].value = value
+        with pytest.raises(CheckpointError, match=r"save: step 5 has already been saved(.|\n)*found: (.|\n)*fix: "):
+            weft.save(state, tmp_path, 5, ctx)
     assert (path / "manifest.json").read_bytes() == before
 
 
 def test_two_savers_are_not_let_in(tmp_path):
-    class Saves(Box):
-        def state_dict(self):
-            if self.value:
-                inner, ctx = _local({"box": Box()})
-                self.value = False
-                with pytest.raises(CheckpointError, match=r"another process is saving into (.|\n)*fix: "):
-                    weft.save(inner, tmp_path, 2, ctx)
-            return {}
-
-    # The lock is held by another file handle of this process, as it would be by another job.
-    from weft.checkpoint.draft import lock
-
-    handle = lock(tmp_path)
-    state, ctx = _local({"box": Saves(True)})
-    state.objects["box"].state_dict()
-    os.close(handle)
+    state, ctx = _local({"box": Box()})
+    with (
+        Directory(tmp_path).lock(),
+        pytest.raises(CheckpointError, match=r"another process is saving into (.|\n)*fix: "),
+    ):
+        weft.save(state, tmp_path, 2, ctx)
     assert weft.save(state, tmp_path, 2, ctx).name == "step-00000002"
 
 

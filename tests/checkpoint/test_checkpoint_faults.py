@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import weft
+from tests.checkpoint.folders import folders
 from tests.variants import slow
-from weft.checkpoint.format.commit import folders
 from weft.checkpoint.format.manifest import check, read_manifest
 from weft.errors import CheckpointError, PeerError
 from weft.testing import RanksFailed, run_ranks
@@ -679,14 +679,14 @@ def test_a_checkpoint_of_a_newer_weft_is_neither_passed_over_nor_renamed(tmp_pat
     path = _saved(tmp_path)
     state, ctx = _build(weft.local(), -1), weft.local()
     data = _data(path)
-    data["format"] = "weft checkpoint 2"
+    data["format"] = "weft checkpoint 3"
     _plant(path, data)
     for call in (
         lambda: weft.restore(state, tmp_path, ctx),
         lambda: weft.checkpoint.latest(tmp_path),
         lambda: weft.checkpoint.verify(path),
     ):
-        with pytest.raises(CheckpointError, match=r"another version of weft\n  found: +format 'weft checkpoint 2'"):
+        with pytest.raises(CheckpointError, match=r"another version of weft\n  found: +format 'weft checkpoint 3'"):
             call()
     weft.restore(state, tmp_path / "step-00000001", ctx)
     with pytest.raises(CheckpointError):

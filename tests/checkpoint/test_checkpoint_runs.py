@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import weft
-from weft.checkpoint.format import commit
-from weft.checkpoint.format.commit import folders
+from tests.checkpoint.folders import folders
 from weft.checkpoint.format.manifest import read_manifest
+from weft.checkpoint.storage.directory import Directory
 from weft.errors import CheckpointError, PeerError
 from weft.testing import run_ranks
 
@@ -73,7 +73,9 @@ def test_two_runs_do_not_mix_in_one_directory(tmp_path, how):
     weft.save(other, tmp_path, 104, its)
     runs = {read_manifest(path).run for path in folders(tmp_path)}
     assert len(runs) == 1 and None not in runs
-    with pytest.raises(CheckpointError, match="lower than the steps of checkpoints in"):
+    with pytest.raises(
+        CheckpointError, match=r"another job of this run saves into .*\n.*: step-00000104\n(.|\n)*fix: "
+    ):
         weft.save(state, tmp_path, 50, ctx)
 
 
@@ -178,8 +180,8 @@ def test_what_a_run_saves_below_its_own_steps_is_no_branch(tmp_path):
 def test_discarding_is_agreed_on_and_fails_on_all_ranks(tmp_path):
     def restores(ctx, folder, lacks):
         state = weft.checkpointable({"box": Box()}, ctx)[0]
-        real = commit.rename_as
-        commit.rename_as = _fails if lacks else real
+        real = Directory.set_aside
+        Directory.set_aside = _fails if lacks else real
         try:
             with (
                 pytest.raises((OSError, PeerError))
@@ -188,7 +190,7 @@ def test_discarding_is_agreed_on_and_fails_on_all_ranks(tmp_path):
             ):
                 weft.restore(state, folder / "step-00000001", ctx, discard_newer=lacks or ctx.rank == 0)
         finally:
-            commit.rename_as = real
+            Directory.set_aside = real
         weft.restore(state, folder / "step-00000001", ctx, discard_newer=True)
 
     for lacks in (False, True):
@@ -236,7 +238,7 @@ def test_older_ones_that_cannot_be_removed_are_left_with_a_warning(tmp_path, mon
 
     monkeypatch.setattr(os, "rename", rename)
     with pytest.warns(
-        RuntimeWarning, match=r"step-00000002 is saved, but older .*Operation not permitted.*step-00000001"
+        RuntimeWarning, match=r"step-00000002 is saved, but .* failed: .*Operation not permitted.*step-00000001"
     ):
         assert weft.save(state, tmp_path, 2, ctx, keep=1).name == "step-00000002"
     monkeypatch.undo()
@@ -246,21 +248,19 @@ def test_older_ones_that_cannot_be_removed_are_left_with_a_warning(tmp_path, mon
 
 def test_a_file_that_does_not_come_back_as_it_was_written_removes_nothing(tmp_path, monkeypatch):
     state, ctx = _saved(tmp_path, [1])
-    monkeypatch.setattr("weft.checkpoint.draft.digest_of", lambda path, kind: "0")
-    with pytest.raises(OSError, match="returns other bytes than were written"):
+    monkeypatch.setattr("weft.checkpoint.storage.directory.digest_of", lambda path, kind: "0")
+    with pytest.raises(OSError, match="what is read back differs from what was written; nothing was committed"):
         weft.save(state, tmp_path, 2, ctx, keep=1)
     assert _names(tmp_path) == ["step-00000001"]
 
 
 def test_every_manifest_is_read_once_however_many_are_kept(tmp_path, monkeypatch):
-    from weft.checkpoint import history
-
     _saved(tmp_path, range(70))
     state, ctx = _job()
     weft.restore(state, tmp_path, ctx)
     read = []
-    real = history.read_head
-    monkeypatch.setattr(history, "read_head", lambda folder: read.append(folder) or real(folder))
+    real = Directory.manifest
+    monkeypatch.setattr(Directory, "manifest", lambda self, name: read.append(name) or real(self, name))
     for step in range(70, 75):
         weft.save(state, tmp_path, step, ctx, keep=70)
     assert len(_names(tmp_path)) == 70 and len(read) == len(set(read)) <= 75
@@ -272,8 +272,8 @@ def test_every_manifest_is_read_once_however_many_are_kept(tmp_path, monkeypatch
 @pytest.mark.parametrize("how", ["restore", "latest"])
 def test_a_reader_beside_a_run_that_removes_what_it_was_told_of_looks_again(tmp_path, monkeypatch, how):
     state, ctx = _saved(tmp_path, [1])
-    real, moves = (restoring.read_manifest, 3) if how == "restore" else (commit.read_manifest, 3)
-    module = restoring if how == "restore" else commit
+    module = restoring if how == "restore" else importlib.import_module("weft.checkpoint.storage.directory")
+    real, moves = module.read_manifest, 3
 
     def read(folder):
         nonlocal moves

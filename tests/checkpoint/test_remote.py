@@ -1,5 +1,6 @@
 """Checkpoints at a URL: a store without rename, whose listing lags behind."""
 
+import io
 import os
 import signal
 import subprocess
@@ -17,9 +18,24 @@ from torch import nn
 
 import weft
 from weft.checkpoint import latest, verify
-from weft.checkpoint.format.remote import RemotePath, place
+from weft.checkpoint.storage.bucket import RemotePath
+from weft.checkpoint.storage.find import place
 from weft.errors import CheckpointError
 from weft.testing import largest_difference, run_ranks
+
+
+class _Object(io.FileIO):
+    """An object that is being sent: it is there once it is closed."""
+
+    def __init__(self, target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._target, self._part = target, target.with_name(f".{target.name}.{os.getpid()}")
+        super().__init__(self._part, "wb")
+
+    def close(self):
+        if not self.closed:
+            super().close()
+            self._part.replace(self._target)
 
 
 class Bucket(LocalFileSystem):
@@ -35,17 +51,15 @@ class Bucket(LocalFileSystem):
     def mv(self, *args, **kwargs):
         raise NotImplementedError("there is no rename")
 
-    def put_file(self, lpath, rpath, callback=None, **kwargs):
-        del callback, kwargs
-        self.pipe_file(rpath, Path(lpath).read_bytes())
+    def _open(self, path, mode="rb", **kwargs):
+        if mode != "wb":
+            return super()._open(path, mode, **kwargs)
+        return _Object(Path(self._strip_protocol(path)))
 
     def pipe_file(self, path, value, mode="overwrite", **kwargs):
         del mode, kwargs
-        target = Path(self._strip_protocol(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}")
-        part.write_bytes(value)
-        part.replace(target)
+        with self._open(path, "wb") as file:
+            file.write(value)
 
     def ls(self, path, detail=False, **kwargs):
         found = [one for one in super().ls(path, detail=True, **kwargs) if "/." not in one["name"]]
@@ -114,8 +128,12 @@ def test_keep_removes_the_oldest_and_a_step_is_saved_once(bucket, tmp_path):
         "step-00000003",
         "step-00000004",
     ]
+    assert str(weft.save(state, bucket, 4, ctx)) == f"{bucket}/step-00000004"  # tried again
+    with torch.no_grad():
+        state.objects["model"].weight.add_(1.0)
     with pytest.raises(CheckpointError, match="step 4 has already been saved"):
         weft.save(state, bucket, 4, ctx)
+    assert len(list((tmp_path / "store" / "run" / "step-00000004").iterdir())) == 2
     with pytest.raises(CheckpointError, match="lower than the steps of checkpoints"):
         weft.restore(state, f"{bucket}/step-00000003", ctx)
         weft.save(state, bucket, 2, ctx)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from tests.checkpoint.folders import folders
 from tests.variants import slow
-from weft.checkpoint.format.commit import folders
 from weft.checkpoint.save_async import _Saver
 from weft.checkpoint.staging import Staged, Staging
 from weft.context import shutdown
@@ -197,7 +197,8 @@ def test_the_copy_has_the_bytes_of_every_kind_of_tensor(tmp_path, block_bytes, m
         monkeypatch.setattr(staging, "_take", lambda total, device: None)
         staging._blocks = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(20)]
     staged = staging.copy(tensors, torch.device("cpu"))
-    staged.write(tmp_path / "two")
+    with (tmp_path / "two").open("wb") as file:
+        staged.write(file)
     from safetensors.torch import load_file
 
     found = load_file(tmp_path / "two")
@@ -260,7 +261,7 @@ def test_bad_arguments_are_refused_under_its_own_name(tmp_path):
     weft.save_async(_state(ctx, 1), tmp_path, 1, ctx).wait()
     for _ in range(2):  # and the lock is free after it
         with pytest.raises(CheckpointError, match=r"step 1 has already been saved(.|\n)*fix: "):
-            weft.save_async(_state(ctx, 1), tmp_path, 1, ctx)
+            weft.save_async(_state(ctx, 2), tmp_path, 1, ctx)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".saving", "step-00000001"]
 
 

@@ -5,6 +5,7 @@ import hashlib
 import html
 import html.parser
 import json
+import os
 import re
 import shlex
 import shutil
@@ -368,7 +369,73 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_shown(tmp_path):
     (tmp_path / "other.csv").write_text("name,size\na,1\n")
     run = read(tmp_path)
     assert run.series == {"loss": {1: 2.0}} and len(run.problems) == 2
-    assert "log.jsonl: 2 lines are not JSON with a step" in render([run])
+    assert "log.jsonl: 2 lines are not JSON with a step and its values" in render([run])
+
+
+_DEEP = "[" * 100_000
+_LOST = {"time": 1.0, "new": [], "again": False, "seconds": None, "lost": []}
+_REHEARSED = {"format": "weft rehearsal 1", "timeline": [], "peak": {}, "at_rest": {}, "messages": [], "mesh": []}
+_EVENT = {"ph": "X", "dur": 1, "ts": 1, "cat": "cpu_op", "name": "a"}
+HOSTILE = {
+    "deep.jsonl": f'{{"step": 1, "a": {_DEEP}',
+    "numbers.jsonl": f'{{"step": 2, "loss": 1{"0" * 400}}}\n{{"step": 1{"0" * 400}, "a": 1}}\n{{"step": 2, "a": NaN}}',
+    "long.jsonl": f'{{"step": 2, "a": {"9" * 10_000}}}',
+    "half.jsonl": '{"step": 2, "\\ud800": 1, "b": "\\udfff"}',
+    "other.jsonl": '[1]\n3\nnull\n"x"\n{}\n{"step": {}}\n{"step": true}\n{"step": 1, "explain": 3, "program": "3"}',
+    **{
+        f"lost{number}.jsonl": json.dumps({"step": 3, "elastic": value})
+        for number, value in enumerate(
+            [
+                {},
+                {**_LOST, "lost": [{}]},
+                {**_LOST, "new": 3},
+                {**_LOST, "new": [1], "time": 1e300},
+                {**_LOST, "lost": None},
+            ]
+        )
+    },
+    **{
+        f"rehearsal{number}.json": json.dumps(value)
+        for number, value in enumerate(
+            [_REHEARSED, {"format": "weft rehearsal 1"}, [{"format": "weft rehearsal 1"}], {**_REHEARSED, "peak": 3}]
+        )
+    },
+    "rehearsed.json": f'{{"format": "weft rehearsal 1", "a": {_DEEP}',
+    **{
+        f"rank{number}.json": json.dumps({"traceEvents": value})
+        for number, value in enumerate(
+            [
+                3,
+                [3],
+                [{**_EVENT, "dur": "x"}],
+                [{**_EVENT, "name": []}],
+                [{**_EVENT, "cat": []}],
+                [{"ph": "X", "dur": 1}],
+            ]
+        )
+    },
+    "rank9.json": f'{{"traceEvents": {_DEEP}',
+    "nul.csv": "step,loss\n1,2\n\0,3\n",
+    "long.csv": f"step,loss\n{'9' * 5000},2\n",
+    "digit.csv": "step,loss\n\u00b2,2\n",
+    "field.csv": f"step,loss\n1,{'a' * 200_000}\n",
+    "events.out.tfevents.1": "\xff" * 1000,
+}
+
+
+def test_hostile_files_are_passed_over_by_name_and_the_rest_is_shown(tmp_path):
+    (tmp_path / "run.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    for name, text in HOSTILE.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "latin.csv").write_bytes(b"step,loss\n1,\xff\n")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.csv")
+    (run,) = write_report(tmp_path)
+    assert run.series["loss"] == {1: 2.0} and not run.rehearsals
+    named = {problem.partition(":")[0] for problem in run.problems}
+    assert {"deep.jsonl", "numbers.jsonl", "long.jsonl", "half.jsonl", "other.jsonl", "lost0.jsonl", "rehearsal0.json",
+            "rehearsed.json", "rank3.json", "rank9.json", "long.csv", "latin.csv"} <= named  # fmt: skip
+    assert "half.jsonl" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_names_and_texts_cannot_break_the_page(tmp_path):

@@ -555,13 +555,13 @@ def _on_meshes(ctx, path):
 
 
 def _count(work):
-    """Bytes of tensors that are read while work is done: all but headers, which begin at byte 8."""
+    """Bytes of tensors that are read while work is done: all but headers, whose length is at byte 0 and text at 8."""
     real, total = os.preadv, 0
 
     def counting(handle, buffers, at):
         nonlocal total
         count = real(handle, buffers, at)
-        total += count if at != 8 else 0
+        total += count if at not in (0, 8) else 0
         return count
 
     os.preadv = counting

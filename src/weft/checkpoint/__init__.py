@@ -3,12 +3,13 @@
 save.py        `save`
 save_async.py  `save_async`: the same beside the program
 staging.py     the memory that it copies the state into
-draft.py       what a rank brings, and how the main rank makes a whole of it
+draft.py       what a rank brings, and how the main rank makes a whole of it; which older ones go
 compare_replicas.py    whether ranks that hold the same tensor hold the same values
 restore.py     `restore`
 reader.py      which bytes of which files this rank needs
 history.py     which checkpoints of a directory belong to a run
 format/        what a checkpoint is on disk
+storage/       where checkpoints lie, in a directory or at a URL, and which there are
 state/         objects as tensors and plain values, and back
 
 [Note: format] A checkpoint is a folder `step-<number>` with one safetensors file per rank and
@@ -18,16 +19,17 @@ the rest of it. Nothing is pickled. A tensor may be cut up in any way, so the nu
 strategy may differ between saving and restoring.
 """
 
-from weft.checkpoint.format.commit import latest, verify
 from weft.checkpoint.restore import Restored, restore
 from weft.checkpoint.save import save
 from weft.checkpoint.save_async import RunningSave, save_async
 from weft.checkpoint.state.collect import Checkpoint, checkpointable
+from weft.checkpoint.storage.find import best, latest, verify
 
 __all__ = [
     "Checkpoint",
     "Restored",
     "RunningSave",
+    "best",
     "checkpointable",
     "latest",
     "restore",

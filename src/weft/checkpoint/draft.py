@@ -6,37 +6,44 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import functools
 import hashlib
 import json
-import os
-import shutil
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
 
 from weft.checkpoint.compare_replicas import Replicas, differing, digests, fingerprints, refuse
-from weft.checkpoint.format import commit
-from weft.checkpoint.format.manifest import NAME, FileEntry, Manifest, Piece, TensorEntry, check
-from weft.checkpoint.format.remote import Mirror, mirror_of
-from weft.checkpoint.format.safetensors_write import digest_of, sync_folder, write_text
+from weft.checkpoint.format.manifest import (
+    Damage,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    check,
+    parse_manifest,
+    step_of,
+)
 from weft.checkpoint.format.tensor_blocks import Block, Held, holders, writers
 from weft.checkpoint.history import History, history_of
 from weft.checkpoint.state.collect import Checkpoint, Content, collect
 from weft.checkpoint.state.other_ranks import add_elsewhere
 from weft.checkpoint.state.random_states import random_state
+from weft.checkpoint.storage.find import checked, storage_of, target
+from weft.checkpoint.storage.protocol import Draft, Storage, changed_bytes
 from weft.collectives.on_all_ranks import from_main, gathered, gathered_on_main
 from weft.context import DistContext
 from weft.context.placement import readable
 from weft.errors import CheckpointError, listed
 
-__all__ = ["Draft", "Outline", "complete", "lock", "outline", "outline_of", "start_draft"]
+__all__ = ["Keep", "Outline", "Saving", "Write", "complete", "outline", "outline_of", "start_saving"]
+
+
+Write: TypeAlias = Callable[[IO[bytes]], FileEntry]  # writes the file of this rank
 
 
 # -- what a rank brings ------------------------------------------------------------------------------
@@ -136,153 +143,143 @@ def _digests(brought: Outline) -> dict[str, str]:
     return {key: hashlib.sha256("".join(text).encode()).hexdigest() for key, text in texts.items()}
 
 
-# -- the hidden folder -------------------------------------------------------------------------------
+# -- the draft ---------------------------------------------------------------------------------------
 
 
-class Draft(NamedTuple):
-    """The hidden folder of one save and, on the main rank, the lock of the directory.
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """One save: where it writes and, on the main rank, what it found there.
 
     Attributes:
-        hidden: Where the files are written.
-        final: Where they appear; a URL if they are sent there.
-        mirror: Of a URL.
+        storage: The directory, or the URL.
+        name: Of the checkpoint.
+        draft: Where the files are written until they are a checkpoint.
         history: What this job knows of the directory.
-        ending: A context: however it is left, the lock is given back, and after an error the folder is removed.
+        existing: The whole checkpoint that has this name already.
+        is_abandoned: It belongs to a branch that was abandoned, and makes room; otherwise only an equal one is saved.
+        ending: A context: however it is left, the lock is given back, and after an error the draft is removed.
     """
 
-    hidden: Path
-    final: Path
-    mirror: Mirror | None
+    storage: Storage
+    name: str
+    draft: Draft
     history: History
+    existing: Manifest | None = None
+    is_abandoned: bool = False
     ending: contextlib.ExitStack
 
+    @property
+    def path(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.storage.where / self.name
 
-def start_draft(what: str, directory: Path, step: int, ctx: DistContext) -> Draft | None:
-    """Lock the directory and make the hidden folder, on the main rank.
+
+def start_saving(what: str, directory: Path, step: int, brought: Outline, ctx: DistContext) -> Saving | None:
+    """Lock the directory and begin a draft, on the main rank.
 
     Returns:
         None in an elastic job if there is nothing to save: the step has failed and is made again, or a replica that
         is gone has saved it.
 
     Raises:
-        CheckpointError: Another job saves there, the step has already been saved, or a restart would take another one.
+        CheckpointError: Another job saves there, the step has already been saved with other values, or a restart would
+            take another one.
         PeerError: It failed on the main rank.
     """
     replicas = ctx.replicas
     if replicas is not None and any(gathered(what, ctx, lambda: replicas.broken)):
         return None
-    history, mirror = history_of(ctx, directory), mirror_of(directory)
-    local, final = directory if mirror is None else mirror.local, commit.target(directory, step)
+    history, storage, name = history_of(ctx, directory), storage_of(directory), target(directory, step).name
+    found: dict[str, Any] = {}
     with contextlib.ExitStack() as ending:
 
         def start() -> list[str]:
-            handle = lock(local)
-            _held().add(handle)
-            ending.callback(os.close, handle)
-            ending.callback(_held().discard, handle)
-            if mirror is not None:
-                mirror.refresh()
-            history.check(directory, step, commit.named_folders(local))
-            if replicas is not None and history.is_of_another_replica(local / final.name):
-                return ["", history.name_run()]
-            if mirror is not None:
-                _make_room(mirror, final, step, history)
-            folder = commit.begin(local, step)
-            ending.push(lambda kind, *_: shutil.rmtree(folder, ignore_errors=True) if kind else None)
-            return [folder.name, history.name_run()]
+            ending.enter_context(storage.lock())
+            if replicas is not None and history.is_of_another_replica(storage, name):
+                return ["", "", history.name_run()]
+            history.check(storage, step)
+            found.update(_found_there(storage, name, history, brought))
+            draft = storage.begin(name)
+            ending.push(lambda kind, *_: storage.abandon(draft) if kind else None)
+            return [*draft, history.name_run()]
 
-        hidden, run = from_main(what, ctx, start)
+        folder, suffix, run = from_main(what, ctx, start)
         history.belongs_to(run)
-        return Draft(local / hidden, final, mirror, history, ending.pop_all()) if hidden else None
+        if not folder:
+            return None
+        draft = Draft(folder, suffix)
+        return Saving(storage=storage, name=name, draft=draft, history=history, ending=ending.pop_all(), **found)
 
 
-def _make_room(mirror: Mirror, final: Path, step: int, history: History) -> None:
-    """Remove what was never committed, and a damaged checkpoint of the same step."""
-    there = (mirror.local / final.name).exists()
-    if there and not history.is_damaged(final.name) and mirror.is_complete(final.name):
-        raise commit.saved_already(final, step)
-    if there:
-        mirror.delete(final.name)
-    mirror.remove_leftovers()
-
-
-def lock(directory: Path) -> int:
-    """Take the lock of a directory: one job saves at a time. It is given back by closing the file.
+def _found_there(storage: Storage, name: str, history: History, brought: Outline) -> dict[str, Any]:
+    """What has the name of a checkpoint that is to be saved.
 
     Raises:
-        CheckpointError: Somebody else holds it.
+        CheckpointError: It is whole and has other values, or is of another version of the format.
+        OSError: It cannot be read.
     """
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for folder in made:
-        sync_folder(folder.parent)  # or a power cut takes the new directory away, and all that is in it
-    handle = os.open(directory / ".saving", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    with contextlib.suppress(PermissionError):  # another user made it
-        os.fchmod(handle, 0o600)  # whoever may read it may take the lock
+    if name not in storage.names():
+        return {}
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        raise CheckpointError(
-            f"save: another process is saving into {directory}",
-            found="the lock of the directory is held",
-            expected="one job per directory, one save at a time",
-            fix="give each run a directory of its own",
-        ) from error
-    return handle
+        existing = checked(storage, name, content=True)
+    except Damage:
+        return {}  # a run that went back behind it comes to this step again
+    is_abandoned = name in history.abandoned
+    if not is_abandoned and json.dumps(existing.values) != json.dumps(brought.values):
+        raise _saved_already(storage.where / name)
+    return {"existing": existing, "is_abandoned": is_abandoned}
 
 
-@functools.cache
-def _held() -> set[int]:
-    """The locks that this process holds. A process forked from it lets go of them.
-
-    The workers of a loader may be forked during a save, and outlive a killed trainer by seconds: the
-    trainer that takes its place would find the directory locked.
-    """
-    held: set[int] = set()
-
-    def let_go() -> None:
-        while held:
-            os.close(held.pop())
-
-    os.register_at_fork(after_in_child=let_go)
-    return held
+def _saved_already(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"save: step {step_of(path.name)} has already been saved",
+        found=f"{path}, with other values",
+        expected="a new step: existing checkpoints are never changed",
+        fix=f'weft.save(state, "{path.parent}-2", {step_of(path.name)}, ctx)  # or another step',
+    )
 
 
 # -- writing and committing --------------------------------------------------------------------------
 
 
+class Keep(NamedTuple):
+    """Which checkpoints stay, besides the new one.
+
+    Attributes:
+        newest: How many by step; None: all.
+        best: How many by score.
+    """
+
+    newest: int | None = None
+    best: int = 0
+
+
 def complete(
     what: str,
-    draft: Draft,
+    saving: Saving,
     step: int,
     brought: Outline,
-    write: Callable[[Path], FileEntry],
+    write: Write,
     ctx: DistContext,
     *,
-    keep: int | None,
+    keep: Keep,
+    score: float | None = None,
 ) -> None:
     """Write this rank's file and, when all ranks have, commit; then remove what is too old.
 
     Raises:
-        CheckpointError: The state differs between the ranks.
+        CheckpointError: The state differs between the ranks, or from what has been saved as this step.
         PeerError: Another rank failed; nothing was committed.
         OSError: Writing failed.
     """
-    name = f"rank-{ctx.rank:05d}-of-{ctx.world_size:05d}.safetensors"
+    storage, draft = saving.storage, saving.draft
+    name = draft.file(ctx.rank, ctx.world_size)
 
     def written() -> dict[str, Any]:
-        if draft.mirror is not None:
-            draft.hidden.mkdir(parents=True, exist_ok=True)  # the main rank has made that of its machine
-        entry = write(draft.hidden / name)
-        if draft.mirror is not None:
-            draft.mirror.put(draft.hidden / name, draft.final.name)
-        # Read back if older ones are removed for it.
-        if keep is not None and _read_back(draft, name, entry.hash) != entry.digest:
-            problem = "the file system returns other bytes than were written; nothing was committed"
-            raise OSError(errno.EIO, problem, str(draft.final / name))
-        if draft.mirror is not None:
-            (draft.hidden / name).unlink()
+        with storage.new_file(draft, name) as file:
+            entry = write(file)
+        if not _holds(storage, draft, name, entry):
+            raise changed_bytes(saving.path / name)
         return {
             "file": name,
             "entry": vars(entry),
@@ -297,42 +294,82 @@ def complete(
         doubtful = differing([part["replicas"] for part in parts])
         if doubtful:
             return doubtful
-        write_text(draft.hidden / NAME, _manifest(step, draft.history.run, brought, parts).text())
-        if draft.mirror is not None:
-            draft.mirror.commit(draft.hidden / NAME, draft.final.name)
-        commit.finish(draft.hidden, draft.final if draft.mirror is None else draft.mirror.local / draft.final.name)
-        draft.history.saved(draft.final)
-        if keep is not None and draft.mirror is None:
-            commit.prune(draft.final.parent, keep, draft.final, draft.history)
-        elif keep is not None:
-            _prune(draft, keep)
+        manifest = _manifest(step, saving.history.run, score, brought, parts)
+        if saving.existing is not None and _are_equal(manifest, saving.existing):  # a save that is tried again
+            storage.abandon(draft)
+        elif saving.existing is not None and not saving.is_abandoned:
+            raise _saved_already(saving.path)
+        else:
+            text = manifest.text()
+            parse_manifest(text, saving.path)  # what could not be read again is not written
+            storage.commit(draft, saving.name, text, aside="discarded" if saving.is_abandoned else "damaged")
+        _after_commit(saving, keep)
         return []
 
+    saving.history.tries(saving.name)
     parts = gathered_on_main(what, ctx, written)
     doubtful = from_main(what, ctx, committed)
-    if doubtful:
+    if not doubtful:
+        saving.history.saved(saving.name)
+    else:
         told = gathered_on_main(what, ctx, lambda: {group: brought.replicas.get(group, {}) for group in doubtful})
         from_main(what, ctx, lambda: refuse(told))
 
 
-def _read_back(draft: Draft, name: str, kind: str) -> str:
-    if draft.mirror is None:
-        return digest_of(draft.hidden / name, kind)
-    return draft.mirror.digest(name, draft.final.name, kind)
-
-
-def _prune(draft: Draft, keep: int) -> None:
-    """As `commit.prune`, where a URL says."""
-    assert draft.mirror is not None
-    saved = draft.final.name
+def _holds(storage: Storage, draft: Draft, name: str, entry: FileEntry) -> bool:
+    """Whether a file of a draft is read back as it was written."""
     try:
-        names = [name for name in draft.mirror.refresh() if not draft.history.is_damaged(name)]
-        for name in [name for name in names if name == saved or draft.mirror.is_complete(name)][:-keep]:
-            if name != saved:
-                draft.mirror.delete(name)
-    except OSError as error:
-        text = f"weft: {draft.final} is saved, but older checkpoints could not be removed: {error}"
+        return storage.digest(draft.folder, name, entry.hash) == entry.digest
+    except ValueError:  # shorter
+        return False
+
+
+def _are_equal(new: Manifest, existing: Manifest) -> bool:
+    """Whether two saves of a step have the same content, whatever their files are called."""
+    names = dict(zip(new.files, existing.files, strict=False))
+    text = new.text().decode().partition("\n")[2]
+    for name, other in names.items():
+        text = text.replace(json.dumps(name), json.dumps(other))
+    return text == existing.text().decode().partition("\n")[2]
+
+
+def _after_commit(saving: Saving, keep: Keep) -> None:
+    """What comes after the checkpoint is there. If that fails it is there all the same, so nothing raises."""
+    storage, history = saving.storage, saving.history
+    failed: list[str] = []
+
+    def attempt(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  (the caller is not to believe that nothing was saved)
+            failed.append(f"{type(error).__name__}: {error}")
+
+    attempt(lambda: storage.after_commit(saving.name))
+    for name in sorted(history.abandoned):
+        if step_of(name) > step_of(saving.name):
+            attempt(lambda name=name: storage.set_aside(name, "discarded"))  # type: ignore[misc]
+    attempt(lambda: _prune(saving, keep, attempt))
+    if failed:
+        text = f"weft: {saving.path} is saved, but what follows a save has failed: {listed(failed)}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _prune(saving: Saving, keep: Keep, attempt: Callable[[Callable[[], object]], None]) -> None:
+    """Remove all but the newest complete checkpoints, those of the best scores, and the one just saved.
+
+    Those that are known to be damaged do not count.
+    """
+    if keep.newest is None:
+        return
+    storage, history = saving.storage, saving.history
+    there = [name for name in storage.names() if name == saving.name or history.counts(storage, name)]
+    scores = {name: history.facts(storage, name).score for name in there} if keep.best else {}
+    ranked = sorted((score, step_of(name), name) for name, score in scores.items() if score is not None)
+    kept = {saving.name, *there[-keep.newest :], *(name for _, _, name in ranked[: keep.best])}
+    for name in there:
+        if name not in kept:
+            attempt(lambda name=name: storage.delete(name))  # type: ignore[misc]
+            history.forget(name)
 
 
 def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
@@ -351,7 +388,9 @@ def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _manifest(step: int, run: str | None, brought: Outline, parts: Sequence[Mapping[str, Any]]) -> Manifest:
+def _manifest(
+    step: int, run: str | None, score: float | None, brought: Outline, parts: Sequence[Mapping[str, Any]]
+) -> Manifest:
     pieces: dict[str, list[Piece]] = {name: [] for name in brought.tensors}
     for part in parts:
         for name, (offsets, shape) in part["blocks"].items():
@@ -367,6 +406,7 @@ def _manifest(step: int, run: str | None, brought: Outline, parts: Sequence[Mapp
         ranks=[part["rank"] for part in parts],
         files={part["file"]: FileEntry(**part["entry"]) for part in parts},
         run=run,
+        score=float(score) if score is not None and math.isfinite(score) else None,
     )
     wrong = check(manifest)
     if wrong:

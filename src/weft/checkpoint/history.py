@@ -1,9 +1,11 @@
 """What a job knows of the checkpoints in a directory, so that those of two runs, or of two branches, do not mix.
 
 [Note: one run per directory] Each manifest names its run. A job takes the name from what it restores, or makes one up
-with its first save. It saves into a directory only if what lies there was there when it restored from it, or is of
-its own run, and if nothing is newer than what it saves: a restart would take that. What `restore` found damaged
-does not count.
+with its first save. It saves into a directory only if what lies there was there when it came, and is of its own run,
+and if nothing is newer than what it saves: a restart would take that. What is damaged does not count.
+
+A job that resumes goes back to the step that it restores. In another directory, such as that of the best checkpoints,
+there may be some of its run that are newer: of a branch that was abandoned. They make room for those that it saves.
 """
 
 from __future__ import annotations
@@ -13,14 +15,29 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from weft.checkpoint.format.manifest import NAME, Damage, read_head, step_of
-from weft.checkpoint.format.remote import RemotePath
+from weft.checkpoint.format.manifest import Damage, step_of
+from weft.checkpoint.storage.bucket import RemotePath
+from weft.checkpoint.storage.protocol import Storage
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
 
-__all__ = ["History", "history_of"]
+__all__ = ["Facts", "History", "history_of"]
+
+
+class Facts(NamedTuple):
+    """What a manifest says about a checkpoint as a whole.
+
+    Attributes:
+        run: Name of its run, if it has one.
+        score: Given to `save`, if one was.
+        sizes: Bytes of each file.
+    """
+
+    run: str | None
+    score: float | None
+    sizes: dict[str, int]
 
 
 @dataclass
@@ -29,12 +46,16 @@ class _Job:
 
     Attributes:
         own: The name of its run if it goes on with none; all replicas of an elastic job have the same.
+        is_elastic: Whether its replicas save in turn.
         runs: Names of the runs that it goes on with; the first one is given to what it saves elsewhere.
+        resumed: The step that it has restored; None if it has restored nothing.
         histories: By directory.
     """
 
     own: str
+    is_elastic: bool
     runs: list[str] = field(default_factory=list)
+    resumed: int | None = None
     histories: dict[str, History] = field(default_factory=dict)
 
 
@@ -43,29 +64,38 @@ class History:
 
     Attributes:
         run: Name of the run whose checkpoints these are; None as long as it has none.
+        abandoned: Names of checkpoints of a branch of this run that was abandoned.
     """
 
     def __init__(self, job: _Job) -> None:
         self.run: str | None = None
+        self.abandoned: set[str] = set()
         self._job = job
-        self._seen: set[int] = set()  # steps that were there when this job restored
-        self._own: set[int] = set()  # steps that it saved since
-        self._damaged: set[str] = set()  # names of folders
-        self._sizes: dict[Path, tuple[Any, dict[Path, int]]] = {}
+        self._has_come = False  # into this directory
+        self._seen: set[int] = set()  # steps that were there when this job came
+        self._own: set[int] = set()  # steps that it has saved since
+        self._tried: set[int] = set()  # steps that it has tried to save
+        self._damaged: set[str] = set()  # names of checkpoints
+        self._facts: dict[str, tuple[object, Facts]] = {}
 
-    def restored(self, run: str | None, there: Iterable[Path], damaged: Iterable[Path]) -> None:
+    def restored(self, run: str | None, step: int, there: Iterable[str], damaged: Iterable[str]) -> None:
         """Note what was restored, and what else was there.
 
         Args:
             run: That of the checkpoint; None if it names none.
-            there: Folders of checkpoints in the directory.
+            step: Of the checkpoint.
+            there: Names of checkpoints in the directory.
             damaged: Those of them that were passed over.
         """
         if run is not None:
             self.belongs_to(run)
-        self._seen = {step_of(path) for path in there}
-        self._own.clear()
-        self._damaged = {path.name for path in damaged}
+        for other in self._job.histories.values():  # what is there, it has to look at again
+            other._has_come = False
+            other._seen, other._own, other.abandoned = set(), set(), set()
+        self._job.resumed = step
+        self._has_come = True
+        self._seen = {step_of(name) for name in there}
+        self._damaged = set(damaged)
 
     def belongs_to(self, run: str) -> None:
         """Note the name of the run."""
@@ -77,90 +107,112 @@ class History:
         """The name of the run, for the next manifest; one that is made up if it has none."""
         return self.run or next(iter(self._job.runs), self._job.own)
 
-    def saved(self, folder: Path) -> None:
-        """Note that this job saved a checkpoint."""
-        self._damaged.discard(folder.name)
-        self._own.add(step_of(folder))
+    def tries(self, name: str) -> None:
+        """Note that this job begins to save a checkpoint: whatever becomes of it, it is no other job's."""
+        self._tried.add(step_of(name))
 
-    def is_of_another_replica(self, folder: Path) -> bool:
-        """Whether a checkpoint of this job is there that this process has neither saved nor found when it restored."""
-        return folder.exists() and step_of(folder) not in self._own | self._seen and self._is_ours(folder)
+    def saved(self, name: str) -> None:
+        """Note that this job has saved a checkpoint."""
+        self._damaged.discard(name)
+        self.abandoned.discard(name)
+        self._own.add(step_of(name))
 
-    def check(self, directory: Path, step: int, there: Iterable[Path]) -> None:
+    def is_of_another_replica(self, storage: Storage, name: str) -> bool:
+        """Whether a checkpoint of this job is there that this process has neither saved nor found when it came."""
+        return name in storage.names() and step_of(name) not in self._own | self._seen and self._is_ours(storage, name)
+
+    def check(self, storage: Storage, step: int) -> None:
         """Raise if a checkpoint would be mixed with those of another run, or with a branch that was left.
-
-        Args:
-            directory: Of the run.
-            step: That is to be saved.
-            there: Folders of checkpoints in the directory.
 
         Raises:
             CheckpointError: It would.
             OSError: A checkpoint there cannot be read.
         """
-        numbers = {path: step_of(path) for path in there if path.name not in self._damaged}
-        foreign = [
-            path.name
-            for path, number in numbers.items()
-            if number not in self._own | self._seen and not self._is_ours(path)
-        ]
+        where, names = storage.where, storage.names()
+        unknown = [name for name in names if step_of(name) not in self._own | self._seen]
+        foreign = [name for name in unknown if not self._is_ours(storage, name) and name not in self._damaged]
         if foreign:
             raise CheckpointError(
-                f"save: {directory} holds checkpoints of another run",
+                f"save: {where} holds checkpoints of another run",
                 found=listed(foreign),
                 expected="a directory for each run: a restart would take the newest, whoever saved it",
                 fix="weft.restore(state, directory, ctx) first, to resume that run; or save into another directory",
             )
-        newer = [path.name for path, number in numbers.items() if number > step and number not in self._own]
+        unknown = [name for name in unknown if name not in self._damaged]
+        others = [name for name in unknown if step_of(name) not in self._tried]
+        if others and self._has_come and not self._job.is_elastic:
+            raise CheckpointError(
+                f"save: another job of this run saves into {where}",
+                found=f"saved since this job came: {listed(others)}",
+                expected="one job at a time: a restart would take the newest, whoever saved it",
+                fix="end one of the two jobs; or save into another directory",
+            )
+        if not self._has_come and self._job.resumed is not None:
+            self.abandoned = {name for name in unknown if step_of(name) > self._job.resumed}
+        self._has_come = True
+        self._seen |= {step_of(name) for name in unknown}
+        passed_over = self._damaged | self.abandoned
+        newer = [n for n in names if step_of(n) > step and step_of(n) not in self._own and n not in passed_over]
         if newer:
             raise CheckpointError(
-                f"save: step {step} is lower than the steps of checkpoints in {directory}",
+                f"save: step {step} is lower than the steps of checkpoints in {where}",
                 found=listed(newer),
                 expected="no newer checkpoint than the one that is saved: a restart would take it",
                 fix="weft.restore(state, directory / 'step-...', ctx, discard_newer=True), or another directory",
             )
 
-    def _is_ours(self, folder: Path) -> bool:
+    def _is_ours(self, storage: Storage, name: str) -> bool:
         try:
-            return read_head(folder).run in (self._job.own, *self._job.runs)
+            return self.facts(storage, name).run in (self._job.own, *self._job.runs)
         except Damage:
+            self._damaged.add(name)
             return False
 
-    def counts(self, folder: Path) -> bool:
-        """Whether a checkpoint counts as one: not known to be damaged, and its files are there, of the right size.
+    def facts(self, storage: Storage, name: str) -> Facts:
+        """What the manifest of a checkpoint says, which is read once.
 
-        Its manifest is read once.
+        Raises:
+            Damage: There is none.
+            CheckpointError: It is of another version of the format.
+            OSError: It cannot be read.
+        """
+        try:
+            stamp: Any = storage.stamp(name)
+        except FileNotFoundError:
+            stamp = None
+        known, facts = self._facts.get(name, (None, None))
+        if facts is None or stamp is None or known != stamp:
+            manifest = storage.manifest(name)
+            sizes = {file: entry.bytes for file, entry in manifest.files.items()}
+            facts = Facts(manifest.run, manifest.score, sizes)
+            self._facts[name] = stamp, facts
+        return facts
+
+    def counts(self, storage: Storage, name: str) -> bool:
+        """Whether a checkpoint counts as one: not known to be damaged, and its files are there, of the right size.
 
         Raises:
             OSError: Something cannot be read.
         """
-        if folder.name in self._damaged:
+        if name in self._damaged:
             return False
         try:
-            stamp = (folder / NAME).lstat()
-            facts = (stamp.st_ino, stamp.st_mtime_ns, stamp.st_size)
-            known, sizes = self._sizes.get(folder, (None, {}))
-            if known != facts:
-                sizes = {folder / name: size for name, size in read_head(folder).sizes.items()}
-                self._sizes[folder] = facts, sizes
-            return all(file.lstat().st_size == size for file, size in sizes.items())
-        except (Damage, FileNotFoundError):
+            sizes = self.facts(storage, name).sizes
+        except Damage:
             return False
+        return storage.sizes(name, sizes) == sizes
 
-    def is_damaged(self, name: str) -> bool:
-        """Whether `restore` passed a folder of this name over."""
-        return name in self._damaged
-
-    def forget(self, folder: Path) -> None:
+    def forget(self, name: str) -> None:
         """Forget a checkpoint that is gone."""
-        self._sizes.pop(folder, None)
+        self._facts.pop(name, None)
 
 
 def history_of(ctx: DistContext, directory: Path) -> History:
     """What the job of a context knows of a directory."""
     root = ctx.world.root
     if not isinstance(root.checkpoints, _Job):
-        root.checkpoints = _Job(secrets.token_hex(8) if ctx.replicas is None else ctx.replicas.job())
+        is_elastic = ctx.replicas is not None
+        root.checkpoints = _Job(secrets.token_hex(8) if ctx.replicas is None else ctx.replicas.job(), is_elastic)
     job = root.checkpoints
     where = str(directory) if isinstance(directory, RemotePath) else os.path.realpath(directory)
     return job.histories.setdefault(where, History(job))

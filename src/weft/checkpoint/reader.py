@@ -15,9 +15,10 @@ from torch.autograd.graph import increment_version
 
 from weft.checkpoint.format.manifest import Manifest, check_place
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.safetensors_write import check_file
 from weft.checkpoint.format.tensor_blocks import Block, Held, whole
 from weft.checkpoint.format.transfer import Stored, Transfer, are_equal, in_parts, is_faithful, transfer
+from weft.checkpoint.storage.directory import Directory
+from weft.checkpoint.storage.find import check_files
 from weft.collectives.on_all_ranks import num_threads
 from weft.context import DistContext
 from weft.errors import CheckpointError
@@ -95,8 +96,8 @@ class Reader:
             Damage: A file differs, or the folder is another checkpoint's.
             OSError: It cannot be read.
         """
-        for name in list(self.manifest.files)[self._ctx.rank :: self._ctx.world_size]:
-            check_file(self.folder, name, self.manifest)
+        share = list(self.manifest.files)[self._ctx.rank :: self._ctx.world_size]
+        check_files(Directory(self.folder.parent), self.folder.name, self.manifest, share)
         check_place(self.folder, self.manifest)
 
     def lost_values(self, held: Held, name: str, *others: str) -> Iterator[str]:

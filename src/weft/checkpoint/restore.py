@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from weft.checkpoint.draft import lock
-from weft.checkpoint.format import commit
 from weft.checkpoint.format.hashes import new_hash
-from weft.checkpoint.format.manifest import NAME, STEP, Damage, Manifest, read_manifest, step_of
-from weft.checkpoint.format.remote import Mirror, mirror_of, place
-from weft.checkpoint.format.safetensors_write import check_file, sync_folder
+from weft.checkpoint.format.manifest import Damage, Manifest, read_manifest, step_of
 from weft.checkpoint.history import history_of
 from weft.checkpoint.reader import Reader
 from weft.checkpoint.state.apply import Plan, check_values, load_objects, put_weights, request
 from weft.checkpoint.state.collect import Checkpoint, around, check_state
-from weft.collectives.on_all_ranks import from_main, gathered, on_all
+from weft.checkpoint.storage.copies import Copies, copies, undamaged
+from weft.checkpoint.storage.directory import Directory
+from weft.checkpoint.storage.find import check_files, located, names_of, place, storage_of
+from weft.checkpoint.storage.protocol import Storage
+from weft.collectives.on_all_ranks import from_main, on_all
 from weft.context import DistContext
 from weft.errors import CheckpointError, listed
 
 __all__ = ["Restored", "restore"]
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,7 @@ def restore(
     Args:
         state: From `checkpointable`; built as for training, sharded as it may be.
         directory: That was given to `save`, or the folder of one checkpoint; or the URL of one of these. From a
-            URL the checkpoint is fetched first, once per machine.
+            URL the checkpoint is copied first, once per machine, to a temporary folder of this user.
         ctx: The context whose ranks take part.
         strict: Raise if names differ. Otherwise what is missing keeps its value.
         discard_newer: After going back to an older checkpoint, rename the newer ones in its directory to
@@ -105,55 +100,63 @@ def restore(
     ctx.agree("restore", {**facts, "discard_newer": discard_newer})
     with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
         where = place(directory)
-        plan, skipped, there = _newest(state, where, ctx, strict=strict)
-        if plan is None:
-            return None
-        with around("restore", state, ctx):
-            with contextlib.ExitStack() as undo:
-                on_all("restore", ctx, lambda: load_objects(plan, ctx, undo))
-                undo.pop_all()
-            state.torn[:] = [str(plan.reader.folder)]
-            on_all("restore: done", ctx, lambda: put_weights(plan, ctx))
-            state.torn.clear()
-    folder, manifest = plan.reader.folder, plan.reader.manifest
-    mirror = _mirror(where)
-    if mirror is not None:
-        mirror.drop(folder.name)
-        folder, skipped = mirror.url / folder.name, [(mirror.url / one.name, why) for one, why in skipped]
-    run = where if folder != where else folder.parent
+        one = from_main("restore", ctx, lambda: _one_of(where))
+        storage = storage_of(where if one is None else where.parent)
+        with copies("restore", storage, ctx) as here:
+            found, skipped, there = _newest(state, storage, one, here, ctx, strict=strict)
+            if found is None:
+                return None
+            plan, name = found
+            with around("restore", state, ctx):
+                with contextlib.ExitStack() as undo:
+                    on_all("restore", ctx, lambda: load_objects(plan, ctx, undo))
+                    undo.pop_all()
+                state.torn[:] = [here.named(str(plan.reader.folder))]
+                on_all("restore: done", ctx, lambda: put_weights(plan, ctx))
+                state.torn.clear()
+    manifest = plan.reader.manifest
     if discard_newer and not ctx.world.pretended:
-        there = from_main("restore", ctx, lambda: _discard_newer(run, manifest.step))
-    history_of(ctx, run).restored(manifest.run, map(Path, there), [damaged for damaged, _ in skipped])
+        there = from_main("restore", ctx, lambda: _discard_newer(storage, manifest.step))
+    history_of(ctx, storage.where).restored(manifest.run, manifest.step, there, [each for each, _ in skipped])
     return Restored(
         step=manifest.step,
-        path=folder,
+        path=storage.where / name,
         world_size=manifest.world_size,
         missing=plan.missing,
         unexpected=plan.unexpected,
-        skipped=tuple(skipped),
+        skipped=tuple((storage.where / each, why) for each, why in skipped),
     )
 
 
+def _one_of(where: Path) -> str | None:
+    """The name of the checkpoint that is at a path; None if that is a directory of them."""
+    storage, name = located(where)
+    if name is None:
+        storage.check_place("restore")
+    return name
+
+
 def _newest(
-    state: Checkpoint, directory: Path, ctx: DistContext, *, strict: bool
-) -> tuple[Plan | None, list[tuple[Path, str]], list[str]]:
-    """The newest checkpoint that is whole; also the newer ones that are not, and why, and all there are."""
-    tried: list[str] = []
-    skipped: list[tuple[Path, str]] = []
-    while (found := from_main("restore", ctx, lambda: _candidates(directory)))[1] != tried:
-        is_one, tried, there = found
-        skipped.clear()  # a run beside may have saved the next and removed these
-        for name in tried:
-            folder = _fetched(name, directory, ctx)
+    state: Checkpoint, storage: Storage, one: str | None, here: Copies, ctx: DistContext, *, strict: bool
+) -> tuple[tuple[Plan, str] | None, list[tuple[str, str]], list[str]]:
+    """The newest checkpoint that is whole, the newer ones that are not and why, and the names of all there are."""
+    while True:
+        there = from_main("restore", ctx, lambda: names_of(storage))
+        skipped: list[tuple[str, str]] = []
+        for name in there[::-1] if one is None else [one]:
             try:
-                return _planned(state, folder, ctx, strict=strict), skipped, there
+                return (_planned(state, here.bring(name), ctx, strict=strict), name), skipped, there
             except Damage as error:
-                if is_one:
+                if one is not None:
                     raise
-                skipped.append((folder, str(error)))
+                if from_main("restore", ctx, lambda name=name: name not in storage.names()):  # type: ignore[misc]
+                    break  # a run beside has saved another one and removed it: look again
+                skipped.append((name, here.named(str(error))))
+        else:
+            break
     if skipped:
         raise CheckpointError(
-            f"restore: no checkpoint in {directory} is complete",
+            f"restore: no checkpoint in {storage.where} is complete",
             found=listed(" ".join(line.strip() for line in why.splitlines()[:2]) for _, why in skipped),
             expected="at least one complete checkpoint",
             fix="restore the files from a copy, or start anew in another directory",
@@ -184,78 +187,26 @@ def _planned(state: Checkpoint, folder: Path, ctx: DistContext, *, strict: bool)
         check_values(found)
         return found
 
-    reader, found = _undamaged(ctx, plan)
-    _undamaged(ctx, reader.check)
+    reader, found = undamaged("restore", ctx, plan)
+    undamaged("restore", ctx, reader.check)
     return on_all("restore", ctx, checked)
-
-
-def _mirror(directory: Path) -> Mirror | None:
-    """Of a URL: that of a directory, or of one checkpoint in it."""
-    return mirror_of(directory.parent if STEP.fullmatch(directory.name) else directory)
-
-
-def _fetched(name: str, directory: Path, ctx: DistContext) -> Path:
-    """The folder of a checkpoint on this machine."""
-    mirror = _mirror(directory)
-    return Path(name) if mirror is None else on_all("restore", ctx, lambda: mirror.fetch(Path(name).name))
 
 
 def _inspected(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items():
-        check_file(folder, name, manifest, content=False)
-        new_hash(entry.hash)  # before anything is read: is it installed?
+    check_files(Directory(folder.parent), folder.name, manifest, manifest.files, content=False)
+    for kind in {entry.hash for entry in manifest.files.values()}:
+        new_hash(kind)  # before anything is read: is it installed?
     return manifest
 
 
-def _undamaged(ctx: DistContext, work: Callable[[], R]) -> R:
-    """Do work on every rank; if it finds damage on one, all raise the first."""
-    results: list[R] = []
-
-    def damage() -> str | None:
-        try:
-            results.append(work())
-        except Damage as error:
-            return str(error)
-        return None
-
-    for text in gathered("restore", ctx, damage):
-        if text is not None:
-            raise Damage(text)
-    return results[0]
-
-
-def _candidates(directory: Path) -> tuple[bool, list[str], list[str]]:
-    """Whether this is the folder of one checkpoint, the checkpoints to be tried, and all in the directory."""
-    mirror = _mirror(directory)
-    if mirror is not None:
-        named = mirror.refresh()
-        is_one = bool(STEP.fullmatch(directory.name))
-        return is_one, [directory.name] if is_one else named[::-1], named[::-1]
-    commit.check_directory("restore", directory)
-    match = STEP.fullmatch(directory.name)
-    is_named = match is not None and directory == commit.target(directory.parent, int(match[1]))
-    if (directory / NAME).exists() or is_named or any(directory.glob("rank-*.safetensors")):
-        # Also without its manifest: that is damage, and no new beginning.
-        return True, [str(directory)], [str(path) for path in commit.named_folders(directory.parent)]
-    there = [str(path) for path in reversed(commit.named_folders(directory))]
-    return False, there, there
-
-
-def _discard_newer(directory: Path, step: int) -> list[str]:
+def _discard_newer(storage: Storage, step: int) -> list[str]:
     """Rename checkpoints newer than a step; gives those that are left."""
-    mirror = _mirror(directory)
-    if mirror is not None:
-        for name in mirror.refresh():
-            if step_of(Path(name)) > step:
-                mirror.discard(name)
-        return mirror.refresh()
-    handle = lock(directory)
-    try:
-        for path in commit.named_folders(directory):
-            if step_of(path) > step:
-                commit.rename_as(path, "discarded")
-        sync_folder(directory)
-        return [str(path) for path in commit.named_folders(directory)]
-    finally:
-        os.close(handle)
+    with storage.lock():
+        for name in storage.names():
+            if step_of(name) > step:
+                storage.set_aside(name, "discarded")
+        left = storage.names()
+        if left:
+            storage.after_commit(left[-1])
+        return left

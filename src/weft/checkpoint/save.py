@@ -8,28 +8,41 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.draft import complete, outline, start_draft
-from weft.checkpoint.format import commit
+from weft.checkpoint.draft import Keep, Outline, Write, complete, outline, start_saving
 from weft.checkpoint.format.manifest import MAX_STEP
-from weft.checkpoint.format.remote import place
-from weft.checkpoint.format.safetensors_write import write_tensors
+from weft.checkpoint.format.safetensors_write import tensor_writer
 from weft.checkpoint.state.collect import Checkpoint, around, check_state
+from weft.checkpoint.storage.find import place, target
 from weft.checks import check_count
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, type_error, value_error
 from weft.peers.pretended import PretendedGroup
 
 __all__ = ["come_together", "counted", "save"]
 
 
-def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, *, keep: int | None = None) -> Path:
+def save(
+    state: Checkpoint,
+    directory: str | Path,
+    step: int,
+    ctx: DistContext,
+    *,
+    keep: int | None = None,
+    keep_best: int = 0,
+    score: float | None = None,
+) -> Path:
     """Write a checkpoint; when it returns, on any rank, it is on the disk and complete.
 
     Each rank writes the blocks it holds; tensors that all ranks hold are divided among them. The checkpoint is written
-    to a hidden folder and appears with one rename, after every file was flushed to disk; a run that is killed at any
-    moment leaves the checkpoints before it as they were. A damaged checkpoint of the same step, which `restore` passed
-    over, is renamed to `step-<number>.damaged`.
+    to a hidden folder, read back, and appears with one rename, after every file was flushed to disk; a run that is
+    killed at any moment leaves the checkpoints before it as they were. Once it is there nothing raises: what fails
+    then, such as the removal of an older one, is a warning.
+
+    A step that was saved already is left as it is if the values are the same, so a save may be tried again; otherwise
+    it is an error. A damaged checkpoint of the same step is renamed to `step-<number>.damaged`. A job that has resumed
+    from another directory goes back to that step: checkpoints of the same run here that are newer belong to a branch
+    that was abandoned, and those in the way are renamed to `step-<number>.discarded`.
 
     In an elastic job, nothing is written during a step that has failed, which is repeated, nor if another replica has
     saved this step.
@@ -39,19 +52,23 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
     Args:
         state: From `checkpointable`.
         directory: Of the run, on a file system all ranks share; created if missing. Or a URL that fsspec knows,
-            such as "s3://bucket/run" (extra `remote`): each rank writes to this machine and sends its file,
-            and the manifest, sent last, commits.
+            such as "s3://bucket/run" (extra `remote`): each rank writes its file into the store, and the manifest,
+            written last, commits.
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: The context whose ranks take part.
-        keep: After the checkpoint is complete and was read back, remove all but the newest `keep` checkpoints by step.
-            Those known to be damaged do not count; what cannot be removed is left, with a warning.
+        keep: After the checkpoint is complete, remove all but the newest `keep` checkpoints by step. Those known to be
+            damaged do not count; what cannot be removed is left, with a warning.
+        keep_best: Keep, besides, as many of those with the lowest scores. Needs `keep`.
+        score: How good this one is, such as the loss of an evaluation; lower is better (for an accuracy: `-accuracy`).
+            The same on all ranks. None, or a number that is not finite: it is none of the best.
 
     Returns:
         The folder of the checkpoint; of a URL, a path that prints as one.
 
     Raises:
-        CheckpointError: The step has already been saved, or a newer one is there that this job did not save since it
-            restored; the directory is that of another run; another process writes there; or ranks differ.
+        CheckpointError: The step has already been saved with other values, or a newer one is there that this job did
+            not save since it restored; the directory is that of another run; another job saves there; ranks differ; or
+            names or values are too large to be read again.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
         PeerError: Another rank failed, or does something else that waits for this one. A rank that is
@@ -65,28 +82,40 @@ def save(state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, 
         ...     weft.save(state, folder, 10, ctx).name
         'step-00000010'
     """
-    where = come_together("save", state, directory, step, ctx, keep)
+    where, kept = come_together("save", state, directory, step, ctx, keep, keep_best, score)
     with around("save", state, ctx):
-        brought, mine = on_all("save", ctx, lambda: outline(state, ctx))
+        brought, mine, write = on_all("save", ctx, lambda: _read(state, ctx))
         if isinstance(ctx.world.group, PretendedGroup):
             return counted(where, step, mine, ctx.world.group)
-        draft = start_draft("save", where, step, ctx)
-        if draft is not None:
-            with draft.ending:
-                complete("save", draft, step, brought, lambda path: write_tensors(path, mine), ctx, keep=keep)
-    return commit.target(where, step)
+        saving = start_saving("save", where, step, brought, ctx)
+        if saving is not None:
+            with saving.ending:
+                complete("save", saving, step, brought, write, ctx, keep=kept, score=score)
+    return target(where, step)
+
+
+def _read(state: Checkpoint, ctx: DistContext) -> tuple[Outline, dict[str, torch.Tensor], Write]:
+    brought, mine = outline(state, ctx)
+    return brought, mine, tensor_writer(mine)
 
 
 def come_together(
-    what: str, state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, keep: int | None
-) -> Path:
+    what: str,
+    state: Checkpoint,
+    directory: str | Path,
+    step: int,
+    ctx: DistContext,
+    keep: int | None,
+    keep_best: int,
+    score: float | None,
+) -> tuple[Path, Keep]:
     """What every save begins with: arguments, the save before it, and whether all ranks are here.
 
     Returns:
-        The directory.
+        The directory, and what is kept there.
 
     Raises:
-        TypeError: This is not a state.
+        TypeError: This is not a state, or the score is no number.
         ValueError: An argument is out of range.
         CheckpointError: The state was not restored to the end.
         PeerError: A rank does not come, or failed.
@@ -97,6 +126,22 @@ def come_together(
     check_count(what, "step", step, least=0, below=MAX_STEP + 1, fix=fix)
     if keep is not None:
         check_count(what, "keep", keep, fix=fix)
+    fix = f"weft.{what}(state, directory, step, ctx, keep=1, keep_best=3, score=loss)"
+    check_count(what, "keep_best", keep_best, least=0, fix=fix)
+    if keep_best and keep is None:
+        raise value_error(
+            f"{what}: keep_best = {keep_best} has no effect without keep",
+            found=f"keep_best={keep_best}, keep=None: nothing is removed",
+            expected="how many of the newest stay, and how many of the best besides",
+            fix=fix,
+        )
+    if score is not None and (isinstance(score, bool) or not isinstance(score, (int, float))):
+        raise type_error(
+            f"{what}: score = {score!r:.60} is not a number",
+            found=type(score).__name__,
+            expected="a float that is the same on all ranks; lower is better",
+            fix=f"weft.{what}(state, directory, step, ctx, score=float(loss))",
+        )
     ctx.require_collective(what)
     if state.torn:
         raise CheckpointError(
@@ -107,14 +152,14 @@ def come_together(
         )
     where = place(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
-    on_all(what, ctx, lambda: _end_of_running(ctx), facts)
-    return where
+    on_all(what, ctx, lambda: _end_of_running(ctx), {**facts, "keep_best": keep_best, "score": repr(score)})
+    return where, Keep(keep, keep_best)
 
 
 def counted(directory: Path, step: int, written: Mapping[str, torch.Tensor], group: PretendedGroup) -> Path:
     """In a rehearsal, note what this rank would write; the folder, which is not made."""
     group.saved = sum(tensor.nbytes for tensor in written.values())
-    return commit.target(directory, step)
+    return target(directory, step)
 
 
 def _end_of_running(ctx: DistContext) -> None:

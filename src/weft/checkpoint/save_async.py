@@ -21,11 +21,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from weft.checkpoint.draft import Draft, Outline, complete, outline, start_draft
-from weft.checkpoint.format.commit import target
+from weft.checkpoint.draft import Outline, Saving, complete, outline, start_saving
 from weft.checkpoint.save import come_together, counted
 from weft.checkpoint.staging import Staged, Staging
 from weft.checkpoint.state.collect import Checkpoint, around
+from weft.checkpoint.storage.find import target
 from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext, World
 from weft.context.placement import value_device
@@ -40,7 +40,14 @@ _STOP_S = 2.0  # a thread that waits for peers looks up every half second
 
 
 def save_async(
-    state: Checkpoint, directory: str | Path, step: int, ctx: DistContext, *, keep: int | None = None
+    state: Checkpoint,
+    directory: str | Path,
+    step: int,
+    ctx: DistContext,
+    *,
+    keep: int | None = None,
+    keep_best: int = 0,
+    score: float | None = None,
 ) -> RunningSave:
     """Write a checkpoint as `save` does, while the program continues.
 
@@ -59,13 +66,15 @@ def save_async(
         step: Number of the checkpoint, >= 0 and below 10**18; its folder is `step-<number>`.
         ctx: The context whose ranks take part; all of them call it.
         keep: After the checkpoint is complete, remove all but the newest `keep` checkpoints by step.
+        keep_best: As for `save`.
+        score: As for `save`.
 
     Returns:
         The running save: `wait()` gives the folder once it is complete, or raises; `done()` tells
         without waiting.
 
     Raises:
-        CheckpointError: As with `save`: the step, or the directory, is not free for it.
+        CheckpointError: As with `save`: the step, or the directory, is not free for it, or names are too long.
         TypeError: Something in the state cannot be saved; the text names it.
         ValueError: An argument is out of range.
         PeerError: Another rank failed, or does something else that waits for this one.
@@ -81,7 +90,7 @@ def save_async(
         ...     running.wait().name
         'step-00000010'
     """
-    where = come_together(_WHAT, state, directory, step, ctx, keep)
+    where, kept = come_together(_WHAT, state, directory, step, ctx, keep, keep_best, score)
     if isinstance(ctx.world.group, PretendedGroup):
         with around("save", state, ctx):
             _, mine = on_all(_WHAT, ctx, lambda: outline(state, ctx))
@@ -90,11 +99,11 @@ def save_async(
     beside = replace(ctx, world=saver.open_board(ctx.world))
     with around("save", state, ctx):
         brought, staged = on_all(_WHAT, ctx, lambda: saver.staged(state, ctx))
-    draft = start_draft(_WHAT, where, step, ctx)
-    if draft is None:
+    saving = start_saving(_WHAT, where, step, brought, ctx)
+    if saving is None:
         return _nothing_to_do(target(where, step))
-    second_half = partial(complete, _WHAT, draft, step, brought, staged.write, beside, keep=keep)
-    return saver.start(draft, second_half, beside.world)
+    second_half = partial(complete, _WHAT, saving, step, brought, staged.write, beside, keep=kept, score=score)
+    return saver.start(saving, second_half, beside.world)
 
 
 class RunningSave:
@@ -177,13 +186,13 @@ class _Saver:
             announce(self._board)
         return self._board
 
-    def start(self, draft: Draft, second_half: Callable[[], None], board: World) -> RunningSave:
+    def start(self, saving: Saving, second_half: Callable[[], None], board: World) -> RunningSave:
         """Start the thread."""
         try:
             thread = ThreadPoolExecutor(1, thread_name_prefix="weft save")
-            running = RunningSave(draft.final, thread.submit(_work, draft, second_half, board), thread)
+            running = RunningSave(saving.path, thread.submit(_work, saving, second_half, board), thread)
         except BaseException as error:
-            draft.ending.__exit__(type(error), error, None)
+            saving.ending.__exit__(type(error), error, None)
             raise
         thread.shutdown(wait=False)  # it ends after this
         self._running[:] = [running]
@@ -220,10 +229,10 @@ class _Saver:
         """See `Watcher`."""
 
 
-def _work(draft: Draft, second_half: Callable[[], None], board: World) -> None:
+def _work(saving: Saving, second_half: Callable[[], None], board: World) -> None:
     """In the thread."""
     try:
-        with draft.ending:
+        with saving.ending:
             second_half()
     except BaseException as error:
         part(board, error)  # for ranks that still wait for this one

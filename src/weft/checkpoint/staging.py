@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ class Staged:
         self._head = head
         self._blocks = blocks
 
-    def write(self, path: Path) -> FileEntry:
-        """Write the file and wait until it is on the disk."""
-        return write_parts(path, self._parts())
+    def write(self, file: IO[bytes]) -> FileEntry:
+        """Write them."""
+        return write_parts(file, self._parts())
 
     def _parts(self) -> Iterator[bytes | memoryview]:
         yield self._head

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.checkpoint.format.commit import latest
 from weft.checkpoint.restore import restore
 from weft.checkpoint.save import save
 from weft.checkpoint.state.collect import Checkpoint
+from weft.checkpoint.storage.find import latest
 from weft.context import DistContext
 
 __all__ = ["MemoryCopy"]

@@ -11,18 +11,18 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from weft.checkpoint.draft import Outline, complete, outline_of, start_draft
-from weft.checkpoint.format.safetensors_write import write_tensors
+from weft.checkpoint.draft import Keep, Outline, complete, outline_of, start_saving
+from weft.checkpoint.format.safetensors_write import tensor_writer
 from weft.checkpoint.format.tensor_blocks import hold
 from weft.checkpoint.history import history_of
 from weft.checkpoint.state.collect import Content
 from weft.checkpoint.state.json_values import encode
+from weft.checkpoint.storage.find import place
 from weft.context import local
 from weft.engines import guest
 from weft.errors import CheckpointError
@@ -82,13 +82,13 @@ def import_deepspeed(
     brought, tensors = _outline(found)
     ctx = local()
     source = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()
-    history_of(ctx, Path(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
-    draft = start_draft("import_deepspeed", Path(directory), found.step, ctx)
-    assert draft is not None  # this is not an elastic job
-    with draft.ending:
-        write = partial(write_tensors, tensors=tensors)
-        complete("import_deepspeed", draft, found.step, brought, write, ctx, keep=None)
-    return draft.final
+    history_of(ctx, place(directory)).belongs_to(source[:16])  # what is imported from one folder is one run
+    write = tensor_writer(tensors)
+    saving = start_saving("import_deepspeed", place(directory), found.step, brought, ctx)
+    assert saving is not None  # this is not an elastic job
+    with saving.ending:
+        complete("import_deepspeed", saving, found.step, brought, write, ctx, keep=Keep())
+    return saving.path
 
 
 def _outline(found: Folder) -> tuple[Outline, dict[str, torch.Tensor]]:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.format.remote import fetched, place
-from weft.checkpoint.format.safetensors_write import write_text
+from weft.checkpoint.format.safetensors_write import write_bytes
 from weft.checkpoint.state.adapters import CONFIG
+from weft.checkpoint.storage.copies import with_newest
+from weft.checkpoint.storage.find import place
+from weft.context import local
 from weft.contract.select_modules import Names
 from weft.weights.adapter_files import check_adapter_options, stored_adapter
 from weft.weights.hf_layout import Layout, check_names, chosen_tensors, num_bytes, renamed_tensors
@@ -81,20 +83,24 @@ def export(
     name = name if name is not None else "adapter_model" if peft else "model"
     check_names(name, rename)
     check_adapter_options(peft, filter, rename)
-    source = from_checkpoint("export", fetched(place(path)), object)
-    adapter = stored_adapter(source, object, peft) if peft else None
-    if adapter is not None:
-        # PEFT reads one file, in which a tensor that is two adapters' is there twice.
-        chosen, limit = {file: source.tensors[own] for file, own in adapter.names.items()}, sys.maxsize
-    else:
-        chosen = chosen_tensors("export", source, filter, option="filter")
-    tensors = renamed_tensors(chosen, wanted, rename)
-    layout = Layout(tensors, name, limit=limit)
-    files = layout.files() + ([CONFIG] if adapter is not None else [])
-    with published(Path(out), source.path, name) as hidden:
-        source.verify(tensor.stored for tensor in tensors.values())
-        layout.write(hidden, source.files)
+
+    def write(found: Path) -> list[str]:
+        most, source = limit, from_checkpoint("export", found, object)
+        adapter = stored_adapter(source, object, peft) if peft else None
         if adapter is not None:
-            write_text(hidden / CONFIG, json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")
-    source.files.close()
-    return tuple(Path(out) / file for file in files)
+            # PEFT reads one file, in which a tensor that is two adapters' is there twice.
+            chosen, most = {file: source.tensors[own] for file, own in adapter.names.items()}, sys.maxsize
+        else:
+            chosen = chosen_tensors("export", source, filter, option="filter")
+        tensors = renamed_tensors(chosen, wanted, rename)
+        layout = Layout(tensors, name, limit=most)
+        with published(Path(out), source.path, name) as hidden:
+            source.verify(tensor.stored for tensor in tensors.values())
+            layout.write(hidden, source.files)
+            if adapter is not None:
+                config = json.dumps(adapter.config, indent=2, sort_keys=True) + "\n"
+                write_bytes(hidden / CONFIG, config.encode())
+        source.files.close()
+        return layout.files() + ([CONFIG] if adapter is not None else [])
+
+    return tuple(Path(out) / file for file in with_newest("export", place(path), local(), write))

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.safetensors_write import file_head, write_parts, write_text
+from weft.checkpoint.format.safetensors_write import file_head, new_file, write_bytes, write_parts
 from weft.checkpoint.format.tensor_blocks import memory_of, whole
 from weft.checkpoint.format.transfer import Stored, in_parts
 from weft.contract.select_modules import Names, fits_pattern
 from weft.errors import CheckpointError, listed, value_error
-from weft.weights.sources import Source
+from weft.weights.sources import MAX_INDEX_BYTES, Source
 
 __all__ = ["Layout", "check_names", "chosen_tensors", "num_bytes", "renamed_tensors"]
 
@@ -80,15 +80,29 @@ class Layout:
         return [*self._names, *self._index]
 
     def write(self, folder: Path, source: TensorFiles) -> None:
-        """Write everything, and wait until it is on the disk."""
+        """Write everything, and wait until it is on the disk.
+
+        Raises:
+            CheckpointError: The index, or a header, could not be read again.
+            OSError: Writing or reading failed.
+        """
+        places = {name: shard for shard, names in self._names.items() for name in names}
+        size = sum(one.size for one in self._tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        text = (json.dumps(index, indent=2) + "\n").encode()
+        if self._index and len(text) > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                "export: the index would be too large",
+                found=f"{len(text)} bytes for {len(places)} tensors",
+                expected=f"at most {MAX_INDEX_BYTES} bytes, or it could not be read again",
+                fix='weft.export(path, out, max_shard_size="10TB")  # one file, which has no index',
+            )
         for file, names in self._names.items():
             head, order = file_head({name: self._tensors[name].on_meta() for name in names}, {"format": "pt"})
-            write_parts(folder / file, self._bytes(head, order, source))
+            with new_file(folder / file) as opened:
+                write_parts(opened, self._bytes(head, order, source))
         for file in self._index:
-            places = {name: shard for shard, names in self._names.items() for name in names}
-            size = sum(one.size for one in self._tensors.values())
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-            write_text(folder / file, json.dumps(index, indent=2) + "\n")
+            write_bytes(folder / file, text)
 
     def _bytes(self, head: bytes, order: list[str], source: TensorFiles) -> Iterator[Any]:
         yield head

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weft.checkpoint.format.remote import fetched, place
 from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Transfer, transfer
 from weft.checkpoint.state.adapters import CONFIG
 from weft.checkpoint.state.collect import kept_shards
+from weft.checkpoint.storage.copies import with_newest
+from weft.checkpoint.storage.find import place
 from weft.collectives.on_all_ranks import on_all
-from weft.context import DistContext
+from weft.context import DistContext, local
 from weft.contract import check_not_streamed
 from weft.contract.select_modules import Names
 from weft.weights.adapter_files import names_in_module
@@ -104,9 +105,8 @@ def load_weights(
 
     elsewhere = kept_shards(module) if isinstance(module, nn.Module) else {}
 
-    def settle() -> Placement:
+    def settled(found: Path) -> Placement:
         check_not_streamed("load_weights", module)
-        found = fetched(place(path))
         source, within = from_path("load_weights", found, object), None
         wanted = floating_dtype("load_weights", dtype)
         if rename is None and (found / CONFIG).is_file():
@@ -116,13 +116,17 @@ def load_weights(
             source = renamed(source, rename) if rename is not None else as_named_now(source, module)
         return Placement(module, source, ctx, elsewhere=elsewhere, strict=strict, dtype=wanted, within=within)
 
-    placement = on_all("load_weights", ctx, settle)
-    ctx.agree("load_weights", placement.facts())
-    try:
-        on_all("load_weights", ctx, placement.read)
-    except BaseException:
-        placement.undo()
-        raise
+    def work(found: Path) -> Placement:
+        placement = on_all("load_weights", ctx, lambda: settled(found))
+        ctx.agree("load_weights", placement.facts())
+        try:
+            on_all("load_weights", ctx, placement.read)
+        except BaseException:
+            placement.undo()
+            raise
+        return placement
+
+    placement = with_newest("load_weights", place(path), ctx, work)
     placement.put()
     return LoadedWeights(placement.path, placement.missing, placement.unexpected)
 
@@ -166,13 +170,17 @@ def read(
         >>> {name: tuple(tensor.shape) for name, tensor in found.items()}
         {'bias': (2,)}
     """
-    source = from_path("read", fetched(place(path)), object)
-    try:
-        chosen = chosen_tensors("read", source, names, option="names")
-        source.verify(chosen.values())
-        found = {name: torch.empty(one.entry.shape, dtype=one.dtype, device=device) for name, one in chosen.items()}
-        wanted = [Transfer(one, whole(one.entry.shape), found[name]) for name, one in chosen.items()]
-        transfer(source.files, wanted, num_threads=1)
-    finally:
-        source.files.close()
-    return found
+
+    def work(found: Path) -> dict[str, torch.Tensor]:
+        source = from_path("read", found, object)
+        try:
+            chosen = chosen_tensors("read", source, names, option="names")
+            source.verify(chosen.values())
+            made = {name: torch.empty(one.entry.shape, dtype=one.dtype, device=device) for name, one in chosen.items()}
+            wanted = [Transfer(one, whole(one.entry.shape), made[name]) for name, one in chosen.items()]
+            transfer(source.files, wanted, num_threads=1)
+        finally:
+            source.files.close()
+        return made
+
+    return with_newest("read", place(path), local(), work)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from weft.checkpoint.format.safetensors_write import sync_folder
 from weft.checkpoint.state.adapters import CONFIG
+from weft.checkpoint.storage.private_folder import remove_if_left
 from weft.errors import CheckpointError, listed
 
 __all__ = ["published"]
@@ -89,10 +90,4 @@ def _clean(out: Path, kind: str) -> None:
     """Remove the earlier export, or what processes that were killed had written."""
     left = re.compile(re.escape(f".{out.name}.") + rf"[0-9a-f]{{8}}\.{kind}")
     for path in [one for one in out.parent.iterdir() if left.fullmatch(one.name)]:
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(handle)
+        remove_if_left(path)

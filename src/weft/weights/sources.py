@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from weft.checkpoint.format.commit import folders, latest
-from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, read_manifest
+from weft.checkpoint.format.json_text import parse_json
+from weft.checkpoint.format.manifest import NAME, Manifest, Piece, TensorEntry, check_place, read_manifest
+from weft.checkpoint.format.plain_files import raise_if_unreadable, read_plain
 from weft.checkpoint.format.safetensors_read import TensorFiles
-from weft.checkpoint.format.safetensors_write import check_file
 from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Stored
+from weft.checkpoint.storage.directory import Directory
+from weft.checkpoint.storage.find import check_files, complete
 from weft.errors import CheckpointError, listed, value_error
 
-__all__ = ["Source", "floating_dtype", "from_checkpoint", "from_path"]
+__all__ = ["INDEX", "MAX_INDEX_BYTES", "Source", "floating_dtype", "from_checkpoint", "from_path"]
 
 INDEX = ".safetensors.index.json"
-_MAX_INDEX = 2**28
+MAX_INDEX_BYTES = 2**28
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -48,8 +50,8 @@ class Source(NamedTuple):
             OSError: One cannot be read.
         """
         if self.manifest is not None:
-            for file in sorted({piece.file for one in used for piece in one.entry.pieces})[number::of]:
-                check_file(self.path, file, self.manifest)
+            files = sorted({piece.file for one in used for piece in one.entry.pieces})[number::of]
+            check_files(Directory(self.path.parent), self.path.name, self.manifest, files)
 
 
 def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -87,6 +89,7 @@ def from_checkpoint(what: str, path: Path, key: str) -> Source:
     """
     folder = _checkpoint_folder(what, path)
     manifest = read_manifest(folder)
+    check_place(folder, manifest)
     modules = [name for name, value in manifest.values.items() if isinstance(value, dict) and "extra" in value]
     if key not in modules:
         raise CheckpointError(
@@ -104,17 +107,17 @@ def from_checkpoint(what: str, path: Path, key: str) -> Source:
 
 
 def _checkpoint_folder(what: str, path: Path) -> Path:
-    if (path / NAME).exists():
+    if os.path.lexists(path / NAME):
         return path
-    there = folders(path)
-    newest = latest(path) if there else None
-    if newest is not None:
-        return newest
+    directory = Directory(path)
+    newest = complete(directory, most=1) if directory.names() else []
+    if newest:
+        return path / newest[0][0]
     near = [path.parent, *(sorted(path.iterdir()) if path.is_dir() else [])]
-    meant = next((one for one in near if one.is_dir() and ((one / NAME).exists() or folders(one))), None)
+    meant = next((one for one in near if one.is_dir() and ((one / NAME).exists() or Directory(one).names())), None)
     raise CheckpointError(
         f"{what}: there is no complete checkpoint in {path}",
-        found=listed(one.name for one in there) or _content(path),
+        found=listed(directory.names()) or _content(path),
         expected=f"the folder of a checkpoint, with {NAME}, or a directory of such folders",
         fix=f'weft.{what}("{meant}", ...)' if meant else f'weft.{what}(directory / "step-00000010", ...)',
     )
@@ -137,7 +140,7 @@ def from_path(what: str, path: Path, key: str) -> Source:
     """
     if path.name == NAME:
         path = path.parent
-    if (path / NAME).exists() or folders(path):
+    if os.path.lexists(path / NAME) or Directory(path).names():
         return from_checkpoint(what, path, key)
     if key != "model":
         raise CheckpointError(
@@ -151,10 +154,10 @@ def from_path(what: str, path: Path, key: str) -> Source:
         _refuse_pickle(what, chosen)
     if not chosen.is_file() or chosen.suffix not in (".json", ".safetensors"):
         _refuse(what, chosen, _content(chosen))
-    if chosen.suffix == ".json":
-        return _from_index(what, chosen)
     # A file that the user names may be a link; one found in a folder must not lead out of it.
     place = chosen.resolve() if chosen is path else _place(what, path, chosen.name)
+    if chosen.suffix == ".json":
+        return _from_index(what, chosen, place)
     return _joined(what, chosen, {chosen.name: place}, {})
 
 
@@ -175,16 +178,17 @@ def _in_folder(what: str, folder: Path) -> Path:
     return folder / chosen[0]
 
 
-def _from_index(what: str, path: Path) -> Source:
+def _from_index(what: str, path: Path, place: Path) -> Source:
     try:
-        if path.stat().st_size > _MAX_INDEX:
-            raise ValueError(f"{path.stat().st_size} bytes")
-        places: Any = json.loads(path.read_bytes())["weight_map"]
+        places: Any = parse_json(read_plain(place, most=MAX_INDEX_BYTES))["weight_map"]
         if not places or not all(isinstance(file, str) for file in places.values()):
             raise ValueError("no names of files")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise_if_unreadable(error)
         _refuse(what, path, f"an index that cannot be used: {type(error).__name__}: {error}", error)
     files = {file: _place(what, path.parent, file) for file in dict.fromkeys(places.values())}
+    if any(file.endswith(INDEX) for file in files):
+        _refuse(what, path, "an index that names itself")
     return _joined(what, path, files, places)
 
 
@@ -214,7 +218,7 @@ def _place(what: str, folder: Path, name: str) -> Path:
     """
     if Path(name).suffix in _PICKLES:
         _refuse_pickle(what, folder / name)
-    if Path(name).name != name or "\0" in name or len(name) > 255 or Path(name).suffix != ".safetensors":
+    if Path(name).name != name or "\0" in name or len(name) > 255 or not name.endswith((".safetensors", INDEX)):
         _refuse(what, folder, f"the name {name!r:.100}, which is not that of a safetensors file in the folder")
     place = folder / name
     if place.is_symlink():

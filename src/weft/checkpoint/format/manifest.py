@@ -5,55 +5,59 @@ Its first line holds the SHA-256 of all that follows, so that a flipped bit in a
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
 import math
 import re
-import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from weft.checkpoint.format.hashes import HASHES
+from weft.checkpoint.format.json_text import parse_json
+from weft.checkpoint.format.plain_files import raise_if_unreadable, read_plain
 from weft.errors import CheckpointError, listed, message
 
 __all__ = [
     "DTYPES",
     "FORMAT",
+    "MAX_BYTES",
+    "MAX_HEADER_BYTES",
     "MAX_STEP",
     "NAME",
     "STEP",
     "Damage",
     "FileEntry",
-    "Head",
     "Manifest",
     "NamedPiece",
     "Piece",
     "TensorEntry",
     "check",
     "check_place",
-    "raise_if_unreadable",
-    "read_head",
+    "parse_manifest",
     "read_manifest",
+    "sizes_of",
     "step_of",
 ]
 
+# Its number grows with whatever an older weft would not understand. 2: counters, ordered dicts and orders of sums among
+# the values, which 0.2.0 wrote as 1; scores.
 _FORMATS = "weft checkpoint "
-FORMAT = f"{_FORMATS}1"
+FORMAT = f"{_FORMATS}2"
+_READABLE = (f"{_FORMATS}1", FORMAT)
 NAME = "manifest.json"
 STEP = re.compile(r"step-(\d{1,18})")  # folders of checkpoints
 MAX_STEP = 10**18 - 1
 _MAX_CUTS = 5  # dimensions along which a tensor may be cut: a piece has two to the power of it corners
 T = TypeVar("T")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
-_MAX_BYTES = 2**30
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
-_RUN = re.compile(rb'^"run": (".*"),$', re.MULTILINE)
-_FILES = re.compile(rb'^"files": (\{.*\}),$', re.MULTILINE)
+# What is written has to be read again: both sides have the same limits.
+MAX_BYTES = 2**30  # of a manifest
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as the package has it
+_MAX_DIMS = 64
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 
 # Of torch, and what safetensors calls them, with their size.
@@ -141,6 +145,7 @@ class Manifest:
         ranks: Plain values of each rank.
         files: By file name.
         run: Name of the run that saved it; of one that was imported or saved by an older weft, None.
+        score: Given to `save`; None if it was not, or not a finite number.
         format: Version of the format.
     """
 
@@ -151,9 +156,10 @@ class Manifest:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, FileEntry] = field(default_factory=dict)
     run: str | None = None
+    score: float | None = None
     format: str = FORMAT
 
-    def text(self) -> str:
+    def text(self) -> bytes:
         """The manifest as JSON, with its own hash in the first line, and a line for each tensor.
 
         Not by `asdict` and `indent`, which take ten times as long, in Python, while a program trains.
@@ -162,55 +168,18 @@ class Manifest:
         head["files"] = {name: {"bytes": f.bytes, f.hash: f.digest} for name, f in self.files.items()}
         lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
         tensors = ",\n".join(f"{json.dumps(name)}: {entry.text()}" for name, entry in self.tensors.items())
-        rest = f'{"".join(lines)}"tensors": {{\n{tensors}\n}}}}\n'
-        return f'{{"sha256": "{hashlib.sha256(rest.encode()).hexdigest()}",\n{rest}'
+        rest = f'{"".join(lines)}"tensors": {{\n{tensors}\n}}}}\n'.encode()
+        return b'{"sha256": "%s",\n%s' % (hashlib.sha256(rest).hexdigest().encode(), rest)
 
 
-def step_of(folder: Path) -> int:
-    """The step in the name of a folder of a checkpoint; -1 if it has another name."""
-    match = STEP.fullmatch(folder.name)
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint; -1 if it has another name."""
+    match = STEP.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 class Damage(CheckpointError):
     """What was read is not what was saved. What could not be read is no damage: that raises `OSError`."""
-
-
-def raise_if_unreadable(error: Exception) -> None:
-    """Raise an error of the system, unless it means that there is no such file: only that is damage.
-
-    Raises:
-        OSError: The file cannot be read, perhaps only at this moment.
-    """
-    if isinstance(error, OSError) and error.errno not in _MISSING:
-        raise error
-
-
-class Head(NamedTuple):
-    """What the first lines of a manifest tell.
-
-    Attributes:
-        run: Name of the run, if it has one.
-        sizes: Bytes of each file.
-    """
-
-    run: str | None
-    sizes: dict[str, int]
-
-
-def read_head(folder: Path) -> Head:
-    """Read the first lines of a manifest: a hundredth of the time it takes to read all tensors.
-
-    Raises:
-        Damage: It is missing, or is not one; the text names the place.
-        OSError: It cannot be read.
-    """
-    text = _sealed_text(folder)
-    try:
-        run, files = (json.loads(found[1]) if (found := line.search(text)) else None for line in (_RUN, _FILES))
-        return Head(run, {name: entry["bytes"] for name, entry in (files or json.loads(text)["files"]).items()})
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        _refuse(folder, "a manifest that is not one", f"{NAME}: {type(error).__name__}: {error}", error)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -221,18 +190,39 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: It is of another version of the format.
         OSError: It cannot be read.
     """
-    text = _sealed_text(folder)
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        if STEP.fullmatch(folder.name) and folder.is_symlink():  # one that the user has renamed may be a link
+            _refuse(folder, "no place of its own", f"a symbolic link to {folder.readlink()}")
+        text = read_plain(folder / NAME, most=MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise_if_unreadable(error)
+        _refuse(folder, "no manifest", f"no plain file {NAME}: {error}", error)
+    return parse_manifest(text, folder)
+
+
+def parse_manifest(text: bytes, folder: Path) -> Manifest:
+    """Check the text of a manifest; `folder` is where it was found, for the texts of errors.
+
+    Raises:
+        Damage: It is not one; the text names the place.
+        CheckpointError: It is of another version of the format.
+    """
+    if len(text) > MAX_BYTES:
+        _refuse(folder, "a manifest that is too large", f"{NAME} of {len(text)} bytes")
+    seal = _SEAL.match(text)
+    if seal is None or hashlib.sha256(memoryview(text)[seal.end() :]).hexdigest().encode() != seal[1]:
+        _refuse(folder, "a damaged manifest", f"{NAME}: its SHA-256 differs from the one in its first line")
+    try:
+        data = parse_json(text)
+    except ValueError as error:
         _refuse(folder, "a manifest that cannot be read", f"{NAME}: {type(error).__name__}: {error}", error)
     try:
         written = data["format"]
-        if isinstance(written, str) and written.startswith(_FORMATS) and written != FORMAT:
+        if isinstance(written, str) and written.startswith(_FORMATS) and written not in _READABLE:
             raise CheckpointError(
                 f"{folder} was written by another version of weft",
                 found=f"format {written!r:.60}",
-                expected=f"format {FORMAT!r}",
+                expected=f"format {' or '.join(map(repr, _READABLE))}",
                 fix="install the version of weft that wrote it; nothing was changed, and no older checkpoint was taken",
             )
         manifest = _parsed(data)
@@ -242,27 +232,6 @@ def read_manifest(folder: Path) -> Manifest:
     if wrong:
         _refuse(folder, "a manifest that contradicts itself", listed(wrong))
     return manifest
-
-
-def _sealed_text(folder: Path) -> bytes:
-    """The text of a manifest, compared with the hash in its first line."""
-    path = folder / NAME
-    try:
-        if STEP.fullmatch(folder.name) and folder.is_symlink():  # one that the user has renamed may be a link
-            _refuse(folder, "no place of its own", f"a symbolic link to {folder.readlink()}")
-        state = path.lstat()
-        if not stat.S_ISREG(state.st_mode):
-            _refuse(folder, "no manifest", f"no plain file {NAME}")
-        if state.st_size > _MAX_BYTES:
-            _refuse(folder, "a manifest that is too large", f"{state.st_size} bytes")
-        text = path.read_bytes()
-    except OSError as error:
-        raise_if_unreadable(error)
-        _refuse(folder, "no manifest", f"no plain file {NAME}", error)
-    seal = _SEAL.match(text)
-    if seal is None or hashlib.sha256(memoryview(text)[seal.end() :]).hexdigest().encode() != seal[1]:
-        _refuse(folder, "a damaged manifest", f"{NAME}: its SHA-256 differs from the one in its first line")
-    return text
 
 
 def check_place(folder: Path, manifest: Manifest) -> None:
@@ -288,14 +257,14 @@ def _refuse(folder: Path, problem: str, found: str, cause: BaseException | None 
 
 
 def _parsed(data: Any) -> Manifest:
-    if data["format"] != FORMAT:
+    if data["format"] not in _READABLE:
         raise ValueError(f"format {data['format']!r:.60}")
     tensors = {
         _is(str, name): TensorEntry(
             dtype=_dtype(entry["dtype"]),
-            shape=_sizes(entry["shape"]),
+            shape=sizes_of(entry["shape"]),
             pieces=tuple(
-                Piece(file=_is(str, p["file"]), offsets=_sizes(p["offsets"]), shape=_sizes(p["shape"]))
+                Piece(file=_is(str, p["file"]), offsets=sizes_of(p["offsets"]), shape=sizes_of(p["shape"]))
                 for p in _is(list, entry["pieces"])
             ),
             same_as=None if entry["same_as"] is None else _is(str, entry["same_as"]),
@@ -311,6 +280,8 @@ def _parsed(data: Any) -> Manifest:
         ranks=[_is(dict, rank) for rank in _is(list, data["ranks"])],
         files=files,
         run=None if data.get("run") is None else _is(str, data["run"]),
+        score=None if data.get("score") is None else _score(data["score"]),
+        format=data["format"],
     )
 
 
@@ -320,6 +291,12 @@ def _file(entry: dict[str, Any]) -> FileEntry:
     if not re.fullmatch(f"[0-9a-f]{{{HASHES[kind][1]}}}", _is(str, digest)):
         raise ValueError(f"{digest!r:.60} as a hash {kind}")
     return FileEntry(bytes=size, hash=kind, digest=digest)
+
+
+def _score(value: Any) -> float:
+    if type(value) is not float or not math.isfinite(value):
+        raise ValueError(f"the score {value!r:.20}")
+    return value
 
 
 def _is(kind: type[T], value: Any) -> T:
@@ -334,8 +311,17 @@ def _size(value: Any) -> int:
     return value
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    return tuple(map(_size, _is(list, value)))
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or where one begins in another, as a text has it.
+
+    Raises:
+        ValueError: No tensor has it.
+    """
+    found = tuple(map(_size, _is(list, value)))
+    # Also a tensor without elements, as of [2**40, 0, 2**40], has strides.
+    if len(found) > _MAX_DIMS or math.prod(size or 1 for size in found) >= 2**59:
+        raise ValueError(f"the sizes {value!r:.80}")
+    return found
 
 
 def _dtype(value: Any) -> str:
@@ -346,12 +332,15 @@ def _dtype(value: Any) -> str:
 
 def check(manifest: Manifest) -> list[str]:
     """What contradicts itself: names that lead out of the folder, tensors that their pieces do not cover."""
-    wrong = [repr(name) for name in manifest.files if not _FILE.fullmatch(name)]
+    wrong = [f"{name!r:.120}" for name in manifest.files if not _FILE.fullmatch(name)]
+    if manifest.step > MAX_STEP:
+        wrong.append(f"step {manifest.step}")
     claimed = dict.fromkeys(manifest.files, 0)
     for name, entry in manifest.tensors.items():
         if entry.same_as is not None:
             origin = manifest.tensors.get(entry.same_as)
-            if origin is None or origin.same_as is not None or entry.pieces or origin.shape != entry.shape:
+            is_alike = origin is not None and (origin.shape, origin.dtype) == (entry.shape, entry.dtype)
+            if not is_alike or origin is None or origin.same_as is not None or entry.pieces:
                 wrong.append(f"{name}: the same as {entry.same_as}")
             continue
         strange = [p for p in entry.pieces if not _is_inside(p, entry.shape) or p.file not in manifest.files]

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import os
-import stat
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -24,13 +22,14 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from weft.checkpoint.format.manifest import DTYPES, NamedPiece, Piece, TensorEntry, raise_if_unreadable
+from weft.checkpoint.format.json_text import parse_json
+from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, NamedPiece, Piece, TensorEntry, sizes_of
+from weft.checkpoint.format.plain_files import open_plain, raise_if_unreadable, read_into
 from weft.checkpoint.format.tensor_blocks import Block, memory_of, overlap
 from weft.errors import CheckpointError
 
-__all__ = ["Slot", "TensorFiles", "in_order", "open_tensors", "read_into"]
+__all__ = ["Slot", "TensorFiles", "in_order", "open_tensors"]
 
-_MAX_HEADER = 100_000_000  # as safetensors has it
 _CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
 Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
 
@@ -191,20 +190,6 @@ def _distance(at: tuple[int, ...], block: Block) -> int:
     return distance
 
 
-def read_into(handle: int, memory: memoryview, at: int) -> None:
-    """Read from a place in a file until memory is full.
-
-    Raises:
-        ValueError: The file ends before.
-        OSError: It cannot be read.
-    """
-    while memory:
-        count = os.preadv(handle, [memory], at)
-        if count == 0:
-            raise ValueError("the file ends too early")
-        memory, at = memory[count:], at + count
-
-
 # -- headers -----------------------------------------------------------------------------------------
 
 
@@ -215,9 +200,9 @@ def open_tensors(path: Path) -> tuple[int, dict[str, Slot]]:
         ValueError: It is no safetensors file, or not a whole one.
         OSError: It cannot be read.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle, size = open_plain(path)
     try:
-        slots = _slots(handle)
+        slots = _slots(handle, size)
         if hasattr(os, "posix_fadvise"):  # the kernel reads further ahead: from a disk, half of the CPU time
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return handle, slots
@@ -226,29 +211,27 @@ def open_tensors(path: Path) -> tuple[int, dict[str, Slot]]:
         raise
 
 
-def _slots(handle: int) -> dict[str, Slot]:
-    state = os.fstat(handle)
-    if not stat.S_ISREG(state.st_mode):
-        raise ValueError("no plain file")
-    head = os.pread(handle, 8, 0)
+def _slots(handle: int, file_bytes: int) -> dict[str, Slot]:
+    head = bytearray(min(8, file_bytes))
+    read_into(handle, memoryview(head), 0)
     length = int.from_bytes(head, "little")
-    if len(head) < 8 or not 2 <= length <= min(_MAX_HEADER, state.st_size - 8):
-        pickled = head[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
-        raise ValueError("a file of torch.save" if pickled else f"{state.st_size} bytes, too few for its header")
+    if len(head) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
+        pickled = bytes(head[:2]) in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+        raise ValueError("a file of torch.save" if pickled else f"{file_bytes} bytes, too few for its header")
     text = bytearray(length)
     read_into(handle, memoryview(text), 8)
+    data = parse_json(bytes(text), pairs=_once)
     try:
-        data = json.loads(bytes(text), object_pairs_hook=_once)
         slots = {name: _slot(entry, 8 + length) for name, entry in data.items() if name != "__metadata__"}
-    except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"a header that cannot be understood ({type(error).__name__}: {error})") from error
     end = 8 + length
     for start, size in sorted((start, math.prod(shape) * DTYPES[dtype][1]) for dtype, shape, start in slots.values()):
         if start != end:
             raise ValueError(f"a tensor at byte {start} where the one before ends at {end}")
         end += size
-    if end != state.st_size:
-        raise ValueError(f"{state.st_size} bytes, where its header tells of {end}")
+    if end != file_bytes:
+        raise ValueError(f"{file_bytes} bytes, where its header tells of {end}")
     return slots
 
 
@@ -260,12 +243,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _slot(entry: Any, start: int) -> Slot:
-    sizes, (begin, end) = entry["shape"], entry["data_offsets"]
-    if any(type(size) is not int or not 0 <= size < 2**62 for size in (*sizes, begin, end)):
-        raise ValueError(f"sizes {sizes!r:.60}, offsets {begin!r:.20} to {end!r:.20}")
+    begin, end = entry["data_offsets"]
+    shape = sizes_of(entry["shape"])
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 2**62:
+        raise ValueError(f"offsets {begin!r:.20} to {end!r:.20}")
     if entry["dtype"] not in _CODES:
         raise ValueError(f"dtype {entry['dtype']!r:.20}, which weft does not know")
     dtype = _CODES[entry["dtype"]]
-    if end - begin != math.prod(sizes) * DTYPES[dtype][1]:
-        raise ValueError(f"{end - begin} bytes for {dtype} of shape {sizes!s:.60}")
-    return dtype, tuple(sizes), start + begin
+    if end - begin != math.prod(shape) * DTYPES[dtype][1]:
+        raise ValueError(f"{end - begin} bytes for {dtype} of shape {shape!s:.60}")
+    return dtype, shape, start + begin

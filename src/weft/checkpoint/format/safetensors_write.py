@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from weft.checkpoint.format.hashes import HASHES, best_hash, new_hash
-from weft.checkpoint.format.manifest import DTYPES, Damage, FileEntry, Manifest, raise_if_unreadable
+from weft.checkpoint.format.hashes import best_hash, new_hash
+from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, FileEntry
 from weft.checkpoint.format.tensor_blocks import memory_of
+from weft.errors import CheckpointError
 
-__all__ = [
-    "check_file",
-    "digest_of",
-    "file_head",
-    "sync_folder",
-    "write_parts",
-    "write_tensors",
-    "write_text",
-]
+__all__ = ["file_head", "new_file", "sync_folder", "tensor_writer", "write_bytes", "write_parts"]
 
 _BLOCK = 2**20  # bytes; fits into the caches of a core
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
-    """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
+def tensor_writer(tensors: Mapping[str, torch.Tensor]) -> Callable[[IO[bytes]], FileEntry]:
+    """What writes these tensors as a safetensors file, one after the other.
 
     A tensor may change meanwhile: each block is copied first, so that the hash is that of the bytes in the file.
+
+    Raises:
+        CheckpointError: They have too many names, or too long ones, for a header that is read again.
     """
     # Not by `safetensors.serialize_file`: it has no place for a hash (reading the file back adds 1.1 s to 4.3 s for
     # 1 GB, and would compare what is read with itself), wants all tensors in host memory at once, and tells of a full
     # disk by an error without errno.
     head, order = file_head(tensors)
-    parts = (memory_of(tensors[name].detach().cpu().contiguous()) for name in order)
-    return write_parts(path, itertools.chain([head], _blocks(parts)))
+
+    def write(file: IO[bytes]) -> FileEntry:
+        parts = (memory_of(tensors[name].detach().cpu().contiguous()) for name in order)
+        return write_parts(file, itertools.chain([head], _blocks(parts)))
+
+    return write
 
 
 def file_head(
@@ -49,6 +49,9 @@ def file_head(
     """How a safetensors file of these tensors begins, and the order in which their bytes follow.
 
     It is eight bytes of length and a header in JSON.
+
+    Raises:
+        CheckpointError: The header could not be read again.
     """
     # Wide dtypes first, so that each tensor is aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -61,6 +64,13 @@ def file_head(
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            "the names of these tensors are too long for a safetensors file",
+            found=f"{len(order)} tensors with a header of {len(text)} bytes; {max(order, key=len):.60}...",
+            expected=f"at most {MAX_HEADER_BYTES} bytes, or no one could read it",
+            fix="shorter keys in state_dict(), or fewer tensors: torch.cat(tensors)",
+        )
     return len(text).to_bytes(8, "little") + text, order
 
 
@@ -74,29 +84,44 @@ def _blocks(parts: Iterable[Any]) -> Iterator[memoryview]:
             yield block
 
 
-def write_text(path: Path, text: str) -> FileEntry:
-    """Write a text file and wait until it is on the disk."""
-    return write_parts(path, [text.encode()])
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with new_file(path) as file:
+        file.write(data)
 
 
-def write_parts(path: Path, parts: Iterable[Any]) -> FileEntry:
-    """Write bytes, part by part, and wait until they are on the disk.
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which is on the disk afterwards.
 
-    Writing, hashing and waiting let other threads run; a thread that does it holds up nobody.
+    Yields:
+        The file.
+
+    Raises:
+        OSError: It is there already, or cannot be written; names the file.
     """
-    kind = best_hash()
-    digest = new_hash(kind)
     try:
         with path.open("xb") as file:
-            for part in parts:
-                file.write(part)
-                digest.update(part)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-            return FileEntry(bytes=file.tell(), hash=kind, digest=digest.hexdigest())
     except OSError as error:
         error.filename = error.filename or str(path)  # a full disk says "No space left on device", and not which one
         raise
+
+
+def write_parts(file: IO[bytes], parts: Iterable[Any]) -> FileEntry:
+    """Write bytes, part by part.
+
+    Writing, hashing and waiting let other threads run; a thread that does it holds up nobody.
+    """
+    kind, size = best_hash(), 0
+    digest = new_hash(kind)
+    for part in parts:
+        file.write(part)
+        digest.update(part)
+        size += len(part)
+    return FileEntry(bytes=size, hash=kind, digest=digest.hexdigest())
 
 
 def sync_folder(folder: Path) -> None:
@@ -106,44 +131,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def check_file(folder: Path, name: str, manifest: Manifest, *, content: bool = True) -> None:
-    """Compare a file with the manifest; without `content`, only that it is there and its size.
-
-    Raises:
-        Damage: It is missing, is no plain file, or differs; names a tensor it holds.
-        OSError: It cannot be read.
-        MissingExtra: Its hash is one of the package xxhash, which is not installed.
-    """
-    path, entry = folder / name, manifest.files[name]
-    found = None
-    try:
-        state = path.lstat()
-        if not stat.S_ISREG(state.st_mode):
-            found = "a symbolic link" if stat.S_ISLNK(state.st_mode) else "something that is no file"
-        elif state.st_size != entry.bytes:
-            found = f"{state.st_size} bytes"
-        elif content and digest_of(path, entry.hash) != entry.digest:
-            found = f"other bytes than were written ({HASHES[entry.hash][0]} differs)"
-    except OSError as error:
-        raise_if_unreadable(error)
-        found = "no such file"
-    if found is not None:
-        held = [tensor for tensor, value in manifest.tensors.items() if any(p.file == name for p in value.pieces)]
-        raise Damage(
-            f"{path} is damaged",
-            found=f"{found}; it holds {', '.join(held[:3]) or 'no tensors'}{', ...' if len(held) > 3 else ''}",
-            expected=f"the file that was saved: {entry.bytes} bytes, {HASHES[entry.hash][0]} {entry.digest[:12]}...",
-            fix="restore an older checkpoint: weft.restore(state, directory, ctx) takes the newest that is complete",
-        )
-
-
-def digest_of(path: Path, kind: str) -> str:
-    """The hash of a file."""
-    digest, buffer = new_hash(kind), bytearray(_BLOCK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()

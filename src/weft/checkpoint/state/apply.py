@@ -213,7 +213,7 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Source, ctx: 
         found = decode(saved, tensor)
         if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
             raise ValueError("not what a module keeps")
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"restore: the values of {key} in {reader.folder} cannot be used",
             found=f"{type(error).__name__}: {error}",

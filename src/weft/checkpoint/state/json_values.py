@@ -125,19 +125,31 @@ def check_values(path: str, tensor: torch.Tensor) -> None:
         )
 
 
-def decode(value: Any, tensors: Callable[[str], torch.Tensor]) -> Any:
-    """The nested value that `encode` made JSON of."""
+def decode(value: Any, tensors: Callable[[str], torch.Tensor], *, depth: int = 0) -> Any:
+    """The nested value that `encode` made JSON of.
+
+    Raises:
+        ValueError: `encode` has not made it.
+        LookupError: Likewise.
+        TypeError: Likewise.
+    """
+    if depth > _MOST_NESTED + 5:  # those of a module are below its name and kind
+        raise ValueError(f"values in each other, more than {_MOST_NESTED} deep")
+
+    def inner(item: Any) -> Any:
+        return decode(item, tensors, depth=depth + 1)
+
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return list(map(inner, value))
     if not isinstance(value, dict):
         return value
     kind = value.get("$")
     if kind is None:
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: inner(item) for key, item in value.items()}
     if kind == "tensor":
         return tensors(value["name"])
     if kind == "tuple":
-        return tuple(decode(item, tensors) for item in value["items"])
+        return tuple(map(inner, value["items"]))
     if kind == "dict" or kind in _DICTS:
-        return _DICTS.get(kind, dict)({key: decode(item, tensors) for key, item in value["items"]})
+        return _DICTS.get(kind, dict)({key: inner(item) for key, item in value["items"]})
     raise ValueError(f"a value marked {kind!r}")

@@ -1,5 +1,6 @@
 """The folders of one or several runs as one page of HTML, with nothing else to load.
 
+run.py            what was found of a run
 read_run.py       what trackers wrote: JSON lines, CSV, event files of TensorBoard
 trace_events.py   what profiles say: the operations that took most time
 rehearsals.py     what `weft rehearse` found: memory by kind, messages by axis
@@ -12,6 +13,7 @@ page.py           everything on one page
 """
 
 from weft.monitoring.report.page import render, write_report
-from weft.monitoring.report.read_run import Run, read
+from weft.monitoring.report.read_run import read
+from weft.monitoring.report.run import Run
 
 __all__ = ["Run", "read", "render", "write_report"]

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weft.monitoring.report.read_run import Run
+from weft.monitoring.report.run import Run
 from weft.monitoring.report.trace_events import Trace
 
 __all__ = ["Chart", "bars", "chart", "charts_of", "folded_ranks", "trace_chart", "with_unit"]

@@ -24,8 +24,9 @@ from pathlib import Path
 from weft.checks import import_extra
 from weft.monitoring.report.charts import Chart, charts_of, folded_ranks, trace_chart, with_unit
 from weft.monitoring.report.lost_replicas import replica_rows
-from weft.monitoring.report.read_run import EXPLAIN, Run, read
+from weft.monitoring.report.read_run import EXPLAIN, read
 from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
+from weft.monitoring.report.run import Run
 
 __all__ = ["render", "write_report"]
 

@@ -14,57 +14,22 @@ import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.monitoring.report.trace_events import Trace, read_trace
+from weft.monitoring.report.lost_replicas import replica_rows
+from weft.monitoring.report.rehearsals import facts, message_rows, rehearsal_charts
+from weft.monitoring.report.run import Rehearsed, Run
+from weft.monitoring.report.trace_events import read_trace
 
-__all__ = ["EXPLAIN", "Rehearsed", "Run", "read"]
+__all__ = ["EXPLAIN", "read"]
 
-Rehearsed = Mapping[str, Any]  # the fields of `weft.rehearsal.Rehearsal`
-
+# What comes from outside may be of any form: nothing is shown of it then, and the page is made of the rest.
+_WRONG = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, csv.Error)
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _REHEARSAL = '"format": "weft rehearsal 1"'  # how the file begins
 _ELASTIC = "elastic"  # what `weft launch --events` writes of a quorum
 EXPLAIN, PROGRAM = "explain", "program"  # texts that `log_start` writes
-
-
-@dataclass
-class Run:
-    """Everything that was found.
-
-    Attributes:
-        folder: Where.
-        series: Values by step, for each name.
-        texts: Texts with their steps, for each name.
-        settings: Hyperparameters, by name.
-        starts: Steps that were done when a program began, if it said so.
-        resumes: Those of them at which a run was resumed.
-        programs: What `log_start` wrote of each program, and when it began, in seconds since 1970.
-        quorums: Of an elastic job: the step with which each began, and what had led to it.
-        ended: When the last file was written, in seconds since 1970.
-        checkpoints: Names of folders with a manifest.
-        traces: What profiles say.
-        rehearsals: What `weft rehearse --json` wrote.
-        sources: Files that were read.
-        problems: What could not be read, and why.
-    """
-
-    folder: Path
-    series: dict[str, dict[int, float]] = field(default_factory=dict)
-    texts: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)
-    resumes: list[int] = field(default_factory=list)
-    programs: list[dict[str, Any]] = field(default_factory=list)
-    quorums: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    ended: float = 0.0
-    checkpoints: list[str] = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)
-    rehearsals: list[Rehearsed] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
 
 
 def read(folder: str | Path) -> Run:
@@ -90,12 +55,11 @@ def read(folder: str | Path) -> Run:
     for suffix, entries in ((".jsonl", _lines), (".csv", _rows)):
         for path in files:
             if path.suffix == suffix:
-                log = _Log(path)
-                for step, values in entries(run, path):
-                    log.add(step, values)
-                _merge(run, log)
+                with _problems(run, path):
+                    _merge(run, _log_of_file(run, path, entries(path)))
     for place in dict.fromkeys(path.parent for path in files if path.name.startswith("events.out.tfevents.")):
-        _merge(run, _log_of_events(run, place))
+        with _problems(run, place):
+            _merge(run, _log_of_events(run, place))
     for path in files:
         if path.suffix == ".json":
             _read_json(run, path)
@@ -107,10 +71,19 @@ def read(folder: str | Path) -> Run:
     return run
 
 
+@contextlib.contextmanager
+def _problems(run: Run, path: Path) -> Iterator[None]:
+    """Note what cannot be read, or is not what it should be, and go on with the next file."""
+    try:
+        yield
+    except (OSError, *_WRONG) as error:
+        run.problems.append(f"{path.relative_to(run.folder)}: {type(error).__name__}: {error}")
+
+
 def _programs(texts: list[tuple[int, str]]) -> Iterator[dict[str, Any]]:
     """What `log_start` wrote; a text of the same name that somebody else wrote is left out."""
     for _, text in texts:
-        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+        with contextlib.suppress(*_WRONG):
             program = json.loads(text)
             began = dt.datetime.fromisoformat(program["started"]).timestamp()
             yield {**program, "began": began, "settings": dict(program["settings"])}
@@ -126,6 +99,14 @@ class _Log(Run):
 
     last = -1
 
+    def takes(self, step: int, values: Mapping[str, Any]) -> bool:
+        """Add the values of a step; whether they could be."""
+        try:
+            self.add(step, values)
+        except _WRONG:
+            return False
+        return True
+
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         begins = EXPLAIN in values
         if begins or step < self.last:
@@ -136,6 +117,7 @@ class _Log(Run):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
                 self.series.setdefault(name, {})[step] = float(number)
             elif name == _ELASTIC and isinstance(value, dict):
+                list(replica_rows([(step, value)]))  # raises if it cannot be shown
                 self.quorums.append((step, value))
             elif isinstance(value, dict):
                 self.settings.update(value)
@@ -189,31 +171,43 @@ def _differs(points: Mapping[int, float], others: Mapping[int, float]) -> bool:
     )
 
 
-def _lines(run: Run, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    bad = 0
+def _log_of_file(run: Run, path: Path, entries: Iterator[tuple[int, dict[str, Any]] | None]) -> _Log:
+    log, bad = _Log(path), 0
+    for entry in entries:
+        if entry is None or not log.takes(*entry):
+            bad += 1
+    if bad:
+        run.problems.append(f"{path.relative_to(run.folder)}: {bad} lines are not JSON with a step and its values")
+    return log
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]] | None]:
+    """Steps with their values; None for a line that is something else."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
+            if "\\u" in line:
+                _check_text(values)
             step = values.pop("step")
-        except (ValueError, AttributeError, KeyError, TypeError):
-            bad += 1
-            continue
-        if isinstance(step, int):
-            yield step, values
-    if bad:
-        run.problems.append(f"{path.relative_to(run.folder)}: {bad} lines are not JSON with a step")
+        except _WRONG:
+            yield None
+        else:
+            if isinstance(step, int):
+                yield step, values
 
 
-def _rows(run: Run, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                if not (row.get("step") or "").isdecimal():
-                    return  # a table of something else
-                filled = {name: text for name, text in row.items() if text and name and name != "step"}
-                yield int(row["step"]), {name: _number(text) for name, text in filled.items()}
-    except (ValueError, csv.Error) as error:
-        run.problems.append(f"{path.relative_to(run.folder)}: {error}")
+def _check_text(value: Any) -> None:
+    """Raise `ValueError` if a text has half of a surrogate pair, as JSON may: it has no bytes."""
+    json.dumps(value, ensure_ascii=False).encode()
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if not (row.get("step") or "").isdecimal():
+                return  # a table of something else
+            filled = {name: text for name, text in row.items() if text and name and name != "step"}
+            yield int(row["step"]), {name: _number(text) for name, text in filled.items()}
 
 
 def _number(text: str) -> float | str:
@@ -258,15 +252,15 @@ def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, l
 
 def _read_json(run: Run, path: Path) -> None:
     """Read a profile or a rehearsal; what is neither is left alone."""
-    try:
-        trace, rehearsals = read_trace(path), _rehearsals(path)
-    except ValueError as error:
-        run.problems.append(f"{path.relative_to(run.folder)}: {error}")
-        return
-    run.traces += [trace] if trace is not None else []
-    run.rehearsals += rehearsals
-    if trace is not None or rehearsals:
-        run.sources.append(str(path.relative_to(run.folder)))
+    with _problems(run, path):
+        trace, found = read_trace(path), _rehearsals(path)
+        _check_text([None if trace is None else [trace.host, trace.device], found])
+        for one in found:
+            facts(one), rehearsal_charts(one), list(message_rows(one))  # raise if it cannot be shown
+        run.traces += [trace] if trace is not None else []
+        run.rehearsals += found
+        if trace is not None or found:
+            run.sources.append(str(path.relative_to(run.folder)))
 
 
 def _rehearsals(path: Path) -> list[Rehearsed]:

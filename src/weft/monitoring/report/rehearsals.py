@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weft.monitoring.report.charts import Chart, bars, with_unit
-from weft.monitoring.report.read_run import Rehearsed
+from weft.monitoring.report.run import Rehearsed
 
 __all__ = ["facts", "message_rows", "rehearsal_charts"]
 

@@ -1,0 +1,122 @@
+"""Reading files that may come from anywhere: plain ones, to their end, or an error that says why not.
+
+Only what was read and differs is damage. A file that is there and does not give its bytes, as on a network file system
+in trouble, is tried again, and then an `OSError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+
+from weft.checkpoint.format.hashes import new_hash
+
+__all__ = ["digest_of", "open_plain", "raise_if_unreadable", "read_into", "read_plain", "what_is"]
+
+_BLOCK = 2**20  # bytes; fits into the caches of a core
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+_PAUSES_S = (0.01, 0.05, 0.2)  # before a read that returned nothing is tried again
+
+
+def raise_if_unreadable(error: Exception) -> None:
+    """Raise an error of the system, unless it means that there is no such file: only that is damage.
+
+    Raises:
+        OSError: The file cannot be read, perhaps only at this moment.
+    """
+    if isinstance(error, OSError) and error.errno not in _MISSING:
+        raise error
+
+
+def what_is(mode: int) -> str | None:
+    """What stands where a plain file should; None if it is one."""
+    if stat.S_ISREG(mode):
+        return None
+    return "a symbolic link" if stat.S_ISLNK(mode) else "something that is no file"
+
+
+def open_plain(path: Path) -> tuple[int, int]:
+    """Open a plain file to read it; nothing else, as opening a device may do something, and a link leads elsewhere.
+
+    Returns:
+        Its descriptor, and its size in bytes.
+
+    Raises:
+        ValueError: It is something else.
+        OSError: It cannot be opened.
+    """
+    _check(path.lstat())
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        state = os.fstat(handle)
+        _check(state)  # something else may have taken its place
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle, state.st_size
+
+
+def _check(state: os.stat_result) -> None:
+    found = what_is(state.st_mode)
+    if found is not None:
+        raise ValueError(found)
+
+
+def read_into(handle: int, memory: memoryview, at: int) -> None:
+    """Read from a place in a file until memory is full.
+
+    Raises:
+        ValueError: The file ends before.
+        OSError: It cannot be read.
+    """
+    pauses = iter(_PAUSES_S)
+    while memory:
+        count = os.preadv(handle, [memory], at)
+        if count == 0:
+            if os.fstat(handle).st_size <= at:
+                raise ValueError("the file ends too early")
+            pause = next(pauses, None)
+            if pause is None:
+                raise OSError(errno.EIO, f"a read at byte {at} returned nothing, before the end of the file")
+            time.sleep(pause)
+        memory, at = memory[count:], at + count
+
+
+def read_plain(path: Path, *, most: int) -> bytes:
+    """All bytes of a plain file.
+
+    Raises:
+        ValueError: It is something else, or has more bytes than `most`.
+        OSError: It cannot be read.
+    """
+    handle, size = open_plain(path)
+    try:
+        if size > most:
+            raise ValueError(f"{size} bytes, more than {most}")
+        text = bytearray(size)
+        read_into(handle, memoryview(text), 0)
+        return bytes(text)
+    finally:
+        os.close(handle)
+
+
+def digest_of(path: Path, kind: str) -> str:
+    """The hash of a plain file.
+
+    Raises:
+        ValueError: It is something else, or has become shorter.
+        OSError: It cannot be read.
+    """
+    digest, memory = new_hash(kind), memoryview(bytearray(_BLOCK))
+    handle, size = open_plain(path)
+    try:
+        for at in range(0, size, _BLOCK):
+            block = memory[: size - at]
+            read_into(handle, block, at)
+            digest.update(block)
+    finally:
+        os.close(handle)
+    return digest.hexdigest()

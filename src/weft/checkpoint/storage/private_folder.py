@@ -1,0 +1,55 @@
+"""Temporary folders that only this user can enter, and that do not stay if the process is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["private_folder", "remove_if_left"]
+
+_OLD_S = 600.0  # a folder of this age is locked, or nobody's
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new folder among the temporary files, with a name that nobody can guess; gone at the end.
+
+    Folders of earlier processes of this user, which were killed, are removed first.
+
+    Yields:
+        The folder.
+    """
+    prefix = f"weft-copy-{os.getuid()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        remove_if_left(left, age_s=_OLD_S)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(handle)
+
+
+def remove_if_left(folder: Path, *, age_s: float = 0.0) -> None:
+    """Remove a folder of this user that no process holds a lock of; never raises.
+
+    Args:
+        folder: Which.
+        age_s: How long ago it was changed at least.
+    """
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            state = os.fstat(handle)
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime >= age_s:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
