@@ -1,6 +1,7 @@
 """Which checkpoints of a directory belong to a run: what is saved, kept, passed over, set aside, or refused."""
 
 import importlib
+import itertools
 import os
 import shutil
 import stat
@@ -16,6 +17,8 @@ import weft
 from tests.checkpoint.folders import folders
 from weft.checkpoint.format.manifest import read_manifest
 from weft.checkpoint.storage.directory import Directory
+from weft.checkpoint.storage.find import place as find_place
+from weft.checkpoint.storage.find import storage_of
 from weft.errors import CheckpointError, PeerError
 from weft.testing import run_ranks
 
@@ -266,6 +269,108 @@ def test_every_manifest_is_read_once_however_many_are_kept(tmp_path, monkeypatch
     assert len(_names(tmp_path)) == 70 and len(read) == len(set(read)) <= 75
 
 
+# -- the best ----------------------------------------------------------------------------------------
+
+
+SCORES = {10: 0.9, 20: 0.4, 30: 0.6, 40: None, 50: float("nan"), 60: 0.4, 70: 0.8}
+
+
+@pytest.mark.parametrize("how", ["directory", "url"])
+@pytest.mark.parametrize("save", [weft.save, weft.save_async])
+def test_the_best_are_kept_beside_the_newest(tmp_path, how, save):
+    place = tmp_path if how == "directory" else f"memory://{tmp_path.name}-{save.__name__}/run"
+    state, ctx = _job()
+    assert weft.checkpoint.best(place) is None
+    for step, score in SCORES.items():
+        running = save(state, place, step, ctx, keep=1, keep_best=2, score=score)
+        if save is weft.save_async:
+            running.wait()
+    names = storage_of(find_place(place)).names()
+    assert names == ["step-00000020", "step-00000060", "step-00000070"]  # of equal ones, those that came first
+    assert weft.checkpoint.best(place).name == "step-00000020"
+    assert weft.checkpoint.latest(place).name == "step-00000070"
+    assert weft.restore(*_with_directory(_job(), weft.checkpoint.best(place))).step == 20
+    other, its = _job()
+    weft.restore(other, place, its)
+    weft.save(other, place, 80, its, keep=1, keep_best=1, score=-1)
+    assert storage_of(find_place(place)).names() == ["step-00000080"]
+
+
+def test_a_score_is_a_number_that_is_the_same_on_all_ranks(tmp_path):
+    state, ctx = _job()
+    for save in (weft.save, weft.save_async):
+        with pytest.raises(ValueError, match=r"keep_best = 2 has no effect without keep(.|\n)*fix: "):
+            save(state, tmp_path, 1, ctx, keep_best=2)
+        with pytest.raises(ValueError, match=r"keep_best = -1 cannot be used(.|\n)*fix: "):
+            save(state, tmp_path, 1, ctx, keep=1, keep_best=-1)
+        for wrong in ("low", True, torch.ones(2)):
+            with pytest.raises(TypeError, match=r"score = .* is not a number(.|\n)*fix: .*score=float\(loss\)"):
+                save(state, tmp_path, 1, ctx, score=wrong)
+
+    def saves(ctx, folder):
+        state = weft.checkpointable({"box": Box()}, ctx)[0]
+        with pytest.raises(weft.errors.ContextError, match="score"):
+            weft.save(state, folder, 1, ctx, score=0.5 + ctx.rank)
+        return weft.save(state, folder, 1, ctx, score=0.5).name
+
+    assert run_ranks(saves, 2, tmp_path) == ["step-00000001"] * 2
+
+
+def _branch(place, state, ctx, steps, value):
+    for step in steps:
+        state.objects["box"].value = value
+        weft.save(state, place, step, ctx, keep=1)
+
+
+@pytest.mark.parametrize("how", ["directory", "url"])
+def test_the_best_of_a_branch_that_was_abandoned_make_room(tmp_path, how):
+    """The newest and the best in two directories; the run is killed, and reaches the same steps again."""
+    last, best = tmp_path / "last", tmp_path / "best"
+    if how == "url":
+        last, best = (f"memory://{tmp_path.name}/{name}" for name in ("last", "best"))
+    state, ctx = _job()
+    for place, steps in ((best, [3, 6]), (last, [8]), (best, [9, 12, 15])):
+        _branch(place, state, ctx, steps, "one")
+    # Killed at 15; the next job resumes from 8, and what was the best at 9 is so again.
+    state, ctx = _job()
+    assert weft.restore(state, last, ctx).step == 8
+    names = storage_of(find_place(best)).names
+    assert names() == ["step-00000015"]
+    _branch(best, state, ctx, [9], "one")
+    assert names() == ["step-00000009"]
+    weft.save(state, best, 9, ctx, keep=1)
+    # Killed again; with other values this time.
+    state, ctx = _job()
+    assert weft.restore(state, last, ctx).step == 8
+    _branch(best, state, ctx, [9], "another")
+    assert names() == ["step-00000009"]
+    _branch(best, state, ctx, [12], "another")
+    assert names() == ["step-00000012"]
+    other = _job()
+    assert weft.restore(*_with_directory(other, best)).step == 12 and other[0].objects["box"].value == "another"
+    if how == "directory":
+        aside = sorted(path.name for path in best.iterdir() if path.name.endswith(".discarded"))
+        assert aside == ["step-00000009.discarded", "step-00000015.discarded"]
+
+
+def test_two_jobs_that_resume_one_run_do_not_take_turns(tmp_path):
+    _saved(tmp_path, [1])
+    jobs = [_job(), _job()]
+    for state, ctx in jobs:
+        assert weft.restore(state, tmp_path, ctx).step == 1
+    (one, its), (two, theirs) = jobs
+    weft.save(one, tmp_path, 2, its)
+    two.objects["box"].value = 2
+    for step in (2, 3):
+        with pytest.raises(
+            CheckpointError, match=r"another job of this run saves into .*\n.*step-00000002\n(.|\n)*fix: "
+        ):
+            weft.save(two, tmp_path, step, theirs)
+    weft.save(one, tmp_path, 3, its)
+    assert weft.restore(two, tmp_path, theirs).step == 3
+    weft.save(two, tmp_path, 4, theirs)
+
+
 # -- other readers and writers -----------------------------------------------------------------------
 
 
@@ -293,6 +398,36 @@ def test_a_reader_beside_a_run_that_removes_what_it_was_told_of_looks_again(tmp_
         assert found.step == 4 and not found.skipped
     else:
         assert weft.checkpoint.latest(tmp_path).name == "step-00000004"
+
+
+@pytest.mark.parametrize("reads", [60, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_readers_beside_a_run_that_keeps_one_always_find_one(tmp_path, reads):
+    state, ctx = _saved(tmp_path, [0])
+    ends, failed = threading.Event(), []
+
+    def trains():
+        try:
+            for step in itertools.count(1):
+                weft.save(state, tmp_path, step, ctx, keep=1)
+                if ends.is_set():
+                    break
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    training = threading.Thread(target=trains)
+    training.start()
+    try:
+        step = 0
+        for _ in range(reads):
+            found = weft.restore(*_with_directory(_job(), tmp_path))
+            assert found is not None and found.step >= step and not found.skipped
+            newest = weft.checkpoint.latest(tmp_path)
+            assert newest is not None and int(newest.name[5:]) >= found.step
+            step = weft.checkpoint.verify(tmp_path).step
+    finally:
+        ends.set()
+        training.join()
+    assert not failed
 
 
 def test_what_is_no_directory_is_no_new_beginning(tmp_path):

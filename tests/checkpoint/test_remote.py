@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -172,6 +173,76 @@ def test_a_damaged_object_is_passed_over(bucket, tmp_path, damage):
     assert len(restored.skipped) == (0 if damage == "no manifest" else 1)
     weft.save(state, bucket, 2, ctx)  # in the place of the damaged one
     assert weft.restore(state, bucket, ctx).step == 2
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_manifest_is_passed_over_and_stops_no_save(bucket, tmp_path):
+    state, ctx = _state(weft.local())
+    for step in (1, 2, 3):
+        weft.save(state, bucket, step, ctx)
+    _flip(tmp_path / "store" / "run" / "step-00000003" / "manifest.json")
+    assert latest(bucket).name == "step-00000002"
+    other, its = _state(weft.local())
+    restored = weft.restore(other, bucket, its)
+    assert restored.step == 2 and [path.name for path, _ in restored.skipped] == ["step-00000003"]
+    assert "damaged manifest" in restored.skipped[0][1] and bucket in restored.skipped[0][1]
+    weft.save(other, bucket, 3, its)  # the damaged one makes room
+    _flip(tmp_path / "store" / "run" / "step-00000001" / "manifest.json")
+    weft.save(other, bucket, 4, its, keep=2)
+    assert latest(bucket).name == "step-00000004" and verify(f"{bucket}/step-00000003").step == 3
+
+
+def test_one_checkpoint_may_have_a_name_of_its_own(bucket, tmp_path):
+    state, ctx = _state(weft.local())
+    weft.save(state, bucket, 3, ctx)
+    (tmp_path / "store" / "run" / "step-00000003").rename(tmp_path / "store" / "best")
+    other, its = _state(weft.local(), value=7.0)
+    assert weft.restore(other, f"{bucket.rpartition('/')[0]}/best", its).step == 3
+    assert torch.equal(other.objects["model"].weight, state.objects["model"].weight)
+
+
+def test_copies_lie_where_only_this_user_sees_them_and_do_not_stay(bucket, tmp_path, monkeypatch):
+    state, ctx = _state(weft.local())
+    weft.save(state, bucket, 1, ctx)
+    here, seen = tmp_path / "here", []
+    left = here / f"weft-copy-{os.getuid()}-left"  # of a process that was killed
+    (left / "step-00000001").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    foreign = here / f"weft-copy-{os.getuid()}-link"
+    foreign.symlink_to(tmp_path)
+    real = Bucket.get_file
+
+    def get_file(self, rpath, lpath, **kwargs):
+        seen.append((Path(lpath).parents[1], Path(lpath).parents[1].stat()))
+        return real(self, rpath, lpath, **kwargs)
+
+    monkeypatch.setattr(Bucket, "get_file", get_file)
+    weft.restore(state, bucket, ctx)
+    weft.weights.read(bucket)
+    assert len({folder for folder, _ in seen}) == 2  # a name that cannot be guessed
+    assert {(stat.S_IMODE(state.st_mode), state.st_uid) for _, state in seen} == {(0o700, os.getuid())}
+    assert list(here.iterdir()) == [foreign]
+
+
+def test_an_error_in_a_copy_names_the_url(bucket, tmp_path):
+    state, ctx = _state(weft.local())
+    weft.save(state, bucket, 1, ctx)
+    other, its = _state(weft.local(), size=4)
+    with pytest.raises(CheckpointError, match="does not fit the state") as caught:
+        weft.restore(other, bucket, its)
+    assert f"{bucket}/step-00000001" in str(caught.value) and "weft-copy" not in str(caught.value)
+
+
+def test_what_is_no_url_of_fsspec_is_refused(tmp_path):
+    state, ctx = _state(weft.local())
+    for call in (lambda: weft.save(state, "nowhere://x/run", 1, ctx), lambda: latest("nowhere://x/run")):
+        with pytest.raises(ValueError, match=r"nowhere://x/run is not a place of checkpoints(.|\n)*fix: "):
+            call()
 
 
 def _train(ctx, url, steps, strategy):

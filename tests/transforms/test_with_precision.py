@@ -140,12 +140,24 @@ def test_the_dtypes_are_those_of_the_policy(policy):
     param, buffer, inside, output = MAP[policy]
     model, _ = _precise(policy, Everything())
     assert {p.dtype for layer in (model.trained, model.norm) for p in layer.parameters()} == {param}
-    assert {p.dtype for p in model.frozen.parameters()} == {f32}
+    assert {p.dtype for p in model.frozen.parameters()} == {f64 if policy == "fp64" else f32}
     assert {model.table.dtype, model.norm.running_mean.dtype, model.norm.running_var.dtype} == {buffer}
     assert model.index.dtype == model.norm.num_batches_tracked.dtype == torch.int64
     if output is not None:
         found = model(_x())
         assert (model.seen["inside"], found["y"].dtype, found["index"].dtype) == (inside, output, torch.int64)
+
+
+@pytest.mark.parametrize(("policy", "frozen"), [("fp64", f32), ("fp32", bf16), ("fp32", f64), ("bf16", bf16)])
+def test_frozen_layers_of_another_dtype_compute_with_the_rest(policy, frozen):
+    model = nn.Sequential(nn.Linear(4, 8).to(frozen).requires_grad_(False), nn.Linear(8, 2))
+    plain = [p.detach().clone() for p in model.parameters()]
+    model, _ = _precise(policy, model)
+    model(torch.ones(3, 4)).sum().backward()
+    assert all(torch.equal(p.to(f64), old.to(f64)) for p, old in zip(model.parameters(), plain, strict=True))
+    assert (
+        model[0].weight.dtype == (frozen if policy == "bf16" else MAP[policy][0]) and model[1].weight.grad is not None
+    )
 
 
 def test_operations_that_are_unsafe_in_16_bits_stay_in_32_under_a_mixed_policy():

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -347,11 +348,16 @@ def _after_commit(saving: Saving, keep: Keep) -> None:
     attempt(lambda: storage.after_commit(saving.name))
     for name in sorted(history.abandoned):
         if step_of(name) > step_of(saving.name):
-            attempt(lambda name=name: storage.set_aside(name, "discarded"))  # type: ignore[misc]
+            attempt(partial(_discard, storage, history, name))
     attempt(lambda: _prune(saving, keep, attempt))
     if failed:
         text = f"weft: {saving.path} is saved, but what follows a save has failed: {listed(failed)}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _discard(storage: Storage, history: History, name: str) -> None:
+    storage.set_aside(name, "discarded")
+    history.abandoned.discard(name)
 
 
 def _prune(saving: Saving, keep: Keep, attempt: Callable[[Callable[[], object]], None]) -> None:
@@ -368,7 +374,7 @@ def _prune(saving: Saving, keep: Keep, attempt: Callable[[Callable[[], object]],
     kept = {saving.name, *there[-keep.newest :], *(name for _, _, name in ranked[: keep.best])}
     for name in there:
         if name not in kept:
-            attempt(lambda name=name: storage.delete(name))  # type: ignore[misc]
+            attempt(partial(storage.delete, name))
             history.forget(name)
 
 

@@ -78,7 +78,8 @@ class Precision:
     """Which dtype is used where. None always means: leave it as it is.
 
     Attributes:
-        param: Dtype in which trained parameters are stored; frozen parameters are left alone.
+        param: Dtype in which trained parameters are stored. Frozen ones are left alone, unless the module computes
+            in this dtype without autocast ("fp32", "fp64"): then they are cast, too.
         compute: Dtype of the computation inside the module. If parameters are stored in another dtype, torch's autocast
             picks the operations that are safe in it; otherwise inputs are cast to it, and an autocast around the module
             has no effect inside.

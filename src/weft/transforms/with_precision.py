@@ -220,9 +220,11 @@ def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
 def _to_cast(module: nn.Module, precision: Precision) -> list[tuple[torch.Tensor, torch.dtype]]:
     """Tensors that the policy stores in some dtype, and that dtype; a tensor may come twice."""
     found: list[tuple[torch.Tensor, torch.dtype]] = []
+    # Autocast casts what it needs; in a wider dtype a frozen layer of another one could not compute.
+    also_frozen = precision.param is precision.compute and precision.compute not in LOW and precision.storage is None
     for part in _own_parts(module):
         own = list(part.parameters(recurse=False))
-        trained = [p for p in own if p.requires_grad]
+        trained = [p for p in own if p.requires_grad or (also_frozen and p.dtype.itemsize > 1)]
         if precision.param is not None:
             found += [(p, precision.param) for p in trained if p.is_floating_point()]
         if precision.buffer is not None and (trained or not own):

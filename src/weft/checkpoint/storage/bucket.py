@@ -101,7 +101,8 @@ class Bucket:
         Raises:
             OSError: It cannot be read.
         """
-        for pause in (*_PAUSES_S, None):
+        pauses = iter(_PAUSES_S)
+        while True:
             info = self._info(path)
             if info is None:
                 return None
@@ -109,9 +110,7 @@ class Bucket:
             text: bytes = self._store.cat_file(path, start=0, end=size) if size else b""
             if len(text) == size:
                 return text
-            if pause is not None:
-                time.sleep(pause)
-        raise OSError(errno.EIO, f"{len(text)} of {size} bytes came", path)
+            _try_again(pauses, path, len(text), size)
 
     # -- what is there ---------------------------------------------------------------------------
 
@@ -198,15 +197,14 @@ class Bucket:
                 self._copy(self._at(name, file), folder / file, entry.bytes)
 
     def _copy(self, path: str, place: Path, size: int) -> None:
-        for pause in (*_PAUSES_S, None):
+        pauses = iter(_PAUSES_S)
+        while True:
             with contextlib.suppress(FileNotFoundError):
                 self._store.get_file(path, str(place))
             came = place.stat().st_size if place.exists() else 0
             if came == size or self._info(path) is None:
                 return
-            if pause is not None:
-                time.sleep(pause)
-        raise OSError(errno.EIO, f"{came} of {size} bytes came", path)
+            _try_again(pauses, path, came, size)
 
     # -- a new one -------------------------------------------------------------------------------
 
@@ -292,3 +290,15 @@ class Bucket:
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._store.rm_file(path)  # `rm` would take a name for a pattern
+
+
+def _try_again(pauses: Iterator[float], path: str, came: int, size: int) -> None:
+    """Wait before an object that came incomplete is asked for again.
+
+    Raises:
+        OSError: It has been often enough.
+    """
+    pause = next(pauses, None)
+    if pause is None:
+        raise OSError(errno.EIO, f"{came} of {size} bytes came", path)
+    time.sleep(pause)

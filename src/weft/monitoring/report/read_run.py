@@ -256,7 +256,7 @@ def _read_json(run: Run, path: Path) -> None:
         trace, found = read_trace(path), _rehearsals(path)
         _check_text([None if trace is None else [trace.host, trace.device], found])
         for one in found:
-            facts(one), rehearsal_charts(one), list(message_rows(one))  # raise if it cannot be shown
+            _ = facts(one), rehearsal_charts(one), list(message_rows(one))  # raise if it cannot be shown
         run.traces += [trace] if trace is not None else []
         run.rehearsals += found
         if trace is not None or found:
