@@ -196,10 +196,12 @@ def start_saving(what: str, directory: Path, step: int, brought: Outline, ctx: D
 
         def start() -> list[str]:
             ending.enter_context(storage.lock())
-            if replicas is not None and history.is_of_another_replica(storage, name):
+            there = storage.names()
+            if replicas is not None and history.is_of_another_replica(storage, name, there):
                 return ["", "", history.name_run()]
-            history.check(storage, step)
-            found.update(_found_there(storage, name, history, brought))
+            history.check(storage, step, there)
+            if name in there:
+                found.update(_found_there(storage, name, history, brought))
             draft = storage.begin(name)
             ending.push(lambda kind, *_: storage.abandon(draft) if kind else None)
             return [*draft, history.name_run()]
@@ -219,8 +221,6 @@ def _found_there(storage: Storage, name: str, history: History, brought: Outline
         CheckpointError: It is whole and has other values, or is of another version of the format.
         OSError: It cannot be read.
     """
-    if name not in storage.names():
-        return {}
     try:
         existing = checked(storage, name, content=True)
     except Damage:

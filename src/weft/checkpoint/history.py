@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,19 +117,24 @@ class History:
         self.abandoned.discard(name)
         self._own.add(step_of(name))
 
-    def is_of_another_replica(self, storage: Storage, name: str) -> bool:
+    def is_of_another_replica(self, storage: Storage, name: str, there: Sequence[str]) -> bool:
         """Whether a checkpoint of this job is there that this process has neither saved nor found when it came."""
-        return name in storage.names() and step_of(name) not in self._own | self._seen and self._is_ours(storage, name)
+        return name in there and step_of(name) not in self._own | self._seen and self._is_ours(storage, name)
 
-    def check(self, storage: Storage, step: int) -> None:
+    def check(self, storage: Storage, step: int, there: Sequence[str]) -> None:
         """Raise if a checkpoint would be mixed with those of another run, or with a branch that was left.
+
+        Args:
+            storage: Where it is to be saved.
+            step: Of the checkpoint.
+            there: Names of the checkpoints that are there.
 
         Raises:
             CheckpointError: It would.
             OSError: A checkpoint there cannot be read.
         """
-        where, names = storage.where, storage.names()
-        unknown = [name for name in names if step_of(name) not in self._own | self._seen]
+        where = storage.where
+        unknown = [name for name in there if step_of(name) not in self._own | self._seen]
         foreign = [name for name in unknown if not self._is_ours(storage, name) and name not in self._damaged]
         if foreign:
             raise CheckpointError(
@@ -152,7 +157,7 @@ class History:
         self._has_come = True
         self._seen |= {step_of(name) for name in unknown}
         passed_over = self._damaged | self.abandoned
-        newer = [n for n in names if step_of(n) > step and step_of(n) not in self._own and n not in passed_over]
+        newer = [n for n in there if step_of(n) > step and step_of(n) not in self._own and n not in passed_over]
         if newer:
             raise CheckpointError(
                 f"save: step {step} is lower than the steps of checkpoints in {where}",

@@ -74,6 +74,7 @@ class Bucket:
                 expected="fsspec, and its package for this kind of URL: s3fs, gcsfs, adlfs, ...",
                 fix="pip install 'weft[remote]' s3fs",
             ) from error
+        self._store.invalidate_cache()  # others write there, too
         self.where = where
         self._stamps: dict[str, object] = {}
 
@@ -88,12 +89,12 @@ class Bucket:
             return None
         return found if found.get("type") == "file" else None
 
-    def _listed(self, path: str) -> list[str]:
-        """The names in a folder; the listing may lag behind."""
+    def _listed(self, path: str) -> dict[str, dict[str, Any]]:
+        """What the store says of what is in a folder, by name; the listing may lag behind."""
         try:
-            return [Path(str(one)).name for one in self._store.ls(path, detail=False)]
+            return {Path(str(one["name"])).name: one for one in self._store.ls(path, detail=True)}
         except FileNotFoundError:
-            return []
+            return {}
 
     def _read(self, path: str, *, most: int = MAX_BYTES + 1) -> bytes | None:
         """An object, or the beginning of a larger one; None if there is none.
@@ -133,7 +134,6 @@ class Bucket:
 
     def is_one(self) -> bool:
         """See `Storage`."""
-        self._store.invalidate_cache()
         there = (Path(file) for file in self._listed(self._root))
         return self._info(self._at(NAME)) is not None or any(file.match("rank-*.safetensors") for file in there)
 
@@ -165,7 +165,8 @@ class Bucket:
 
     def sizes(self, name: str, files: Iterable[str]) -> dict[str, int | str]:
         """See `Storage`."""
-        infos = {file: self._info(self._at(name, file)) for file in files}
+        there = {file: info for file, info in self._listed(self._at(name)).items() if info.get("type") == "file"}
+        infos = {file: there.get(file) or self._info(self._at(name, file)) for file in files}
         return {file: "no such file" if info is None else int(info["size"]) for file, info in infos.items()}
 
     def digest(self, folder: str, file: str, kind: str) -> str:
@@ -188,6 +189,7 @@ class Bucket:
             CheckpointError: It is of another version of the format.
             OSError: A file cannot be read there, or written here.
         """
+        self._store.invalidate_cache()
         text, manifest = self._manifest(name)
         sizes = self.sizes(name, manifest.files)
         folder.mkdir()
