@@ -20,6 +20,15 @@ SLURM = {
     "SLURM_JOB_NODELIST": "gpu[03-05,9]", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "123456",
     "SLURM_STEP_ID": "0", "SLURM_SUBMIT_DIR": "/home/a", "SLURM_JOB_NAME": "train",
 }  # fmt: skip
+# As srun sets them for each task: those of the step besides those of the job.
+STEP = {
+    **SLURM, "SLURM_STEPID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]",
+}  # fmt: skip
+ALONE = {
+    "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "gpu03",
+}  # fmt: skip
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "MASTER_ADDR": "node-a",
@@ -106,6 +115,40 @@ PLACES = {
     ),
     "slurm batch shell without srun": (
         {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, 0, 1, 0, 1, 0, 1, "127.0.0.1", 29500, "single",
+    ),
+    # srun -n 4 bash run.sh, in which python is started: the job has the name of the shell.
+    "slurm, a script that srun starts": (
+        {**STEP, "SLURM_JOB_NAME": "bash"}, 3, 4, 1, 2, 1, 2, "gpu03", 15000 + 123456 % 20000, "slurm",
+    ),
+    # srun -n 4 python train.py, typed into the shell of salloc.
+    "slurm, srun in an interactive allocation": (
+        {**STEP, "SLURM_JOB_NAME": "interactive"}, 3, 4, 1, 2, 1, 2, "gpu03", 15000 + 123456 % 20000, "slurm",
+    ),
+    # The shell of salloc, which sees the tasks of the allocation; and srun -n 1 --pty bash in it.
+    "slurm, shell of an interactive allocation": (
+        {**STEP, "SLURM_JOB_NAME": "interactive", "SLURM_STEP_ID": "4294967290", **ALONE},
+        0, 1, 0, 1, 0, 1, "127.0.0.1", 29500, "single",
+    ),
+    "slurm, terminal": (
+        {**STEP, "SLURM_PTY_PORT": "40101", **ALONE}, 0, 1, 0, 1, 0, 1, "127.0.0.1", 29500, "single",
+    ),
+    # srun -n 1 python train.py in a job of four tasks, and srun -n 2 in one of four.
+    "slurm, a step of one task": (
+        {**STEP, **ALONE}, 0, 1, 0, 1, 0, 1, "gpu03", 15000 + 123456 % 20000, "slurm",
+    ),
+    "slurm, a step of fewer tasks than the job": (
+        {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1",
+         "SLURM_LOCALID": "0"},
+        1, 2, 0, 1, 1, 2, "gpu03", 15000 + 123456 % 20000, "slurm",
+    ),
+    # sbatch train.sh, which starts python without srun; also if it was submitted from a terminal of another job.
+    "slurm, batch script": (
+        {k: v for k, v in {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items() if "STEP" not in k},
+        0, 1, 0, 1, 0, 1, "127.0.0.1", 29500, "single",
+    ),
+    "slurm, batch script from a terminal": (
+        {**STEP, **ALONE, "SLURM_JOB_NAME": "train.sh", "SLURM_PTY_PORT": "40101"},
+        0, 1, 0, 1, 0, 1, "127.0.0.1", 29500, "single",
     ),
     "openmpi": (OPENMPI, 3, 4, 1, 2, 1, 2, "node-a", 29500, "openmpi"),
     "openmpi, one node": (

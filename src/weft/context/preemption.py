@@ -171,7 +171,7 @@ class Preemption:
     # -- the signal ------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # forked later, such as a worker of a loader
+        if os.getpid() != self._process:  # forked later; workers of loaders have handlers of their own
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)

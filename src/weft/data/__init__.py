@@ -7,6 +7,7 @@ window_sync.py      when its gradients are kept, and when they are reduced
 micro_batches.py    what a window reads from
 window_loader.py    a loader that yields them
 loader_copy.py      a loader with other settings
+worker_signals.py   workers end with their rank, not before it
 equal_cost.py       samples divided so that all ranks have equal costs
 collate.py          batches of samples of different lengths
 pack_collate.py     batches without padding: samples one after the other

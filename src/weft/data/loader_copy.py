@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
+from weft.data.worker_signals import workers_outlive_signals
+
 __all__ = ["Extension", "Seekable", "Size", "extended_copy", "length_of", "split_already", "torch_iterator"]
 
 T = TypeVar("T")
@@ -120,11 +122,17 @@ def split_already(loader: Any) -> str | None:
 
 
 def torch_iterator(loader: DataLoader[Any]) -> Any:
-    """Torch's iterator over a loader; it names its batches in a profile only while a profiler runs.
+    """Torch's iterator over a loader that is used for nothing else.
 
-    Torch opens a `record_function` around every batch, watched or not: 2 to 5 us of CPU.
+    It names its batches in a profile only while a profiler runs: torch opens a `record_function` around every
+    batch, watched or not, which takes 2 to 5 us of CPU.
     """
-    iterator = DataLoader._get_iterator(loader)
+    if loader.num_workers:
+        with workers_outlive_signals(loader) as begun:
+            iterator = DataLoader._get_iterator(loader)
+            begun(iterator)
+    else:
+        iterator = DataLoader._get_iterator(loader)
     if type(iterator) in _QUICK:
         iterator.__class__ = _QUICK[type(iterator)]
     return iterator

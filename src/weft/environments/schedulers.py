@@ -82,25 +82,38 @@ def has_mpich(facts: Facts) -> bool:
     if not facts.has("PMI_RANK", "PMI_SIZE"):  # one alone: a mistake, unless SLURM knows more
         return (facts.has("PMI_RANK") or facts.has("PMI_SIZE")) and not has_slurm(facts)
     # Under `srun --mpi=pmi2` both speak of the same process, and SLURM knows the nodes as well.
-    same = facts.text("PMI_RANK") == facts.text("SLURM_PROCID") and facts.text("PMI_SIZE") == facts.text("SLURM_NTASKS")
+    same = facts.text("PMI_RANK") == facts.text("SLURM_PROCID") and facts.text("PMI_SIZE") == facts.text(*_TASKS)
     return not (same and has_slurm(facts))
 
 
+_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")  # of the step that this process is in, or of the job
+
+
 def has_slurm(facts: Facts) -> bool:
-    """Whether srun started this process; not a batch script, and not a shell in an allocation."""
-    if not facts.has("SLURM_PROCID") or not (facts.has("SLURM_NTASKS") or facts.has("SLURM_NPROCS")):
+    """Whether srun started this process as one of several; not a batch script, and not a shell in an allocation.
+
+    A shell, a batch script and what they start see the number of tasks of the whole job, which they are not. What tells
+    them apart is the step: a batch script is in none that says how many tasks it has, and a shell is alone in its own.
+    """
+    if not facts.has("SLURM_PROCID") or facts.text(*_TASKS) is None:
         return False
-    if facts.text("SLURM_JOB_NAME") in ("bash", "interactive"):
-        return False  # a shell inside an allocation, not a task of srun
-    # A batch script's own shell has the task counts of the job too, but no step: srun was not used.
+    if facts.has("SLURM_STEP_NUM_TASKS"):
+        return facts.number("SLURM_STEP_NUM_TASKS") != 1 or not _is_in_shell(facts)
+    if _is_in_shell(facts):
+        return False
     in_batch_shell = facts.has("SLURM_SUBMIT_DIR") and not (facts.has("SLURM_STEP_ID") or facts.has("SLURM_STEPID"))
     return not in_batch_shell
+
+
+def _is_in_shell(facts: Facts) -> bool:
+    """Whether this looks like a shell that somebody types into: by what it is called where a step has one task."""
+    return facts.text("SLURM_JOB_NAME") in ("bash", "interactive") or facts.has("SLURM_PTY_PORT")
 
 
 def read_slurm(facts: Facts) -> Topology:
     """Everything from SLURM: ranks, nodes, the first host, and a port from the number of the job."""
     rank = facts.required("SLURM_PROCID", beside="SLURM_NTASKS")
-    world_size = facts.required("SLURM_NTASKS", "SLURM_NPROCS", beside="SLURM_PROCID")
+    world_size = facts.required(*_TASKS, beside="SLURM_PROCID")
     nodelist = facts.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     num_nodes = facts.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     node_rank = facts.number("SLURM_NODEID") or 0
