@@ -349,7 +349,8 @@ def _after_commit(saving: Saving, keep: Keep) -> None:
     for name in sorted(history.abandoned):
         if step_of(name) > step_of(saving.name):
             attempt(partial(_discard, storage, history, name))
-    attempt(lambda: _prune(saving, keep, attempt))
+    if not failed:  # else a power cut might take the new one away
+        attempt(lambda: _prune(saving, keep, attempt))
     if failed:
         text = f"weft: {saving.path} is saved, but what follows a save has failed: {listed(failed)}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
