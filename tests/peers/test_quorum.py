@@ -1,6 +1,6 @@
 """Which replicas make steps together: decided without processes, stores or clocks."""
 
-from weft.peers.quorum import Ask, Quorums
+from weft.peers.quorum import Ask, Loop, Quorums
 
 FACTS = {"objects": "abc"}
 
@@ -96,9 +96,9 @@ def test_who_is_refused():
 
 def test_nobody_begins_from_nothing_when_the_job_is_done():
     quorums, _ = _three()
-    quorums.is_done = True
-    for name in ("0.0", "1.0"):
-        quorums.ended(name)
+    quorums.says("0.0", Loop(5, inside=False, whole=True))
+    quorums.ended("0.0", done=True)
+    quorums.ended("1.0")
     quorums.started("1.1")
     quorums.ask("1.1", _ask(fresh=True), 1.0)
     assert quorums.next(1.0) is None

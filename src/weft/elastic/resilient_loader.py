@@ -4,14 +4,21 @@
 in the exchange, some may have averaged and others not. Those who have not undo what the step has changed
 (step_mark.py); when the replicas meet, they take over the state of those who have, or, if nobody has, make the step
 again.
+
+[Note: the end of a loop] The work of a replica is done if its context is left in good order after its loop: at the end
+of an epoch, or by `break`. It is not if a SystemExit leaves the loop itself, whatever its code. Python ends the loop
+before the context hears of the exception; what tells the two apart is whether the exception has left the frame of the
+loop from the very instruction at which the loop was left.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import zlib
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,7 +34,7 @@ from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
 from weft.errors import ContextError, ContractError
-from weft.peers.quorum import Answer
+from weft.peers.quorum import Answer, Loop
 from weft.peers.replica_groups import ReplicaGroup
 
 __all__ = ["Resilient", "resilient"]
@@ -142,9 +149,12 @@ class Resilient(Generic[B]):
         self._is_fresh = True
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0
+        self._left: dict[int, int] = {}  # where the loop was left: the instruction in each frame, by the id of that
         replicas.on_loss = self._mark.keep_weights
+        replicas.is_done = self._is_done
         optimizer.register_step_pre_hook(self._before_step)
         self._meet(loader.state_dict())
+        replicas.loop = Loop(self.step, inside=False, whole=True)  # there may be nothing left to do
 
     @property
     def epoch(self) -> int:
@@ -159,19 +169,46 @@ class Resilient(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         epoch = self._loader.epoch
         self._mark.begin()
+        self._left = {}
+        self._replicas.is_at(Loop(self.step))
         while self._loader.epoch == epoch:
             batches: Any = iter(self._loader)
             self._begin_step()
             for batch in batches:
-                yield batch
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._left = _places(sys._getframe(1))
+                    raise
                 if not self._settle(batch):
                     break
                 self._begin_step()
             else:
-                return
+                break
             position = self._mark.position if self._replicas.broken else self._loader.state_dict()
             batches.close()
             self._meet(position)
+        self._replicas.is_at(Loop(self.step, inside=False, whole=True))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _is_done(self, error: BaseException | None) -> bool:
+        """Whether the work is done, of what the context was left with; see [Note: the end of a loop]."""
+        replicas = self._replicas
+        if replicas.loop.whole:
+            return True
+        if error is not None and (not self._left or _has_left(error, self._left)):
+            return False
+        if replicas.broken:
+            raise ContractError(
+                "resilient: the loop was left in a step that has failed, and would have been made again",
+                found="a `break` after a step in which another replica was lost",
+                expected="a loop that ends between two steps",
+                fix="for x, y in batches:\n    if batches.step >= 1000:  # first in the body, not last\n        break",
+            )
+        has_stepped = replicas.exchanges > self._exchanges and self._steps == 1
+        replicas.loop = Loop(self.step + has_stepped, inside=False)
+        return True
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -264,6 +301,25 @@ class Resilient(Generic[B]):
             self.step = put_in_place(received, self._state, self._ctx)
         self._is_fresh = False
         return answer, True
+
+
+def _places(frame: FrameType | None) -> dict[int, int]:
+    """The instruction that each frame is at, from this one on outwards."""
+    found = {}
+    while frame is not None:
+        found[id(frame)] = frame.f_lasti
+        frame = frame.f_back
+    return found
+
+
+def _has_left(error: BaseException, places: dict[int, int]) -> bool:
+    """Whether an exception has come from this place: from the same instruction of the innermost frame of both."""
+    trace, same = error.__traceback__, False
+    while trace is not None:
+        if id(trace.tb_frame) in places:
+            same = places[id(trace.tb_frame)] == trace.tb_lasti
+        trace = trace.tb_next
+    return same
 
 
 def _out_of_reach(answer: Answer) -> ContextError:
