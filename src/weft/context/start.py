@@ -259,7 +259,7 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     one = replace(place, rank=place.rank % size, world_size=size)
     world = World(ranks=tuple(range(size)), rank=one.rank, timeout_s=settings.timeout_s)
     if size > 1:
-        _connect(world, one, chosen, where, settings, replica=name)
+        _connect(world, one, chosen, where, settings, file=f"{facts['folder']}/replica_{name}")
     on_cpu = world.group is None or dist.get_backend(world.group) == "gloo"
     device = torch.device("cpu") if on_cpu else where
     replicas = ReplicaGroup(board, name, most, world, device, facts)
@@ -302,31 +302,37 @@ def _resolved(place_source: str, config: str | Path | None, **arguments: object)
     return resolve(arguments, os.environ, place_source, ("", {}) if found is None else (found.path, found.start))
 
 
-def _connect(
-    world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings, replica: str | None = None
-) -> None:
-    """Create the default process group and the board beside it; of one replica, if that has a name."""
-    limit = timedelta(seconds=settings.timeout_s)
-    serves = place.rank == 0 and not place.store_served
-    if not serves:
-        patient = dict(settings.sources)["timeout_s"] != "default"
-        who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
-        reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
-    if replica is None and _replica_facts():
+def _store(place: Topology, settings: Settings, *, serves: bool) -> dist.Store:
+    """The store at which all ranks of the job meet."""
+    if _replica_facts():
         raise ContextError(
             "start: this launcher restarts a failed rank on its own, and the other ranks would never connect to it",
             found=f"weft launch --min-replicas, rank {place.rank} of {place.world_size}",
             expected="a program of replicas",
             fix='weft.start(elastic="replica"), or weft launch without --min-replicas',
         )
-    store = open_store(place, settings.timeout_s, serves=serves)
+    if not serves:
+        patient = dict(settings.sources)["timeout_s"] != "default"
+        who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
+        reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
+    return open_store(place, settings.timeout_s, serves=serves)
+
+
+def _connect(
+    world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings, file: str = ""
+) -> None:
+    """Create the default process group and the board beside it. The ranks of a replica, on one node, meet in a file."""
+    limit = timedelta(seconds=settings.timeout_s)
+    serves = place.rank == 0 and not place.store_served
+    store = dist.FileStore(file, world.size) if file else _store(place, settings, serves=serves)
+    store.set_timeout(limit)
     # Its functions keep the default group of the moment they are imported as a default argument, and with it
     # the connections; optimizers import it. Before there is a group, it is None.
     importlib.import_module("torch.distributed.nn.functional")
     # A restarted job must not read what the ranks before it wrote, and no other job what these write.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")  # of torchrun and `weft launch`
     board = _board(store, settings, server=-1 if place.store_served else 0)
-    board = board.below(f"weft/{run}/{place.attempt}" if replica is None else f"weft/replica/{replica}")
+    board = board.below(f"weft/{run}/{place.attempt}")
     world.store = board.below("board")
     watch(world)
     with world.store.limited(2 * settings.timeout_s):  # torch waits for the ranks and then for their connections

@@ -7,8 +7,8 @@ when one has passed. What waits for an answer then ends with an error, as do all
 
 [Note: the secret] torch's store lets whoever reaches its port read, write and delete everything. A job that has a
 secret keeps its keys below a prefix that follows from it, and each value begins with an HMAC of name and value. What
-does not fit is taken for absent: it is of a stranger. Messages and counters are queues of the store, whose names nobody
-can list: they can be neither seen nor removed.
+does not fit is taken for absent: it is of a stranger. Messages are in queues of the store, whose names nobody can list:
+they can be neither seen nor removed.
 """
 
 from __future__ import annotations
@@ -119,15 +119,11 @@ class Board:
         return self._look(key) is not None
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which begins with 0, and return it.
-
-        With a secret, two who add at once may both get the larger number.
-        """
-        if not self._secret:
+        """Add to a number, which begins with 0 and has no seal, and return it."""
+        if amount:
             return int(self._request(self._store.add, self._path + key, amount))
-        for _ in range(amount):
-            self._request(self._store.queue_push, self._path + key, "")
-        return int(self._request(self._store.queue_len, self._path + key))
+        found = self._request(self._store.compare_set, self._path + key, _NOTHING, _NOTHING)
+        return int(found) if found.isdigit() else 0
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""

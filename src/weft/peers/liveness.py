@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import socket
@@ -151,9 +150,7 @@ def _leave_note(world: World, blamed: int, text: str, *, left: bool) -> None:
         "collectives": world.collectives(),
         "ports": listening_ports(),
     }
-    number = world.store.add("note/count", 1)
-    while not world.store.claim(f"note/{number}", json.dumps(note)):  # two may have got the larger number
-        number -= 1
+    world.store.write(f"note/{world.store.add('note/count', 1)}", note)
 
 
 def wait_for_parting(world: World, limit_s: float) -> None:

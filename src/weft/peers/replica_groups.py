@@ -44,7 +44,7 @@ from weft.tensors.pairwise import SmallSum
 __all__ = ["REPLICA_VARIABLE", "STORE", "ReplicaGroup"]
 
 STORE = "weft/replicas"  # prefix of all keys
-REPLICA_VARIABLE = "WEFT_REPLICA"  # JSON of the launcher: "job", its name; "ranks" of each replica; "memory", a folder
+REPLICA_VARIABLE = "WEFT_REPLICA"  # JSON: "job", its name; "ranks" of each replica; folders "memory" and "folder"
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided
 _LOOK_S = 0.2  # how often it is looked whether somebody new waits
 _PATIENCE_S = 0.5  # how long an operation may take before it is looked whether it can still succeed

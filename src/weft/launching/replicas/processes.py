@@ -235,7 +235,7 @@ class LocalNode:
 
     def joins(self, job: str, host: str, port: int) -> None:
         """The name of the job, and where its store is."""
-        facts = {"job": job, "ranks": self.plan.replica_ranks, "memory": str(self.memory)}
+        facts = {"job": job, "ranks": self.plan.replica_ranks, "memory": str(self.memory), "folder": str(self._folder)}
         self._job = {"MASTER_ADDR": host, "MASTER_PORT": str(port), REPLICA_VARIABLE: json.dumps(facts)}
 
     def prepare(self) -> None:
