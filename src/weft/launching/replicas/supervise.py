@@ -35,7 +35,7 @@ __all__ = ["supervise_replicas"]
 
 _STOPPED_S = 3.0  # a process that is stopped for so long is killed
 _ANSWER_S = 30.0  # within which the store of this process answers
-_UNDONE = "its work was not done: it ended before weft.resilient, or inside the loop over it"
+_UNDONE = "its work was not done: it ended before weft.resilient, or within the loop over it"
 _EARLY = "its work was not done: it left the loop over weft.resilient before the others"
 _PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
