@@ -157,9 +157,7 @@ def test_random_kills_and_stops(tmp_path, seed, shards):
 def test_a_second_process_of_a_replica_is_refused():
     store = torch.distributed.HashStore()
     board = Board(store, limit_s=5.0)
-    first, second = (
-        ReplicaGroup(board, "0.0", 1, World(ranks=(0,), rank=0), torch.device("cpu")) for _ in range(2)
-    )
+    first, second = (ReplicaGroup(board, "0.0", 1, World(ranks=(0,), rank=0), torch.device("cpu")) for _ in range(2))
     board.push("answer/0.0/0", Answer(1, ("0.0",))._asdict())
     assert first.meet(0, fresh=True, facts={}).number == 1
     with pytest.raises(ContextError, match=r"refused[\s\S]*found: .*two processes[\s\S]*fix: "):
