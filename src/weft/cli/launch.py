@@ -32,6 +32,7 @@ from weft.launching.replicas import LocalNode, supervise_replicas
 from weft.launching.slurm import batch_script
 from weft.peers.board import SECRET_VARIABLE
 from weft.peers.connect import is_here, reach
+from weft.peers.replica_groups import REPLICA_VARIABLE
 
 __all__ = ["add_parser", "run"]
 
@@ -125,7 +126,8 @@ def run(options: argparse.Namespace) -> int:
         print(plan.text(words, kind=kind, cores=cores_here(), variables=named))  # noqa: T201
         return 0
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
-    named[SECRET_VARIABLE] = secret_of(plan, os.environ)  # noqa: TID251  (for the ranks)
+    # What only the ranks are to know, and nothing of a job that this one is started in.
+    named |= {SECRET_VARIABLE: secret_of(plan, os.environ), REPLICA_VARIABLE: ""}  # noqa: TID251
     ending = _launch(plan, words, named, kind)
     if ending.text:
         print(ending.text, file=sys.stderr)  # noqa: T201

@@ -23,6 +23,7 @@ from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
 from weft.launching.plan import make_plan, secret_of
 from weft.launching.rank_main import as_rank
 from weft.peers.board import SECRET_VARIABLE
+from weft.peers.replica_groups import REPLICA_VARIABLE
 
 __all__ = ["main", "run_call"]
 
@@ -61,7 +62,7 @@ def run_call(folder: str, secret: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # a pipe; whole lines, and at once
-    with as_rank(place, variables={SECRET_VARIABLE: secret}) as here:
+    with as_rank(place, variables={SECRET_VARIABLE: secret, REPLICA_VARIABLE: ""}) as here:
         call = Call(*pickle.loads((place / CALL_FILE).read_bytes()))
         sys.path[:], sys.argv[:] = call.path, call.arguments
         try:
