@@ -14,6 +14,7 @@ loop from the very instruction at which the loop was left.
 from __future__ import annotations
 
 import logging
+import opcode
 import sys
 import time
 import zlib
@@ -42,6 +43,7 @@ __all__ = ["Resilient", "resilient"]
 B = TypeVar("B")
 
 _ATTEMPTS = 5  # to meet, while nobody is lost
+_RAISES = frozenset(opcode.opmap[name] for name in ("RERAISE", "RAISE_VARARGS"))  # as after a `finally` in the loop
 
 
 def resilient(
@@ -149,7 +151,7 @@ class Resilient(Generic[B]):
         self._is_fresh = True
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0
-        self._left: dict[int, int] = {}  # where the loop was left: the instruction in each frame, by the id of that
+        self._left: dict[int, int | None] = {}  # where the loop was left, see `_places`
         replicas.on_loss = self._mark.keep_weights
         replicas.is_done = self._is_done
         optimizer.register_step_pre_hook(self._before_step)
@@ -303,21 +305,22 @@ class Resilient(Generic[B]):
         return answer, True
 
 
-def _places(frame: FrameType | None) -> dict[int, int]:
-    """The instruction that each frame is at, from this one on outwards."""
+def _places(frame: FrameType | None) -> dict[int, int | None]:
+    """The instruction that each frame is at, by the id of the frame, from this one on outwards; None: it raises."""
     found = {}
     while frame is not None:
-        found[id(frame)] = frame.f_lasti
+        raises = frame.f_code.co_code[frame.f_lasti] in _RAISES
+        found[id(frame)] = None if raises else frame.f_lasti
         frame = frame.f_back
     return found
 
 
-def _has_left(error: BaseException, places: dict[int, int]) -> bool:
+def _has_left(error: BaseException, places: dict[int, int | None]) -> bool:
     """Whether an exception has come from this place: from the same instruction of the innermost frame of both."""
     trace, same = error.__traceback__, False
     while trace is not None:
         if id(trace.tb_frame) in places:
-            same = places[id(trace.tb_frame)] == trace.tb_lasti
+            same = places[id(trace.tb_frame)] in (None, trace.tb_lasti)
         trace = trace.tb_next
     return same
 
