@@ -15,7 +15,6 @@ import pathlib
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tests.elastic.train_replicas import SAMPLES, reference
-from tests.processes import is_alive, until
+from tests.processes import is_alive, listening, until
 
 PROGRAM = [str(pathlib.Path(sys.executable).with_name("weft")), "launch"]
 SCRIPT = str(pathlib.Path(__file__).with_name("train_replicas.py"))
@@ -157,20 +156,6 @@ def harm(job, folder, chance, *, faults, wait_s):
         if kind not in ("kill", "stop", "delay"):
             done.append((time.monotonic(), kind, path.stem))
     return done
-
-
-def listening(pid):
-    """Addresses at which a process listens."""
-    sockets = {str(path.readlink()) for path in pathlib.Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
-    found = []
-    for family in socket.AF_INET, socket.AF_INET6:
-        table = pathlib.Path("/proc/net/tcp" if family == socket.AF_INET else "/proc/net/tcp6").read_text()
-        for row in (line.split() for line in table.splitlines()[1:]):
-            if row[3] == "0A" and f"socket:[{row[9]}]" in sockets:
-                host, _, port = row[1].partition(":")
-                words = [bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8)]
-                found.append((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
-    return found
 
 
 def write_garbage(pid, chance, *, times=20):

@@ -34,6 +34,7 @@ R = TypeVar("R")
 SECRET_VARIABLE = "WEFT_SECRET"  # noqa: S105  (its name in the environment; `weft launch` sets it for its ranks)
 _NOTHING = b"\0nothing"  # stands for a value that is not there
 _SEAL = 32  # bytes of an HMAC
+_DIGITS = 20  # of a number, at most
 _MOST_BYTES = 2**20  # of a message
 _MOST_FORGED = 1000  # messages that are passed over at once, before anything else has its turn
 _PAUSE_S = 0.02  # longest pause between two looks at a queue
@@ -123,7 +124,7 @@ class Board:
         if amount:
             return int(self._request(self._store.add, self._path + key, amount))
         found = self._request(self._store.compare_set, self._path + key, _NOTHING, _NOTHING)
-        return int(found) if found.isdigit() else 0
+        return int(found) if found.isdigit() and len(found) < _DIGITS else 0
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
