@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from weft.peers.board import Board
-from weft.peers.forms import fits
 
 SECRET = "0123456789abcdef"
 JUNK = [b"", b"garbage", b"\x00" * 40, b"[" * 100_000, b"7", b"1" * 5000, b"NaN", b"\xff\xfe", json.dumps([1]).encode()]
@@ -102,26 +101,3 @@ def test_without_a_secret_anybody_writes(store):
     assert board.read("a") == 1 and not board.has("b") and board.add("n", 2) == board.add("n", 0) == 2
     store.queue_push("q", "[1]")
     assert board.pop("q") == [1]
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "good"),
-    [
-        (True, range(2), False),
-        (1.0, range(2), False),
-        (2**64, range(2**53), False),
-        (-1, range(2**53), False),
-        (float("inf"), float, False),
-        (True, float, False),
-        ("a" * 101, 100, False),
-        ("\ud800", 100, False),
-        ("1.0", 100, True),
-        ({"a": 1, "b": 2}, {"a": range(9)}, False),
-        ({"a": None}, {"a": (None, range(9))}, True),
-        ([1], [range(9)], False),
-        ({"a": 1, "b": "x"}, [range(9)], False),
-        (1, bool, False),
-    ],
-)
-def test_forms(value, form, good):
-    assert fits(value, form) is good

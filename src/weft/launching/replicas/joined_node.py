@@ -18,12 +18,12 @@ from weft.environments import Topology
 from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending
 from weft.launching.plan import Plan
+from weft.launching.replicas.forms import fits
 from weft.launching.replicas.processes import LocalNode, LocalReplica
 from weft.launching.replicas.remote_nodes import facts_of_node
 from weft.launching.replicas.story import say
 from weft.peers.board import SECRET_VARIABLE, Board, StoreLost
 from weft.peers.connect import open_store
-from weft.peers.forms import fits
 from weft.peers.replica_groups import STORE
 from weft.peers.world import PREEMPTED
 

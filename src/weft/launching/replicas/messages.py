@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from weft.launching.replicas.forms import fits
 from weft.peers.board import Board
-from weft.peers.forms import fits
 
 __all__ = ["Messages"]
 
