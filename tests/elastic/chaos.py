@@ -58,12 +58,14 @@ class Job:
         faults=None,
         least=1,
         more=(),
+        secret=None,
     ):
         words = [SCRIPT, folder, epochs, "windows" if windows else "batches", shards, pause_s, json.dumps(faults or {})]
         options = ["-n", replicas * shards, "--min-replicas", least, "--max-restarts", restarts]
         options += ["--replica-ranks", shards] if shards > 1 else []
         options += ["--events", folder / "events.jsonl", *more]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")} | {"OMP_NUM_THREADS": "1"}
+        environment |= {} if secret is None else {"WEFT_SECRET": secret}
         self.said = []
         self.process = subprocess.Popen(
             [*PROGRAM, *map(str, options), *map(str, words)],
