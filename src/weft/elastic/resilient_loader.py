@@ -6,13 +6,14 @@ in the exchange, some may have averaged and others not. Those who have not undo 
 again.
 
 [Note: the end of a loop] The work of a replica is done if its context is left in good order after its loop: at the end
-of an epoch, or by `break`. It is not if a SystemExit leaves the loop itself, whatever its code. Python ends the loop
-before the context hears of the exception; what tells the two apart is whether the exception has left the frame of the
-loop from the very instruction at which the loop was left.
+of an epoch, or by `break` or `return`. It is not if an exception leaves the loop, such as a SystemExit, whatever its
+code. Python closes the iterator of a loop in each of these cases, and does not say which. But a frame that breaks out
+of a loop is at an instruction that pops the iterator; one that an exception leaves is at the instruction that raised.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import opcode
 import sys
@@ -43,7 +44,6 @@ __all__ = ["Resilient", "resilient"]
 B = TypeVar("B")
 
 _ATTEMPTS = 5  # to meet, while nobody is lost
-_RAISES = frozenset(opcode.opmap[name] for name in ("RERAISE", "RAISE_VARARGS"))  # as after a `finally` in the loop
 
 
 def resilient(
@@ -151,7 +151,6 @@ class Resilient(Generic[B]):
         self._is_fresh = True
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0
-        self._left: dict[int, int | None] = {}  # where the loop was left, see `_places`
         replicas.on_loss = self._mark.keep_weights
         replicas.is_done = self._is_done
         optimizer.register_step_pre_hook(self._before_step)
@@ -171,7 +170,6 @@ class Resilient(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         epoch = self._loader.epoch
         self._mark.begin()
-        self._left = {}
         self._replicas.is_at(Loop(self.step))
         while self._loader.epoch == epoch:
             batches: Any = iter(self._loader)
@@ -180,7 +178,9 @@ class Resilient(Generic[B]):
                 try:
                     yield batch
                 except GeneratorExit:
-                    self._left = _places(sys._getframe(1))
+                    is_over = self._replicas.broken or self._ctx.world.root.closed
+                    if not is_over and _is_break(sys._getframe(1)):
+                        self._replicas.is_at(Loop(self._steps_made(), inside=False))
                     raise
                 if not self._settle(batch):
                     break
@@ -194,13 +194,14 @@ class Resilient(Generic[B]):
 
     # -- the end ---------------------------------------------------------------------------------
 
+    def _steps_made(self) -> int:
+        return self.step + (self._replicas.exchanges > self._exchanges and self._steps == 1)
+
     def _is_done(self, error: BaseException | None) -> bool:
         """Whether the work is done, of what the context was left with; see [Note: the end of a loop]."""
         replicas = self._replicas
-        if replicas.loop.whole:
-            return True
-        if error is not None and (not self._left or _has_left(error, self._left)):
-            return False
+        if not replicas.loop.inside or error is not None:
+            return not replicas.loop.inside
         if replicas.broken:
             raise ContractError(
                 "resilient: the loop was left in a step that has failed, and would have been made again",
@@ -208,8 +209,7 @@ class Resilient(Generic[B]):
                 expected="a loop that ends between two steps",
                 fix="for x, y in batches:\n    if batches.step >= 1000:  # first in the body, not last\n        break",
             )
-        has_stepped = replicas.exchanges > self._exchanges and self._steps == 1
-        replicas.loop = Loop(self.step + has_stepped, inside=False)
+        replicas.loop = Loop(self._steps_made(), inside=False)
         return True
 
     # -- one step --------------------------------------------------------------------------------
@@ -305,24 +305,11 @@ class Resilient(Generic[B]):
         return answer, True
 
 
-def _places(frame: FrameType | None) -> dict[int, int | None]:
-    """The instruction that each frame is at, by the id of the frame, from this one on outwards; None: it raises."""
-    found = {}
-    while frame is not None:
-        raises = frame.f_code.co_code[frame.f_lasti] in _RAISES
-        found[id(frame)] = None if raises else frame.f_lasti
+def _is_break(frame: FrameType | None) -> bool:
+    """Whether the loop is left by `break` or `return`, of the frame that closes its iterator."""
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:  # it wraps the loop, and is closed itself
         frame = frame.f_back
-    return found
-
-
-def _has_left(error: BaseException, places: dict[int, int | None]) -> bool:
-    """Whether an exception has come from this place: from the same instruction of the innermost frame of both."""
-    trace, same = error.__traceback__, False
-    while trace is not None:
-        if id(trace.tb_frame) in places:
-            same = places[id(trace.tb_frame)] in (None, trace.tb_lasti)
-        trace = trace.tb_next
-    return same
+    return frame is not None and opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("POP_")
 
 
 def _out_of_reach(answer: Answer) -> ContextError:
