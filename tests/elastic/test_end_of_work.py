@@ -245,7 +245,7 @@ def test_a_break_out_of_a_step_that_has_failed_is_an_error():
 
 
 def test_strangers_can_neither_end_a_job_nor_forge_its_messages(tmp_path):
-    job = Job(tmp_path, replicas=2, epochs=30, pause_s=0.05, faults={"1.0": [60, signal.SIGKILL]})
+    job = Job(tmp_path, replicas=2, epochs=10, pause_s=0.04, faults={"1.0": [40, signal.SIGKILL]})
     assert until(lambda: len(list(tmp_path.glob("*.used"))) == 2, LIMIT_S), job.text
     addresses = listening(job.process.pid)
     assert [host for host, _ in addresses] == ["127.0.0.1"]
@@ -262,7 +262,7 @@ def test_strangers_can_neither_end_a_job_nor_forge_its_messages(tmp_path):
     for each in silent:
         each.close()
     assert code == 0, said
-    check(tmp_path, replicas=2, epochs=30)
+    check(tmp_path, replicas=2, epochs=10)
     assert said.count("it is started again") == 1 and "Traceback" not in said, said
 
 
