@@ -1,4 +1,5 @@
-"""Faults at random moments of real runs: processes are killed, stopped, delayed and cut off, and the end is compared.
+"""Faults at random moments of real runs, and the end is compared: processes are killed, stopped, delayed and cut off,
+end with exit code 0 or an error, and leave early; a stranger writes into the store.
 
 As a program it makes many, and prints what they cost:
 
@@ -6,6 +7,7 @@ As a program it makes many, and prints what they cost:
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -22,14 +24,17 @@ import time
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from tests.elastic.train_replicas import SAMPLES, reference
-from tests.processes import is_alive, until
+from tests.processes import is_alive, listening, until
 
 PROGRAM = [str(pathlib.Path(sys.executable).with_name("weft")), "launch"]
 SCRIPT = str(pathlib.Path(__file__).with_name("train_replicas.py"))
-KINDS = {"kill": 6, "stop": 1, "delay": 2, "cut": 1}  # how often each is chosen
+KINDS = {"kill": 5, "stop": 1, "delay": 2, "cut": 1}  # how often each is chosen
+KINDS |= {"exit0": 2, "sys.exit": 2, "leave": 1, "raise": 1, "garbage": 3}
 LIMIT_S = 180
+GARBAGE = ("", "garbage", "1" * 5000, "[" * 100_000, "NaN", "null", '{"kind": "ask"}', '{"name": "1.0", "step": 1e99}')
 
 
 class Job:
@@ -53,12 +58,14 @@ class Job:
         faults=None,
         least=1,
         more=(),
+        secret=None,
     ):
         words = [SCRIPT, folder, epochs, "windows" if windows else "batches", shards, pause_s, json.dumps(faults or {})]
         options = ["-n", replicas * shards, "--min-replicas", least, "--max-restarts", restarts]
         options += ["--replica-ranks", shards] if shards > 1 else []
         options += ["--events", folder / "events.jsonl", *more]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")} | {"OMP_NUM_THREADS": "1"}
+        environment |= {} if secret is None else {"WEFT_SECRET": secret}
         self.said = []
         self.process = subprocess.Popen(
             [*PROGRAM, *map(str, options), *map(str, words)],
@@ -122,7 +129,7 @@ def check(folder, *, replicas=3, epochs=3, windows=False):
 
 def harm(job, folder, chance, *, faults, wait_s):
     """Make so many faults while the job runs; a list of when, the kind and the replica."""
-    done = []
+    done, kinds = [], dict(KINDS)
     while job.process.poll() is None and len(done) < faults:
         time.sleep(chance.uniform(*wait_s))
         victims = [(path, int(path.read_text() or 0) or 2**22) for path in sorted(folder.glob("*.pid"))]
@@ -130,10 +137,16 @@ def harm(job, folder, chance, *, faults, wait_s):
         if not victims:
             continue
         path, pid = chance.choice(victims)
-        kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
+        kind = chance.choices(list(kinds), list(kinds.values()))[0]
+        if kind == "leave":
+            del kinds[kind]  # if two left after the same step, that would be the end
         try:
-            if kind == "cut":
-                path.with_suffix(".cut").touch()
+            if kind in ("cut", "exit0"):
+                path.with_suffix(f".{kind}").touch()
+            elif kind in ("sys.exit", "leave", "raise"):
+                path.with_suffix(".asked").write_text(kind)
+            elif kind == "garbage":
+                write_garbage(job.process.pid, chance)
             else:
                 os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
                 done.append((time.monotonic(), kind, path.stem))
@@ -142,9 +155,24 @@ def harm(job, folder, chance, *, faults, wait_s):
                 os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             continue
-        if kind == "cut":
+        if kind not in ("kill", "stop", "delay"):
             done.append((time.monotonic(), kind, path.stem))
     return done
+
+
+def write_garbage(pid, chance, *, times=20):
+    """What somebody can do who reaches the store of a launcher and does not know its secret."""
+    for address in listening(pid):
+        with contextlib.suppress(RuntimeError):  # the job has ended
+            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+            for _ in range(times):
+                keys = store.list_keys() if hasattr(store, "list_keys") else []
+                for key in [*keys, "weft/replicas/asks", "weft/replicas/answer/1.0/0", "weft/replicas/broken/1"]:
+                    store.queue_push(key, chance.choice(GARBAGE))
+                    store.set(key, chance.choice(GARBAGE))
+                    if chance.random() < 0.5:
+                        store.delete_key(key)
+                time.sleep(0.01)
 
 
 class Costs(NamedTuple):

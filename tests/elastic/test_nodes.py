@@ -16,8 +16,8 @@ import time
 
 import pytest
 
-from tests.elastic.chaos import LIMIT_S, Job, check, lines
-from tests.processes import is_alive, until
+from tests.elastic.chaos import LIMIT_S, Job, check, lines, write_garbage
+from tests.processes import is_alive, listening, until
 from weft.peers.connect import reach
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
@@ -185,6 +185,21 @@ def test_nodes_with_other_options_are_refused_and_a_program_that_fails_ends_all(
     assert code == 128 + signal.SIGKILL, text
     assert second.ended()[0] == 128 + signal.SIGKILL, second.text
     assert re.search(r"weft launch: the job at 127\.0\.0\.2:\d+ has ended", second.text), second.text
+
+
+def test_nodes_that_do_not_know_the_secret_stay_outside_and_strangers_change_nothing(tmp_path, node):
+    setting = {"replicas": 2, "epochs": 40, "pause_s": 0.01}
+    first, second = (node(2, secret="of this job", **setting) for _ in range(2))
+    assert until(lambda: _steps(tmp_path, 4) > 3, LIMIT_S), first.text
+    assert {host for host, _ in listening(first.process.pid)} == {"127.0.0.2"}
+    other = node(2, secret="of another job", **setting)
+    write_garbage(first.process.pid, random.Random(0))
+    os.kill(_ranks_of(tmp_path, [3])[0], signal.SIGKILL)
+    code, text = other.ended()
+    assert code == 2 and re.search(r"not the address of an elastic job(.|\n)*same WEFT_SECRET", text), text
+    _finish(tmp_path, first, second)
+    check(tmp_path, replicas=4, epochs=40)
+    assert first.text.count("it is started again") == 1 and "of this job" not in first.text + second.text + text
 
 
 def test_somebody_else_at_the_address(tmp_path):

@@ -157,10 +157,8 @@ def test_random_kills_and_stops(tmp_path, seed, shards):
 def test_a_second_process_of_a_replica_is_refused():
     store = torch.distributed.HashStore()
     board = Board(store, limit_s=5.0)
-    first, second = (
-        ReplicaGroup(board, store, "0.0", 1, World(ranks=(0,), rank=0), torch.device("cpu")) for _ in range(2)
-    )
-    board.write("answer/1", Answer(1, ("0.0",))._asdict())
+    first, second = (ReplicaGroup(board, "0.0", 1, World(ranks=(0,), rank=0), torch.device("cpu")) for _ in range(2))
+    board.push("answer/0.0/0", Answer(1, ("0.0",))._asdict())
     assert first.meet(0, fresh=True, facts={}).number == 1
     with pytest.raises(ContextError, match=r"refused[\s\S]*found: .*two processes[\s\S]*fix: "):
         second.meet(0, fresh=True, facts={})
@@ -173,11 +171,11 @@ def _members(count, job):
     board = Board(store, limit_s=5.0)
     names = tuple(f"{number}.0" for number in range(count))
     for number in range(count):
-        board.write(f"answer/{number + 1}", Answer(1, names)._asdict())
+        board.push(f"answer/{number}.0/0", Answer(1, names)._asdict())
 
     def run(name):
         world = World(ranks=(0,), rank=0, timeout_s=20)
-        group = ReplicaGroup(board, store, name, count, world, torch.device("cpu"))
+        group = ReplicaGroup(board, name, count, world, torch.device("cpu"))
         group.meet(0, fresh=True, facts={})
         together.wait()
         return job(group, together, board)
@@ -227,9 +225,9 @@ def test_who_connects_in_vain_hears_of_a_loss_by_the_launcher(monkeypatch):
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = torch.distributed.TCPStore("127.0.0.1", server.port)
     board = Board(store, limit_s=20.0)
-    board.write("answer/1", Answer(1, ("0.0", "1.0"))._asdict())
+    board.push("answer/0.0/0", Answer(1, ("0.0", "1.0"))._asdict())
     board.write("broken/1", 1)
-    group = ReplicaGroup(board, store, "0.0", 2, World(ranks=(0,), rank=0), torch.device("cpu"))
+    group = ReplicaGroup(board, "0.0", 2, World(ranks=(0,), rank=0), torch.device("cpu"))
     begin = time.monotonic()
     assert group.meet(0, fresh=True, facts={}).number == 1 and group.broken
     assert time.monotonic() - begin < 3
@@ -245,7 +243,7 @@ def test_random_numbers_are_those_of_the_source_only_if_all_began_alike():
 
     assert _members(2, job) == [True, [False, True]]
     ctx = weft.start(elastic="replica", device="cpu")
-    others = [replace(ctx, replicas=ReplicaGroup(None, None, f"{n}.4", 9, ctx.world, ctx.device)) for n in range(3)]
+    others = [replace(ctx, replicas=ReplicaGroup(None, f"{n}.4", 9, ctx.world, ctx.device)) for n in range(3)]
     before = RngState.capture()
     assert len({weft.rng.set_seed(0, each, ranks="distinct").seeds for each in others}) == 3
     before.apply()
@@ -255,12 +253,12 @@ def test_random_numbers_are_those_of_the_source_only_if_all_began_alike():
 def test_replicas_add_up_and_hear_of_a_new_one_in_the_same_message():
     store = torch.distributed.HashStore()
     board = Board(store, limit_s=5.0)
-    for number in (1, 2):
-        board.write(f"answer/{number}", Answer(1, ("0.0", "1.0"))._asdict())
+    for number in (0, 1):
+        board.push(f"answer/{number}.0/0", Answer(1, ("0.0", "1.0"))._asdict())
     board.write("called/1", 1)
 
     def add_up(name):
-        group = ReplicaGroup(board, store, name, 2, World(ranks=(0,), rank=0), torch.device("cpu"))
+        group = ReplicaGroup(board, name, 2, World(ranks=(0,), rank=0), torch.device("cpu"))
         group.meet(0, fresh=True, facts={})
         values, others = torch.tensor([1.0, 2.0, 7.0]), torch.tensor([3])
         assert group.add_up([values, others], room=True)
@@ -357,13 +355,13 @@ def test_a_step_that_failed_is_not_saved(tmp_path):
 
 def test_replicas_save_into_one_directory_and_each_step_once(tmp_path):
     *_, state, ctx = _alone()
-    store = torch.distributed.HashStore()
-    board = Board(store, limit_s=5.0)
     one, other, stranger = (
         replace(
-            ctx, world=World(ranks=(0,), rank=0), replicas=ReplicaGroup(board, store, name, 2, ctx.world, ctx.device)
+            ctx,
+            world=World(ranks=(0,), rank=0),
+            replicas=ReplicaGroup(None, name, 2, ctx.world, ctx.device, {} if job is None else {"job": job}),
         )
-        for name, board in (("0.0", board), ("1.0", board), ("2.0", None))
+        for name, job in (("0.0", "a"), ("1.0", "a"), ("2.0", None))
     )
     weft.save(state, tmp_path, 1, one)
     before = (tmp_path / "step-00000001").stat().st_mtime_ns

@@ -1,8 +1,8 @@
 """A program of replicas that tests start by `weft launch`: it notes which samples it used, and how it ended.
 
-FAULTS is JSON: by the name of a replica, the step in which it gets a signal and the number of the signal, or how it
-differs; besides, after how many steps the state is copied ("copy_every") and saved ("save_every"),
-and how many workers read ("num_workers").
+FAULTS is JSON: by the name of a replica, the step in which it gets a signal and the number of the signal, or what it
+does at the end of that step (see `act`), or how it differs; besides, after how many steps the state is copied
+("copy_every") and saved ("save_every"), and how many workers read ("num_workers").
 """
 
 import json
@@ -55,21 +55,34 @@ def reference(replicas, epochs, *, windows):
     return [p.detach() for p in model.parameters()], steps
 
 
-def cut_when_asked(path, name):
-    """End some of the connections of this process when a file appears; which ones depends on its name alone."""
+def obey(path, name):
+    """When a file ".cut" appears, end some of the connections of this process; with ".exit0", the process itself."""
     chance = random.Random(name)
     while True:
         time.sleep(0.02)
-        if path.exists():
-            path.unlink()
+        if path.with_suffix(".exit0").exists():
+            os._exit(0)
+        if path.with_suffix(".cut").exists():
+            path.with_suffix(".cut").unlink()
             cut(lambda _, remote: chance.random() < 0.5)
+
+
+def act(what, ctx):
+    """End this rank in the middle of its work; "leave": as if it had come to the end, if others make steps with it."""
+    if what == "exit0":
+        os._exit(0)
+    if what == "sys.exit":
+        sys.exit(0)
+    if what == "raise":
+        raise ValueError("a mistake")
+    return what == "leave" and ctx.num_replicas > 1
 
 
 def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
     name = ctx.replicas.name + ("" if shards == 1 else f"-{ctx.rank}")
     pathlib.Path(f"{folder}/{name}.pid").write_text(str(os.getpid()))
-    asked = pathlib.Path(f"{folder}/{name}.cut")
-    threading.Thread(target=cut_when_asked, args=(asked, name), daemon=True).start()
+    asked = pathlib.Path(f"{folder}/{name}.asked")
+    threading.Thread(target=obey, args=(asked, name), daemon=True).start()
     workers = faults.get("num_workers", 0)
     loader = DataLoader(data(), batch_size=PER_REPLICA // shards, shuffle=True, num_workers=workers)
     loader, ctx = weft.shard_data(loader, ctx, uneven="empty")
@@ -98,14 +111,17 @@ def main(ctx, folder, epochs, *, windows, shards, pause_s, faults):
                     line = [step, ctx.replicas.number, numbers.tolist(), time.monotonic()]
                     print(json.dumps(line), file=used, flush=True)
                     (mse_loss(model(x), y) * share).backward()
-                    if isinstance(faults.get(name), list) and faults[name][0] == step:
-                        os.kill(os.getpid(), faults[name][1])
+                    planned = faults[name] if isinstance(faults.get(name), list) else [-1, ""]
+                    if planned[0] == step and not isinstance(planned[1], str):
+                        os.kill(os.getpid(), planned[1])
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
                 if (step + 1) % save_every == 0 and batches.leads:
                     weft.save(state, saved, step + 1, ctx)
+                if act(planned[1] if planned[0] == step else asked.read_text() if asked.exists() else "", ctx):
+                    return
                 time.sleep(SLOW_S if slow.exists() else pause_s)
     whole = [p.full_tensor() if shards > 1 else p for p in model.parameters()]
     torch.save([p.detach() for p in whole], f"{folder}/{name}.end")

@@ -1,5 +1,6 @@
 """weft launch: as if each rank were `python script args`, and one clear end."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 import weft.cli
-from tests.processes import is_alive, until
+from tests.processes import is_alive, listening, until
+from tests.variants import slow
 from weft.context.config import LAUNCH, read_config
 from weft.errors import ContextError
 from weft.launching.devices import chosen_devices
@@ -48,6 +50,60 @@ def _write(folder, name, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+# -- what strangers see ------------------------------------------------------------------------------
+
+WAITS = """
+import json, os, pathlib, time
+import weft
+
+with weft.start(device="cpu") as ctx:
+    found = {"pid": os.getpid(), "secret": os.environ["WEFT_SECRET"], "address": os.environ["MASTER_ADDR"]}
+    pathlib.Path(f"part-{ctx.rank}").write_text(json.dumps(found))
+    pathlib.Path(f"part-{ctx.rank}").rename(f"rank-{ctx.rank}")
+    while not pathlib.Path("end").exists():
+        time.sleep(0.02)
+"""
+
+
+def _command_lines():
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # gone
+            yield path.read_text(errors="replace")
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="needs /proc")
+@pytest.mark.parametrize("given", ["", *slow("of the user")])
+def test_a_job_on_one_node_listens_on_the_loopback_address_and_shows_its_secret_to_nobody(tmp_path, given):
+    _write(tmp_path, "train.py", WAITS)
+    command = [*PROGRAM, "launch", "-n", "2", "train.py"]
+    env = _environment(WEFT_SECRET=given, WEFT_REPLICA="of another job")
+    job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    files = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    try:
+        assert until(lambda: all(file.exists() for file in files) or job.poll() is not None, LIMIT_S)
+        found = [json.loads(file.read_text()) for file in files]
+        (secret,) = {each["secret"] for each in found}
+        assert secret == given or re.fullmatch("[0-9a-f]{32}", secret)
+        assert {each["address"] for each in found} == {host for host, _ in listening(job.pid)} == {"127.0.0.1"}
+        assert not any(secret in line for line in _command_lines())
+        (tmp_path / "end").touch()
+        said, _ = job.communicate(timeout=LIMIT_S)
+    finally:
+        job.kill()
+    assert job.returncode == 0 and said == ""
+
+
+def test_the_secret_of_the_user_is_not_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WEFT_SECRET", "abc123")
+    (tmp_path / "train.py").touch()
+    assert weft.cli.main(["launch", "-n", "2", "--dry-run", str(tmp_path / "train.py")]) == 0
+    assert weft.cli.main(["explain"]) == 0
+    monkeypatch.setenv("WEFT_SECRETS", "abc123")
+    assert weft.cli.main(["explain"]) == 2
+    shown = "".join(capsys.readouterr())
+    assert "WEFT_SECRETS" in shown and "abc123" not in shown
 
 
 # -- what a script sees ------------------------------------------------------------------------------
@@ -685,6 +741,7 @@ SBATCH = """#!/bin/bash
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
+export WEFT_SECRET=${WEFT_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}
 srun --kill-on-bad-exit=1 weft launch -n 4 --nnodes 2 --threads 6 --max-restarts 3 --rdzv "$first:$port" \
 -m pkg.train --name 'a b'
 """
@@ -704,6 +761,12 @@ def test_a_script_for_slurm(tmp_path, capsys, monkeypatch):
     (tmp_path / "sbatch").chmod(0o755)
     assert weft.cli.main([*arguments, *script]) == 7
     assert (tmp_path / "out").read_text() == f"submitted {file}\n"
+    line = next(line for line in SBATCH.splitlines() if "WEFT_SECRET" in line)
+    for given, pattern in (("", "[0-9a-f]{32}"), ("mine", "mine")):
+        env = {"PATH": os.defpath, "WEFT_SECRET": given}
+        command = ["bash", "-euc", f'{line}\nprintf "$WEFT_SECRET"']
+        made = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert re.fullmatch(pattern, made.stdout), made.stderr
     one = batch_script(_plan(nproc=2), ["train.py"], name="x", options=["--nodes=1", "--output=y"])
     assert one.endswith("pipefail\nsrun --kill-on-bad-exit=1 weft launch -n 2 --nnodes 1 --threads 4 train.py\n")
     assert one.count("--nodes=") == one.count("--output=") == 1

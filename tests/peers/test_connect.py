@@ -145,6 +145,23 @@ def test_the_store_listens_at_the_address_that_was_chosen(host, bound):
             assert listen_at(host, listening.getsockname()[1]) is None  # taken
 
 
+@pytest.mark.parametrize(
+    ("known_as", "bound"),
+    [("127.0.1.1", None), ("127.0.0.1", None), ("::1", None), ("192.0.2.77", None), (None, "here")],
+)
+def test_a_name_is_listened_at_where_other_machines_find_it(monkeypatch, known_as, bound):
+    here = interface_to().rpartition(" ")[2]
+    if bound and not re.fullmatch(r"[\d.]+", here):
+        pytest.skip("no address but the loopback one")
+    asked = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **kind: asked(known_as or here, *more, **kind))
+    number = listen_at("this-machine", 0)
+    assert (number is None) == (bound is None)
+    if number is not None:
+        with socket.socket(fileno=number) as listening:
+            assert listening.getsockname()[0] == here
+
+
 def test_the_store_of_rank_0_is_at_the_chosen_address_only():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,6 +1,6 @@
 """Which replicas make steps together: decided without processes, stores or clocks."""
 
-from weft.peers.quorum import Ask, Quorums
+from weft.peers.quorum import Ask, Loop, Quorums
 
 FACTS = {"objects": "abc"}
 
@@ -96,11 +96,78 @@ def test_who_is_refused():
 
 def test_nobody_begins_from_nothing_when_the_job_is_done():
     quorums, _ = _three()
-    quorums.is_done = True
-    for name in ("0.0", "1.0"):
-        quorums.ended(name)
+    quorums.says("0.0", Loop(5, inside=False, whole=True))
+    quorums.ended("0.0", done=True)
+    quorums.ended("1.0")
     quorums.started("1.1")
     quorums.ask("1.1", _ask(fresh=True), 1.0)
     assert quorums.next(1.0) is None
     quorums.ask("2.0", _ask(4), 2.0)
     assert quorums.next(2.0).members == ("1.1", "2.0")
+
+
+# -- the end of the work -----------------------------------------------------------------------------
+
+
+def _ended(quorums, name, step, *, whole=False):
+    quorums.says(name, Loop(step, inside=False, whole=whole))
+    quorums.ended(name, done=True)
+
+
+def test_all_leave_after_the_same_step():
+    quorums, _ = _three()
+    for name in ("0.0", "1.0", "2.0"):
+        _ended(quorums, name, 5)
+    assert set(quorums.ends) == {"0.0", "1.0", "2.0"} and not quorums.early
+
+
+def test_who_leaves_while_others_continue_has_left_too_early_and_who_is_behind_shows_nothing():
+    for step, early in ((5, ["1.0"]), (6, ["1.0"]), (4, [])):
+        for asks_first in (True, False):
+            quorums, _ = _three()
+            if asks_first:
+                quorums.ask("0.0", _ask(step), 1.0)
+            _ended(quorums, "1.0", 5, whole=True)
+            if not asks_first:
+                quorums.ask("0.0", _ask(step), 1.0)
+            assert quorums.early == early and bool(quorums.ends) is not bool(early)
+
+
+def test_who_is_behind_makes_the_last_step_again_with_fewer_than_the_least():
+    quorums, _ = _three(least=3)
+    _ended(quorums, "1.0", 5)
+    quorums.ended("2.0")
+    quorums.ask("0.0", _ask(4), 1.0)
+    assert quorums.next(1.0).members == ("0.0",)
+
+
+def test_if_all_others_vanish_in_their_loops_a_break_is_no_end_of_the_work():
+    quorums, _ = _three()
+    quorums.says("0.0", Loop(0))
+    _ended(quorums, "1.0", 5)
+    quorums.ended("0.0")
+    assert quorums.ends, "2.0 may still say something"
+    quorums.ended("2.0")
+    assert quorums.early == ["1.0"] and not quorums.ends
+    quorums.started("1.1")
+    quorums.ask("1.1", _ask(fresh=True), 2.0)
+    assert quorums.next(2.0).members == ("1.1",), "the work is done from the beginning"
+
+
+def test_if_others_vanish_the_end_of_an_epoch_counts_unless_one_of_them_was_in_the_next_one():
+    for begun, early in ((0, []), (5, ["1.0"])):
+        quorums, _ = _three()
+        quorums.says("0.0", Loop(begun))
+        _ended(quorums, "1.0", 5, whole=True)
+        quorums.ended("2.0")
+        quorums.ended("0.0")
+        assert quorums.early == early
+
+
+def test_if_others_vanish_one_that_agrees_is_enough():
+    quorums, _ = _three()
+    quorums.says("2.0", Loop(5, inside=False, whole=True))
+    _ended(quorums, "1.0", 5)
+    quorums.ended("0.0")
+    quorums.ended("2.0")
+    assert set(quorums.ends) == {"1.0"} and not quorums.early

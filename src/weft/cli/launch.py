@@ -26,11 +26,13 @@ from weft.errors import ContextError
 from weft.launching.agent import supervise
 from weft.launching.devices import chosen_devices, visible_devices
 from weft.launching.failures import Ending
-from weft.launching.plan import MEETING_S, Plan, make_plan
+from weft.launching.plan import MEETING_S, Plan, make_plan, secret_of
 from weft.launching.rank_main import run_target
 from weft.launching.replicas import LocalNode, supervise_replicas
 from weft.launching.slurm import batch_script
+from weft.peers.board import SECRET_VARIABLE
 from weft.peers.connect import is_here, reach
+from weft.peers.replica_groups import REPLICA_VARIABLE
 
 __all__ = ["add_parser", "run"]
 
@@ -124,6 +126,8 @@ def run(options: argparse.Namespace) -> int:
         print(plan.text(words, kind=kind, cores=cores_here(), variables=named))  # noqa: T201
         return 0
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
+    # What only the ranks are to know, and nothing of a job that this one is started in.
+    named |= {SECRET_VARIABLE: secret_of(plan, os.environ), REPLICA_VARIABLE: ""}  # noqa: TID251
     ending = _launch(plan, words, named, kind)
     if ending.text:
         print(ending.text, file=sys.stderr)  # noqa: T201
@@ -213,7 +217,7 @@ def _launch(plan: Plan, words: list[str], variables: Mapping[str, str], kind: st
                     folder,
                     Path(memory),
                 )
-                return supervise_replicas(plan, here)
+                return supervise_replicas(plan, here, variables[SECRET_VARIABLE])
         arguments = (words[0], kind == "module", words[1:], name, cores, variables)
         return supervise(plan, run_target, *arguments, folder=folder)
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from weft.errors import ContextError, listed
+from weft.peers.board import SECRET_VARIABLE
+from weft.peers.replica_groups import REPLICA_VARIABLE
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -143,12 +145,12 @@ def resolve(
     Raises:
         ContextError: A variable cannot be read, is unknown, or a value is out of range.
     """
-    known = {CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
-    unknown = sorted(name for name in env if name.startswith("WEFT_") and name not in known)
+    known = {CONFIG_VARIABLE, SECRET_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
+    unknown = sorted(name for name in env if name.startswith("WEFT_") and name not in {REPLICA_VARIABLE, *known})
     if unknown:
         raise ContextError(
             f"start: the environment has {listed(unknown)}, which has no effect",
-            found=listed(f"{name}={env[name]!r}" for name in unknown),
+            found=listed(unknown),  # without the values: one may be a secret
             expected="one of " + ", ".join(sorted(known)),
             fix=f"unset {unknown[0]}",
         )

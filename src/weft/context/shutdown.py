@@ -96,8 +96,12 @@ def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: st
     return world.meshes[axes]
 
 
-def close(world: World) -> None:
+def close(world: World, leaving: BaseException | None = None) -> None:
     """Leave in good order: wait for work in the background and for the peers. Idempotent.
+
+    Args:
+        world: Of this rank.
+        leaving: The SystemExit that ends the program in good order, if one does.
 
     Raises:
         BaseException: Of work in the background that failed, if nobody has seen it yet.
@@ -111,6 +115,8 @@ def close(world: World) -> None:
     _release(world)
     if failure is not None:
         raise failure
+    with contextlib.suppress(StoreLost):
+        world.on_close(leaving)
 
 
 def _is_forked(world: World) -> bool:
@@ -146,7 +152,7 @@ def close_after(world: World, error: BaseException | None) -> None:
         return
     clean_exit = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
     if error is None or clean_exit or world.closed:
-        close(world)
+        close(world, error)
         return
     world.closed = True
     cause: BaseException = error
@@ -174,7 +180,8 @@ def close_at_exit(world: World) -> None:
     """The end of a program that never called `close`; says which peer failed, if one did."""
     if world.closed or _is_forked(world):
         return
-    error = getattr(sys, "last_value", None)  # set when the interpreter printed an uncaught exception
+    # The first is there if `multiprocessing` ends this process, the second if the interpreter printed an exception.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     try:
         close_after(world, error)
     except PeerError as blamed:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
+import multiprocessing.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +30,11 @@ from weft.engines import Engine, Spmd, engine_for
 from weft.environments import Topology, topology
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
-from weft.peers.board import Board
+from weft.peers.board import SECRET_VARIABLE, Board
 from weft.peers.connect import open_store, reach
 from weft.peers.liveness import announce
 from weft.peers.pretended import PretendedGroup, check_not_pretended
-from weft.peers.replica_groups import STORE, ReplicaGroup, has_replicas
+from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.straggler_watch import watch
 from weft.peers.world import World
 from weft.version import __version__
@@ -244,8 +247,8 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
         )
     most = axes[0][1]
     size = place.world_size // most
-    store = _store_of_replicas(place, settings, size) if place.world_size > 1 else None
-    board = None if store is None else Board(store, limit_s=settings.timeout_s)
+    facts = _replica_facts()
+    board = _board_of_replicas(place, settings, size, facts) if place.world_size > 1 or facts else None
     chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, place.local_rank, place.world_size)
     inner = dict(axes[1:]) or {"data": 1}
@@ -256,19 +259,26 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     one = replace(place, rank=place.rank % size, world_size=size)
     world = World(ranks=tuple(range(size)), rank=one.rank, timeout_s=settings.timeout_s)
     if size > 1:
-        _connect(world, one, chosen, where, settings, replica=name)
+        _connect(world, one, chosen, where, settings, file=f"{facts['folder']}/replica_{name}")
     on_cpu = world.group is None or dist.get_backend(world.group) == "gloo"
     device = torch.device("cpu") if on_cpu else where
-    replicas = ReplicaGroup(board, store, name, most, world, device, place.node_rank)
+    replicas = ReplicaGroup(board, name, most, world, device, facts)
     world.holders.add(replicas)
+    world.on_close = replicas.part
+    multiprocessing.util.Finalize(None, shutdown.close_at_exit, args=(world,), exitpriority=0)
     return replace(_context(one, world, mesh_of_ranks, chosen, where, settings), replicas=replicas)
 
 
-def _store_of_replicas(place: Topology, settings: Settings, size: int) -> dist.Store:
+def _replica_facts() -> dict[str, Any]:
+    """What the launcher of an elastic job has to say to this process; nothing, if that is no replica."""
+    text = os.environ.get(REPLICA_VARIABLE, "")
+    return dict(json.loads(text)) if text else {}
+
+
+def _board_of_replicas(place: Topology, settings: Settings, size: int, facts: Mapping[str, Any]) -> Board:
     """Where the replicas meet, each of so many ranks."""
-    found = open_store(place, settings.timeout_s, serves=False) if place.store_served else None
-    ranks = 0 if found is None else has_replicas(found)
-    if found is None or ranks != size:
+    ranks = facts.get("ranks", 0)
+    if ranks != size or not place.store_served:
         several = f" --replica-ranks {size}" if size > 1 else ""
         raise ContextError(
             "start: this launcher restarts other ranks as well when one fails",
@@ -277,7 +287,12 @@ def _store_of_replicas(place: Topology, settings: Settings, size: int) -> dist.S
             expected=f"a launcher that starts each replica, of {size} ranks, again by itself",
             fix=f"weft launch -n {place.world_size} --min-replicas 1{several} --max-restarts 10 train.py",
         )
-    return dist.PrefixStore(STORE, found)
+    return _board(open_store(place, settings.timeout_s, serves=False), settings).below(STORE)
+
+
+def _board(store: dist.Store, settings: Settings, server: int = -1) -> Board:
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    return Board(store, limit_s=settings.timeout_s, server=server, secret=secret)
 
 
 def _resolved(place_source: str, config: str | Path | None, **arguments: object) -> Settings:
@@ -287,38 +302,43 @@ def _resolved(place_source: str, config: str | Path | None, **arguments: object)
     return resolve(arguments, os.environ, place_source, ("", {}) if found is None else (found.path, found.start))
 
 
-def _connect(
-    world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings, replica: str | None = None
-) -> None:
-    """Create the default process group and the board beside it; of one replica, if that has a name."""
-    limit = timedelta(seconds=settings.timeout_s)
-    serves = place.rank == 0 and not place.store_served
-    if not serves:
-        patient = dict(settings.sources)["timeout_s"] != "default"
-        who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
-        reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
-    store: dist.Store = open_store(place, settings.timeout_s, serves=serves)
-    if place.store_served and replica is None and has_replicas(store):
+def _store(place: Topology, settings: Settings, *, serves: bool) -> dist.Store:
+    """The store at which all ranks of the job meet."""
+    if _replica_facts():
         raise ContextError(
             "start: this launcher restarts a failed rank on its own, and the other ranks would never connect to it",
             found=f"weft launch --min-replicas, rank {place.rank} of {place.world_size}",
             expected="a program of replicas",
             fix='weft.start(elastic="replica"), or weft launch without --min-replicas',
         )
+    if not serves:
+        patient = dict(settings.sources)["timeout_s"] != "default"
+        who = f"start: rank {place.rank} of {place.world_size} ({place.source})"
+        reach(place.master_addr, place.master_port, who=who, limit_s=settings.timeout_s, patient=patient)
+    return open_store(place, settings.timeout_s, serves=serves)
+
+
+def _connect(
+    world: World, place: Topology, engine: Engine, device: torch.device, settings: Settings, file: str = ""
+) -> None:
+    """Create the default process group and the board beside it. The ranks of a replica, on one node, meet in a file."""
+    limit = timedelta(seconds=settings.timeout_s)
+    serves = place.rank == 0 and not place.store_served
+    store = dist.FileStore(file, world.size) if file else _store(place, settings, serves=serves)
+    store.set_timeout(limit)
     # Its functions keep the default group of the moment they are imported as a default argument, and with it
     # the connections; optimizers import it. Before there is a group, it is None.
     importlib.import_module("torch.distributed.nn.functional")
     # A restarted job must not read what the ranks before it wrote, and no other job what these write.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")  # of torchrun and `weft launch`
-    store = dist.PrefixStore(f"weft/{run}/{place.attempt}" if replica is None else f"weft/replica/{replica}", store)
-    world.store = Board(
-        dist.PrefixStore("board", store), limit_s=settings.timeout_s, server=-1 if place.store_served else 0
-    )
+    board = _board(store, settings, server=-1 if place.store_served else 0)
+    board = board.below(f"weft/{run}/{place.attempt}")
+    world.store = board.below("board")
     watch(world)
     with world.store.limited(2 * settings.timeout_s):  # torch waits for the ranks and then for their connections
         dist.init_process_group(
             backend=settings.backend or engine.backend(device),
-            store=dist.PrefixStore("group", store),
+            store=board.for_torch("group"),
             rank=place.rank,
             world_size=place.world_size,
             timeout=limit,

@@ -4,14 +4,23 @@
 in the exchange, some may have averaged and others not. Those who have not undo what the step has changed
 (step_mark.py); when the replicas meet, they take over the state of those who have, or, if nobody has, make the step
 again.
+
+[Note: the end of a loop] The work of a replica is done if its context is left in good order after its loop: at the end
+of an epoch, or by `break` or `return`. It is not if an exception leaves the loop, such as a SystemExit, whatever its
+code. Python closes the iterator of a loop in each of these cases, and does not say which. But a frame that breaks out
+of a loop is at an instruction that pops the iterator; one that an exception leaves is at the instruction that raised.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import opcode
+import sys
 import time
 import zlib
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,7 +36,7 @@ from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program
 from weft.elastic.step_mark import StepMark
 from weft.errors import ContextError, ContractError
-from weft.peers.quorum import Answer
+from weft.peers.quorum import Answer, Loop
 from weft.peers.replica_groups import ReplicaGroup
 
 __all__ = ["Resilient", "resilient"]
@@ -143,8 +152,10 @@ class Resilient(Generic[B]):
         self._steps = 0  # of the optimizer, in this step of the job
         self._exchanges = 0
         replicas.on_loss = self._mark.keep_weights
+        replicas.is_done = self._is_done
         optimizer.register_step_pre_hook(self._before_step)
         self._meet(loader.state_dict())
+        replicas.loop = Loop(self.step, inside=False, whole=True)  # there may be nothing left to do
 
     @property
     def epoch(self) -> int:
@@ -159,19 +170,47 @@ class Resilient(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         epoch = self._loader.epoch
         self._mark.begin()
+        self._replicas.is_at(Loop(self.step))
         while self._loader.epoch == epoch:
             batches: Any = iter(self._loader)
             self._begin_step()
             for batch in batches:
-                yield batch
+                try:
+                    yield batch
+                except GeneratorExit:
+                    is_over = self._replicas.broken or self._ctx.world.root.closed
+                    if not is_over and _is_break(sys._getframe(1)):
+                        self._replicas.is_at(Loop(self._steps_made(), inside=False))
+                    raise
                 if not self._settle(batch):
                     break
                 self._begin_step()
             else:
-                return
+                break
             position = self._mark.position if self._replicas.broken else self._loader.state_dict()
             batches.close()
             self._meet(position)
+        self._replicas.is_at(Loop(self.step, inside=False, whole=True))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _steps_made(self) -> int:
+        return self.step + (self._replicas.exchanges > self._exchanges and self._steps == 1)
+
+    def _is_done(self, error: BaseException | None) -> bool:
+        """Whether the work is done, of what the context was left with; see [Note: the end of a loop]."""
+        replicas = self._replicas
+        if not replicas.loop.inside or error is not None:
+            return not replicas.loop.inside
+        if replicas.broken:
+            raise ContractError(
+                "resilient: the loop was left in a step that has failed, and would have been made again",
+                found="a `break` after a step in which another replica was lost",
+                expected="a loop that ends between two steps",
+                fix="for x, y in batches:\n    if batches.step >= 1000:  # first in the body, not last\n        break",
+            )
+        replicas.loop = Loop(self._steps_made(), inside=False)
+        return True
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -264,6 +303,13 @@ class Resilient(Generic[B]):
             self.step = put_in_place(received, self._state, self._ctx)
         self._is_fresh = False
         return answer, True
+
+
+def _is_break(frame: FrameType | None) -> bool:
+    """Whether the loop is left by `break` or `return`, of the frame that closes its iterator."""
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:  # it wraps the loop, and is closed itself
+        frame = frame.f_back
+    return frame is not None and opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("POP_")
 
 
 def _out_of_reach(answer: Answer) -> ContextError:

@@ -8,10 +8,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -23,19 +25,21 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from torch.distributed.launcher.api import elastic_launch
 
 from weft.launching.failures import PREEMPTED_TEXT, Ending, earlier_tracebacks, first_failure
 from weft.launching.plan import Plan
 from weft.launching.rank_main import ROUND
-from weft.peers.connect import interface_to, is_here
+from weft.peers.connect import interface_to, is_here, listen_at
 from weft.peers.world import PREEMPTED
 
 __all__ = ["supervise"]
 
-_BACKEND = "weft-c10d"
+_BACKEND, _STATIC = "weft-c10d", "weft-static"
+_READ_S = 60  # as torch has it
 
 
 def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, folder: Path) -> Ending:
@@ -58,10 +62,14 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
     ):
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     config = plan.torch_config()
-    if plan.most_nodes > 1 and config.rdzv_backend == "c10d":
-        rendezvous_handler_registry.register(_BACKEND, partial(_rendezvous, folder=folder))
+    # torch's own listen at all addresses of this machine.
+    rendezvous_handler_registry.register(_STATIC, _static_rendezvous)
+    rendezvous_handler_registry.register(_BACKEND, partial(_rendezvous, folder=folder, alone=plan.most_nodes == 1))
+    if config.rdzv_backend == "static":
+        config = replace(config, rdzv_backend=_STATIC)
+    else:
         # torch takes the name of the machine, which other machines often cannot resolve.
-        host = config.rdzv_endpoint.rpartition(":")[0]
+        host = config.rdzv_endpoint.rpartition(":")[0] if plan.most_nodes > 1 else "127.0.0.1"
         mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
         config = replace(config, rdzv_backend=_BACKEND, local_addr=mine)
     started: list[_Ranks] = []
@@ -134,27 +142,54 @@ def _own_ranks(started: list[_Ranks]) -> Iterator[None]:
         module.MultiprocessContext = before
 
 
-def _rendezvous(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
-    """The rendezvous of torch's agent, which also reports to the ranks of this node how often the nodes have met."""
-    # torch compares names to find out which node serves the store; a machine may have more addresses than names.
-    host = parameters.endpoint.rpartition(":")[0]
-    parameters.config["is_host"] = is_here(host)
-    try:
-        backend, store = create_backend(parameters)
-    except RendezvousConnectionError:
-        if not parameters.config["is_host"]:
-            raise
-        parameters.config["is_host"] = False  # another launcher on this machine was first
-        backend, store = create_backend(parameters)
-    handler = create_handler(store, backend, parameters)
+def _store_at(address: str, port: int, *, serves: bool, **more: Any) -> dist.TCPStore:
+    """A store at this address alone, or a connection to it."""
+    fd = listen_at(address, port) if serves else None
+    return dist.TCPStore(address, port, is_master=serves, multi_tenant=True, master_listen_fd=fd, **more)
+
+
+def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Torch's rendezvous of nodes that have ranks."""
+    handler: Any = create_rdzv_handler(parameters)
+    meet = handler.next_rendezvous
+
+    def next_rendezvous() -> RendezvousInfo:
+        if handler._store is None:
+            at, serves = (handler.master_addr, handler.master_port), handler.rank == 0
+            handler._store = _store_at(*at, serves=serves, world_size=handler.world_size, timeout=handler.timeout)
+        return meet()  # type: ignore[no-any-return]
+
+    handler.next_rendezvous = next_rendezvous
+    handler.get_backend = lambda: _STATIC
+    return handler  # type: ignore[no-any-return]
+
+
+def _rendezvous(parameters: RendezvousParameters, folder: Path, *, alone: bool) -> RendezvousHandler:
+    """The rendezvous of torch's agent. Of several nodes, it also reports to the ranks here how often these have met."""
+    store = dist.HashStore() if alone else _store_of_nodes(*parameters.endpoint.rpartition(":")[::2])
+    handler: Any = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> RendezvousInfo:
         found = meet()
         (folder / ROUND).write_text(str(handler._state_holder.state.round), encoding="utf-8")
-        return found
+        return found  # type: ignore[no-any-return]
 
-    handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+    if not alone:
+        handler.next_rendezvous = next_rendezvous
+    handler._create_tcp_store_server = partial(_store_at, serves=True)  # for the ranks
     # torch compares it with what was asked for.
-    handler.get_backend = lambda: _BACKEND  # type: ignore[method-assign]
-    return handler
+    handler.get_backend = lambda: _BACKEND
+    return handler  # type: ignore[no-any-return]
+
+
+def _store_of_nodes(host: str, port: str) -> dist.TCPStore:
+    """Where the launchers of several nodes meet."""
+    # torch compares names to find out which node serves the store; a machine may have more addresses than names.
+    limit, serves = timedelta(seconds=_READ_S), is_here(host)
+    try:
+        return _store_at(host, int(port), serves=serves, timeout=limit)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if not serves:
+            raise RendezvousConnectionError(str(error)) from error
+    return _store_at(host, int(port), serves=False, timeout=limit)  # another launcher on this machine was first

@@ -20,8 +20,10 @@ from weft.errors import MissingExtra
 from weft.launching.agent import supervise
 from weft.launching.failures import earlier_tracebacks
 from weft.launching.mailbox import CALL_FILE, ENDING_FILE, Call, dumps
-from weft.launching.plan import make_plan
+from weft.launching.plan import make_plan, secret_of
 from weft.launching.rank_main import as_rank
+from weft.peers.board import SECRET_VARIABLE
+from weft.peers.replica_groups import REPLICA_VARIABLE
 
 __all__ = ["main", "run_call"]
 
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     threads = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
     plan = make_plan(given, None, cores=len(cores_here()), omp_num_threads=threads)
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # noqa: TID251  (read when torch is imported)
-    ending = supervise(plan, run_call, str(options.folder), folder=options.folder)
+    secret = secret_of(plan, os.environ)  # noqa: TID251  (for the ranks)
+    ending = supervise(plan, run_call, str(options.folder), secret, folder=options.folder)
     sys.stderr.write(earlier_tracebacks(options.folder, ending.trace))
     if options.folder.exists():
         (options.folder / ENDING_FILE).write_text(json.dumps(ending._asdict()), encoding="utf-8")
@@ -53,13 +56,13 @@ def _end_with_the_caller(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_call(folder: str) -> None:
+def run_call(folder: str, secret: str) -> None:
     """Call the function; called on every rank."""
     place = Path(folder)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # a pipe; whole lines, and at once
-    with as_rank(place) as here:
+    with as_rank(place, variables={SECRET_VARIABLE: secret, REPLICA_VARIABLE: ""}) as here:
         call = Call(*pickle.loads((place / CALL_FILE).read_bytes()))
         sys.path[:], sys.argv[:] = call.path, call.arguments
         try:

@@ -121,7 +121,7 @@ def first_failure(
 
 def how_it_ended(code: int) -> str:
     """An exit code, or minus the number of a signal, in words."""
-    if code > 0:
+    if code >= 0:
         return f"with exit code {code}"
     try:
         name = f" ({signal.Signals(-code).name})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 import uuid
@@ -16,8 +17,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from weft.context.config import LAUNCH, Config, is_nodes
 from weft.context.settings import layered
 from weft.errors import ContextError
+from weft.peers.board import SECRET_VARIABLE
 
-__all__ = ["FLAGS", "MEETING_S", "Plan", "cores_of", "make_plan"]
+__all__ = ["FLAGS", "MEETING_S", "Plan", "cores_of", "make_plan", "secret_of"]
 
 FLAGS = {"script": "", "module": "-m", "program": "--no-python"}  # of the command line, by kind of target
 MEETING_S = 900  # the nodes wait so long for each other
@@ -160,6 +162,14 @@ def make_plan(given: Mapping[str, Any], file: Config | None, *, cores: int, omp_
     _check(values, least, most)
     del values["nnodes"]
     return Plan(**values, least_nodes=least, most_nodes=most, sources=tuple(sources.items()))
+
+
+def secret_of(plan: Plan, environment: Mapping[str, str]) -> str:
+    """What only the processes of a job know; "" if it has no secret.
+
+    It is that of the environment. A job on one node gets one otherwise; several nodes could not tell each other.
+    """
+    return environment.get(SECRET_VARIABLE) or (secrets.token_hex(16) if plan.most_nodes == 1 else "")
 
 
 def _threads(variable: str | None, cores: int, nproc: int) -> tuple[int, str]:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from weft.launching.plan import FLAGS, Plan
+from weft.peers.board import SECRET_VARIABLE
 
 __all__ = ["batch_script"]
 
@@ -21,7 +22,8 @@ def batch_script(
 ) -> str:
     """Write what `sbatch` takes. A pure function.
 
-    The nodes meet at the first node of the job, at a port that follows from the job's number. SIGUSR1 comes two
+    The nodes meet at the first node of the job, at a port that follows from the job's number, and know a secret that is
+    made when it runs. SIGUSR1 comes two
     minutes before the time is over, for `weft.on_preemption`.
 
     Args:
@@ -59,6 +61,7 @@ def batch_script(
     meeting = [
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((20000 + SLURM_JOB_ID % 20000))",
+        f"export {SECRET_VARIABLE}=${{{SECRET_VARIABLE}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}",
     ]
     return "\n".join(
         [

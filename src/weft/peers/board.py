@@ -1,15 +1,22 @@
-"""`Board`: the key-value store of a job, whose requests have a time limit.
+"""`Board`: the key-value store of a job, whose requests have a time limit and whose values nobody else can write.
 
 torch's clients wait for an answer of the store without a limit. A store whose process is stopped, or that is cut off,
 would hold every rank that uses it, and with them the very ranks that could say who is to blame. So each request has a
 deadline; a thread that makes no requests itself (see straggler_watch.py) watches the deadlines, and cuts the connection
 when one has passed. What waits for an answer then ends with an error, as do all later requests.
+
+[Note: the secret] torch's store lets whoever reaches its port read, write and delete everything. A job that has a
+secret keeps its keys below a prefix that follows from it, and each value begins with an HMAC of name and value. What
+does not fit is taken for absent: it is of a stranger. Messages are in queues of the store, whose names nobody can list:
+they can be neither seen nor removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +27,17 @@ import torch.distributed as dist
 from weft.errors import ContextError, PeerError
 from weft.peers.gloo_connections import cut
 
-__all__ = ["Board", "StoreLost"]
+__all__ = ["SECRET_VARIABLE", "Board", "StoreLost"]
 
 R = TypeVar("R")
+
+SECRET_VARIABLE = "WEFT_SECRET"  # noqa: S105  (its name in the environment; `weft launch` sets it for its ranks)
+_NOTHING = b"\0nothing"  # stands for a value that is not there
+_SEAL = 32  # bytes of an HMAC
+_DIGITS = 20  # of a number, at most
+_MOST_BYTES = 2**20  # of a message
+_MOST_FORGED = 1000  # messages that are passed over at once, before anything else has its turn
+_PAUSE_S = 0.02  # longest pause between two looks at a queue
 
 
 class StoreLost(PeerError):
@@ -40,6 +55,7 @@ class _Connection:
         self.port = store.port if isinstance(store, dist.TCPStore) else None
         self.deadlines: dict[int, float] = {}  # by thread
         self.silent = False
+        self.warned = False
 
     def lost(self, error: Exception | None = None) -> StoreLost:
         text = "the process that serves the store " + (
@@ -59,47 +75,69 @@ class Board:
         port: Where the store listens; None if it is no TCPStore.
     """
 
-    def __init__(self, store: dist.Store, *, limit_s: float, server: int = -1) -> None:
+    def __init__(self, store: dist.Store, *, limit_s: float, server: int = -1, secret: str = "") -> None:
         """Remember the store.
 
         Args:
             store: Of torch.
             limit_s: How long it may take to answer.
             server: The rank in whose process it lives; -1 if that is another process, or not known.
+            secret: What only the processes of the job know; without it, anybody may write.
         """
         self._store = store
         self._connection = _Connection(store, limit_s, server)
+        self._secret = secret.encode()
+        self._path = f"{self._mac(b'names').hex()[:_SEAL]}/" if secret else ""
         self.port = self._connection.port
 
     def below(self, prefix: str) -> Board:
         """The part of it whose names begin with a prefix."""
         part = object.__new__(Board)
-        part._store, part._connection, part.port = dist.PrefixStore(prefix, self._store), self._connection, self.port
+        part.__dict__.update(self.__dict__, _path=f"{self._path}{prefix}/")
         return part
+
+    def for_torch(self, prefix: str) -> dist.Store:
+        """A part of the store for torch, which writes into it as it likes."""
+        return dist.PrefixStore(self._path + prefix, self._store)
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self._request(self._store.set, key, value)
+        self._request(self._store.set, self._path + key, self._sealed(key, value.encode()))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
-        return self._request(self._store.get, key)
+        """The value of a key that is there.
+
+        Raises:
+            ContextError: It is not: a stranger has removed it.
+        """
+        value = self._look(key)
+        if value is None:
+            raise _strange(key, "nothing", "what was there before")
+        return value
 
     def has(self, key: str) -> bool:
         """Whether a key is there."""
-        return bool(self._request(self._store.check, [key]))
+        return self._look(key) is not None
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which begins with 0, and return it."""
-        return int(self._request(self._store.add, key, amount))
+        """Add to a number, which begins with 0 and has no seal, and return it."""
+        if amount:
+            return int(self._request(self._store.add, self._path + key, amount))
+        found = self._request(self._store.compare_set, self._path + key, _NOTHING, _NOTHING)
+        return int(found) if found.isdigit() and len(found) < _DIGITS else 0
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
-        self._request(self._store.delete_key, key)
+        self._request(self._store.delete_key, self._path + key)
 
-    def claim(self, key: str, value: str) -> None:
-        """Write a value, unless there is one."""
-        self._request(self._store.compare_set, key, "", value)
+    def claim(self, key: str, value: str) -> bool:
+        """Write a value, unless there is one; whether the value is now this one."""
+        sealed = self._sealed(key, value.encode())
+        found = self._request(self._store.compare_set, self._path + key, "", sealed)
+        if found != sealed and self._opened(key, found) is None:
+            self.set(key, value)
+            return True
+        return bool(found == sealed)
 
     def read(self, key: str, *names: str) -> Any:
         """The JSON value of a key that is there, which has such fields, if any are given.
@@ -112,16 +150,64 @@ class Board:
             value = json.loads(text)
             if not names or (isinstance(value, dict) and all(name in value for name in names)):
                 return value
-        raise ContextError(
-            f"the store of the job holds a value that no rank has written: {key}",
-            found=repr(text[:60]),
-            expected=f"JSON with {', '.join(names)}" if names else "JSON",
-            fix="give each job a store of its own: another MASTER_PORT, closed to others",
-        )
+        raise _strange(key, repr(text[:60]), f"JSON with {', '.join(names)}" if names else "JSON")
 
     def write(self, key: str, value: object) -> None:
         """Write a value as JSON."""
         self.set(key, json.dumps(value))
+
+    def push(self, key: str, value: object) -> None:
+        """Append a JSON value to a queue."""
+        self._request(self._store.queue_push, self._path + key, self._sealed(key, json.dumps(value).encode()))
+
+    def pop(self, key: str, limit_s: float = 0.0) -> Any:
+        """Take the first JSON value out of a queue, what is of a stranger apart; None if none comes in time."""
+        start = time.monotonic()
+        while True:
+            for data in self._taken(key):
+                value = self._opened(key, data) if len(data) <= _MOST_BYTES else None
+                with contextlib.suppress(ValueError, RecursionError):
+                    if value is not None and (found := json.loads(value)) is not None:
+                        return found
+                self.warn(key)
+            waited = time.monotonic() - start
+            if waited >= limit_s:
+                return None
+            time.sleep(min(waited / 16 + 1e-4, _PAUSE_S, limit_s - waited))
+
+    def _taken(self, key: str) -> Iterator[bytes]:
+        with contextlib.suppress(dist.QueueEmptyError):
+            for _ in range(_MOST_FORGED):
+                yield self._request(self._store.queue_pop, self._path + key, False)  # noqa: FBT003  (torch's)
+
+    def warn(self, key: str) -> None:
+        """Say once that a value was passed over."""
+        if not self._connection.warned:
+            self._connection.warned = True
+            logging.getLogger("weft").warning(
+                "the store of this job holds what none of its processes has written (%s): it is ignored; whoever "
+                "reaches the port %s can write there", key, self.port,
+            )  # fmt: skip
+
+    def _look(self, key: str) -> bytes | None:
+        """The value of a key, or None: in one request, and without waiting."""
+        found = self._request(self._store.compare_set, self._path + key, _NOTHING, _NOTHING)
+        return None if found == _NOTHING else self._opened(key, found)
+
+    def _mac(self, value: bytes, key: str = "") -> bytes:
+        return hmac.digest(self._secret, f"{key}\0".encode() + value, "sha256")
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        return self._mac(value, self._path + key) + value if self._secret else value
+
+    def _opened(self, key: str, data: bytes) -> bytes | None:
+        """A value without its seal; None if that does not fit."""
+        if not self._secret:
+            return data
+        if hmac.compare_digest(data[:_SEAL], self._mac(data[_SEAL:], self._path + key)):
+            return data[_SEAL:]
+        self.warn(key)
+        return None
 
     @contextlib.contextmanager
     def limited(self, limit_s: float) -> Iterator[None]:
@@ -151,7 +237,18 @@ class Board:
         connection.deadlines[thread] = time.monotonic() + connection.limit_s
         try:
             return request(*arguments)
+        except dist.QueueEmptyError:
+            raise
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise connection.lost(error) from error
         finally:
             connection.deadlines.pop(thread, None)
+
+
+def _strange(key: str, found: str, expected: str) -> ContextError:
+    return ContextError(
+        f"the store of the job holds a value that no rank has written: {key}",
+        found=found,
+        expected=expected,
+        fix="give each job a store of its own: another MASTER_PORT, closed to others",
+    )

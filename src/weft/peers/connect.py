@@ -29,6 +29,7 @@ _TRY_S = 5.0  # one attempt
 _GRACE_S = 1.0  # for torch to find out by itself that the time is over
 _PAUSE_S = 0.5  # longest pause between two attempts
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_LOOPBACK, _TCP = "127.0.0.1", socket.SOCK_STREAM
 
 
 def reach(host: str, port: int, *, who: str, limit_s: float, patient: bool = False) -> None:
@@ -104,14 +105,17 @@ def is_here(host: str) -> bool:
 def listen_at(host: str, port: int) -> int | None:
     """A socket that listens at an address of this machine, and at no other; None if torch is to listen at all of them.
 
-    That is so for names: other machines may know this one by another address than itself.
+    That is so for a name that this machine knows as its loopback address, as many do: others know it by another one.
     """
     listening = None
-    with contextlib.suppress(ValueError, OSError):  # a name; taken, or the address of another machine
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        listening = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)
+    with contextlib.suppress(OSError):  # unknown; taken, or the address of another machine
+        family, kind, _, _, address = socket.getaddrinfo(_LOOPBACK if host == "localhost" else host, port, type=_TCP)[0]
+        is_number = host in ("localhost", address[0]) or ":" in host
+        if not is_number and ipaddress.ip_address(address[0]).is_loopback:
+            return None
+        listening = socket.socket(family, kind)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((str(address), port))
+        listening.bind(address)
         listening.listen(socket.SOMAXCONN)
         return listening.detach()
     if listening is not None:

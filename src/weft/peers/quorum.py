@@ -7,6 +7,11 @@ lost another one in a step asks for the next quorum, and so does a new one. The 
 the present one have asked: nobody is in the middle of a step then. A new replica lets the launcher call the present
 ones together, which come when their step is done. Those that have made the most steps hold the truth: a step that
 one of them has finished had the gradients of all. The others take over its state, or have the same.
+
+[Note: the end of the work] A replica that leaves its context in good order says after how many steps. Exit code 0 alone
+means nothing. It is the end of the job if nobody goes past it: another one that asks for the next quorum after as many
+steps shows that it has left too early. If the others are gone from within their loops, nobody knows; so it has not
+ended the work, unless its own loop came to the end of an epoch that none of them has gone past.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Answer", "Ask", "Quorums"]
+__all__ = ["Answer", "Ask", "Loop", "Quorums"]
 
 _START_S = 30.0  # after so long replicas begin from nothing, or a copy, without those that have not come
 _FACT = "start the same program with the same model on every replica"
@@ -62,6 +67,20 @@ class Answer(NamedTuple):
     lost: tuple[str, ...] = ()
 
 
+class Loop(NamedTuple):
+    """Where the loop of a replica stands.
+
+    Attributes:
+        step: Steps that it has made.
+        inside: It is in its loop, as far as it has said.
+        whole: It has left its loop at the end of an epoch.
+    """
+
+    step: int = 0
+    inside: bool = True
+    whole: bool = False
+
+
 @dataclass
 class Quorums:
     """What the launcher knows of the replicas of a job.
@@ -74,7 +93,10 @@ class Quorums:
         asking: What those bring that wait for the next one.
         facts: What all have in common; of those that came first.
         is_broken: A member of the present quorum is gone, or has asked for the next one.
-        is_done: A replica has ended in good order: nobody begins from nothing any more.
+        loops: Where the loop of each replica stands, as far as it has said so.
+        ends: The same of those that have ended in good order.
+        early: Those of them that were found to have left too early.
+        vanished: The most steps of a member of the present quorum that is gone from within its loop; None if none is.
         waiting_since: When the first of those that wait now has asked.
     """
 
@@ -85,19 +107,46 @@ class Quorums:
     asking: dict[str, Ask] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     is_broken: bool = False
-    is_done: bool = False
+    loops: dict[str, Loop] = field(default_factory=dict)
+    ends: dict[str, Loop] = field(default_factory=dict)
+    early: list[str] = field(default_factory=list)
+    vanished: int | None = None
     waiting_since: float | None = None
 
     def started(self, name: str) -> None:
         """A replica was started."""
         self.living.add(name)
 
-    def ended(self, name: str) -> None:
-        """The process of a replica is gone."""
+    def says(self, name: str, loop: Loop) -> None:
+        """A replica says where its loop stands."""
+        if name in self.living:
+            self.loops[name] = loop
+
+    def ended(self, name: str, *, done: bool = False, lost: bool = True) -> None:
+        """The process of a replica is gone: its work was `done`, or it was `lost`."""
+        loop = self.loops.get(name, Loop())
+        if done:
+            self.ends[name] = loop
+        elif lost and name in self.inside and loop.inside:
+            self.vanished = max(loop.step, self.vanished or 0)
         self.is_broken |= name in self.inside
         self.living.discard(name)
         self.inside.discard(name)
         self.asking.pop(name, None)
+        self._look_for_early()
+
+    def _look_for_early(self) -> None:
+        """Find those that have ended in good order but have not ended the work."""
+        asked = max((ask.step for ask in self.asking.values() if not ask.fresh), default=-1)
+        for name, end in list(self.ends.items()):
+            if asked >= end.step or not (self.inside or self._is_sure(name, end)):
+                del self.ends[name]
+                self.early.append(name)
+
+    def _is_sure(self, name: str, end: Loop) -> bool:
+        """Whether nobody has gone past it: nobody has vanished, or another one agrees, or those that did are behind."""
+        agrees = any(n != name and not loop.inside and loop.step == end.step for n, loop in self.loops.items())
+        return self.vanished is None or agrees or (end.whole and self.vanished < end.step)
 
     def ask(self, name: str, ask: Ask, now: float) -> str:
         """A replica asks for a quorum; returns why it is refused, or ""."""
@@ -110,6 +159,7 @@ class Quorums:
             said = [f"{key}: {ask.facts[key]}, where the others have {self.facts[key]}" for key in differing]
             return f"{name} is another program: {'; '.join(said)}; {_FACT}"
         self.asking[name] = ask
+        self._look_for_early()
         self.is_broken |= name in self.inside
         self.waiting_since = now if self.waiting_since is None else self.waiting_since
         return ""
@@ -133,11 +183,12 @@ class Quorums:
 
     def next(self, now: float) -> Answer | None:
         """The next quorum, if it can begin."""
-        if not self.asking or len(self.asking) < self.least or self.waiting_for:
+        least = 1 if self.ends else self.least  # who is behind may make the last step again alone
+        if not self.asking or len(self.asking) < least or self.waiting_for:
             return None
         from_nothing = all(ask.fresh for ask in self.asking.values())
-        if self.is_done and from_nothing:
-            return None
+        if self.ends and from_nothing:
+            return None  # the work is done
         late = self.living - set(self.asking) if from_nothing else set()  # one of them may have the newest copy
         if late and self.waiting_since is not None and now - self.waiting_since < _START_S:
             return None
@@ -148,7 +199,7 @@ class Quorums:
         source = next(index for index in old if asks[index].step == step)
         receivers = tuple(i for i, ask in enumerate(asks) if i != source and (ask.fresh or ask.step < step))
         again = any(ask.failed and ask.step == step for ask in asks)
-        self.number += 1
+        self.number, self.vanished = self.number + 1, None
         self.inside, self.asking, self.waiting_since, self.is_broken = set(members), {}, None, False
         return Answer(self.number, members, source, receivers, step, again=again)
 

@@ -7,19 +7,16 @@ up those that still wait, and ask for the next quorum.
 A replica may have several ranks. Each of them is connected to the rank of the same number in the other replicas: a
 *lane*. What fails on one lane has failed on all ranks of the replica: they vote about it after each exchange.
 
-[Note: replica keys] Below `STORE`, in the store of the launcher:
-    memory/<node>     a folder for copies of the state, in memory
-    launched          this launcher decides about quorums
-    job               a name for the job
-    here/<name>/<r>   how many processes took themselves for this rank
-    asks              how many questions were put
-    ask/<k>           question k: who asks, and what he brings
-    answer/<k>        the quorum, or why it is refused
-    passed/<name>/<m> the same, for the other ranks of the replica, at their meeting m
+[Note: replica keys] Below `STORE`, in the store of the launcher. Queues:
+    asks              what replicas and the launchers of other nodes have to say: the kind of message, and the message
+    answer/<name>/<r> the quorum, or why the replica is refused, for its rank r
+    group/<number>/   where the members of a quorum connect
+    order/<launcher>  what the launcher of another node is to do
+Values:
+    here/<name>/<r>   the process that takes itself for this rank
     called/<number>   the members of this quorum are to come together after their step
     broken/<number>   a member of this quorum is gone, or waits for the next one
-    group/<number>/   where the members of a quorum connect
-    order/<launcher>/<k>  what the launcher of another node is to do; what it has to say is an ask, too
+What a rank has to know before it is in the environment, see `REPLICA_VARIABLE`.
 """
 
 from __future__ import annotations
@@ -28,38 +25,31 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.errors import ContextError
-from weft.peers.board import Board
+from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import connections, cut
-from weft.peers.quorum import Answer, Ask
-from weft.peers.world import World, arrives
+from weft.peers.quorum import Answer, Ask, Loop
+from weft.peers.world import World
 from weft.tensors.pairwise import SmallSum
 
-__all__ = ["LAUNCHED", "MEMORY", "STORE", "ReplicaGroup", "has_replicas"]
+__all__ = ["REPLICA_VARIABLE", "STORE", "ReplicaGroup"]
 
 STORE = "weft/replicas"  # prefix of all keys
-LAUNCHED = "launched"  # key: this launcher decides about quorums
-MEMORY = "memory"  # key: a folder of the launcher, by node
-_JOB = "job"  # key: its name
+REPLICA_VARIABLE = "WEFT_REPLICA"  # JSON: "job", its name; "ranks" of each replica; folders "memory" and "folder"
 _CONNECT_S = 5.0  # a member may have died since the quorum was decided
 _LOOK_S = 0.2  # how often it is looked whether somebody new waits
 _PATIENCE_S = 0.5  # how long an operation may take before it is looked whether it can still succeed
 _PIECE = 2**24  # bytes of a message
 _PIECE_S = 30.0  # how long one may take
-
-
-def has_replicas(store: dist.Store) -> int:
-    """How many ranks each replica has, if this is the store of a launcher that decides about quorums; else 0."""
-    found = dist.PrefixStore(STORE, store)
-    return int(found.get(LAUNCHED)) if found.check([LAUNCHED]) else 0
 
 
 class ReplicaGroup:
@@ -76,28 +66,28 @@ class ReplicaGroup:
         exchanges: How often all have added up something since the last quorum.
         inside: The ranks of this replica.
         on_loss: Called when a step fails, before anything else happens.
+        is_done: Says whether the work is done, of what the context was left with: None, or a SystemExit of code 0.
+        loop: Where the loop stands.
     """
 
     def __init__(
         self,
         board: Board | None,
-        store: dist.Store | None,
         name: str,
         most: int,
         inside: World,
         device: torch.device,
-        node: int = 0,
+        facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Remember where the replicas meet.
 
         Args:
             board: Where the launcher listens; None for a replica that is alone for good.
-            store: The same, for process groups.
             name: Of this replica.
             most: Replicas of the job.
             inside: The ranks of this replica; its `timeout_s` is how long another replica may take for a step.
             device: On which they can send each other something.
-            node: On which this replica runs.
+            facts: Of `REPLICA_VARIABLE`.
         """
         self.name = name
         self.index, self.size, self.most, self.number = 0, 1, most, 0
@@ -105,7 +95,9 @@ class ReplicaGroup:
         self.exchanges = 0
         self.inside = inside
         self.on_loss: Callable[[], None] = lambda: None
-        self._board, self._store, self._device, self._node = board, store, device, node
+        self.is_done: Callable[[BaseException | None], bool] = lambda error: False  # noqa: ARG005
+        self.loop = Loop()
+        self._board, self._device, self._facts = board, device, facts
         self._lane: _Lane | None = None  # while this replica is connected to others
         self._looked_s = 0.0
         self._meetings = 0
@@ -117,15 +109,32 @@ class ReplicaGroup:
 
     def memory(self) -> Path | None:
         """A folder in the memory of the machine that outlives this process; None without a launcher."""
-        return None if self._board is None else Path(self._board.get(f"{MEMORY}/{self._node}").decode())
+        return Path(self._facts["memory"]) if "memory" in self._facts else None
 
     def job(self) -> str:
         """A name that all replicas of this job have in common, and no other job."""
-        name = secrets.token_hex(8)
+        return str(self._facts.get("job") or secrets.token_hex(8))
+
+    # -- the work --------------------------------------------------------------------------------
+
+    def is_at(self, loop: Loop) -> None:
+        """Tell the launcher where the loop stands."""
+        self.loop = loop
+        if self.inside.rank == 0:
+            self._say_loop(done=False)
+
+    def part(self, error: BaseException | None) -> None:
+        """The context was left in good order: tell the launcher if the work is done."""
+        if self.is_done(error):
+            self._say_loop(done=True)
+            if self._board is not None:
+                self._board.has("told")  # whoever answers has read it
+
+    def _say_loop(self, *, done: bool) -> None:
         if self._board is not None:
-            self._board.claim(_JOB, name)
-            name = self._board.get(_JOB).decode()
-        return name
+            first = self.place * self.inside.size
+            about = {"name": self.name, "rank": first + self.inside.rank, "done": done}
+            self._board.push("asks", {"kind": "loop", **about, **self.loop._asdict()})
 
     # -- quorums ---------------------------------------------------------------------------------
 
@@ -163,28 +172,21 @@ class ReplicaGroup:
         return answer
 
     def _asked(self, board: Board, ask: Ask) -> Answer:
-        """What the launcher answers to the first rank of this replica."""
+        """What the launcher answers to this replica."""
         self._meetings += 1
-        if self._meetings == 1 and board.add(f"here/{self.name}/{self.inside.rank}", 1) > 1:
+        me = f"{self.name}/{self.inside.rank}"
+        if self._meetings == 1 and not board.claim(f"here/{me}", secrets.token_hex(8)):
             return Answer(refused=f"two processes take themselves for rank {self.inside.rank} of replica {self.name}")
-        key = f"passed/{self.name}/{self._meetings}"
         if self.inside.rank == 0:
-            number = board.add("asks", 1)
-            board.write(f"ask/{number}", {"name": self.name, **ask._asdict()})
-            found = _awaited(board, f"answer/{number}")
-            board.delete(f"answer/{number}")
-            if self.inside.size > 1:
-                board.write(key, found)
-                board.delete(f"passed/{self.name}/{self._meetings - 1}")  # all have read it, and asked again
-        else:
-            found = _awaited(board, key)
+            board.push("asks", {"kind": "ask", "name": self.name, **ask._asdict()})
+        found = _awaited(board, f"answer/{me}")
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
         return Answer(**values)
 
     def _connected(self) -> _Lane | None:
-        prefix = f"group/{self.number}/{self.inside.rank}"
-        server = None if self._board is None else self._board.port
-        found = _connect(self._store, prefix, (self.index, self.size), server, self._is_hopeless)
+        assert self._board is not None
+        board = self._board.below(f"group/{self.number}/{self.inside.rank}")
+        found = _connect(board, self.index, self.size, self._is_hopeless)
         return None if found is None else _Lane(*found, self.inside.timeout_s, self._is_hopeless)
 
     def release(self) -> None:
@@ -327,24 +329,23 @@ class _Lane:
 
 
 def _connect(
-    store: Any, prefix: str, place: tuple[int, int], server: int | None, is_hopeless: Callable[[], bool]
+    board: Board, index: int, size: int, is_hopeless: Callable[[], bool]
 ) -> tuple[Any, set[tuple[int, int]]] | None:
     """A group and the connections that it has made; None if a member does not come.
 
     Args:
-        store: Of the launcher.
-        prefix: Of the keys where the members of the group find each other.
-        place: The number of this member, and how many there are.
-        server: The port of the store.
+        board: Where the members of the group find each other.
+        index: The number of this member.
+        size: How many there are.
         is_hopeless: Whether the launcher knows that one will not come.
     """
     made: list[Any] = []
     over = threading.Event()
 
     def connect() -> None:
-        with contextlib.suppress(RuntimeError):
-            own = store.clone()  # who waits for a key holds up all requests of the same client
-            made.append(dist.ProcessGroupGloo(dist.PrefixStore(prefix, own), *place, timedelta(seconds=_CONNECT_S)))
+        with contextlib.suppress(RuntimeError, StoreLost):
+            store = _Addresses(board, index, size)
+            made.append(dist.ProcessGroupGloo(store, index, size, timedelta(seconds=_CONNECT_S)))
         over.set()
 
     before = connections()
@@ -354,12 +355,44 @@ def _connect(
             return None
     if not made:
         return None
-    new = {one for one in connections() - before if one[1] != server}
+    new = {one for one in connections() - before if one[1] != board.port}
     return made.pop(), new
 
 
-def _awaited(board: Board, key: str) -> Any:
-    """Wait for a value: as long as the others live they come, and the launcher ends those that hang."""
-    while not arrives(board, key, 60.0):
-        pass
-    return board.read(key, *Answer._fields)
+class _Addresses(dist.Store):
+    """What gloo takes for a store: it sends what one member writes to each of the others, so that no stranger can."""
+
+    def __init__(self, board: Board, index: int, size: int) -> None:
+        super().__init__()
+        self._board, self._index = board, index
+        self._others = [other for other in range(size) if other != index]
+        self._found: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch says str, and gives bytes
+        """Send a value to the others."""
+        self._found[key] = value
+        for other in self._others:
+            self._board.push(f"{key}/{other}", value.decode("latin-1"))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=_CONNECT_S)) -> None:
+        """Wait until the others have sent these."""
+        end = time.monotonic() + timeout.total_seconds()
+        for key in keys:
+            if key not in self._found:
+                value = self._board.pop(f"{key}/{self._index}", max(end - time.monotonic(), 0.0))
+                if not isinstance(value, str):
+                    raise dist.DistStoreError(f"{key} has not come")
+                self._found[key] = value.encode("latin-1", "replace")
+
+    def get(self, key: str) -> bytes:
+        """A value that has come."""
+        self.wait([key])
+        return self._found[key]
+
+
+def _awaited(board: Board, key: str) -> dict[str, Any]:
+    """Wait for an answer: as long as the others live they come, and the launcher ends those that hang."""
+    while True:
+        found = board.pop(key, 60.0)
+        if isinstance(found, dict) and found.keys() == set(Answer._fields):
+            return found

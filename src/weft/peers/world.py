@@ -21,7 +21,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,6 +100,7 @@ class World:
         ledgers: On a root, what is compared once more before the ranks part.
         inside: Of the thread that is in a collective: who it is and what it does.
         clash: What two threads tried to do at once; ends the wait of the first one.
+        on_close: On a root, called once this rank has left in good order; with the SystemExit by which, if it was one.
     """
 
     ranks: tuple[int, ...]
@@ -131,6 +132,7 @@ class World:
     abandoned: bool = False
     inside: dict[str, tuple[int, str]] = field(default_factory=dict)
     clash: str | None = None
+    on_close: Callable[[BaseException | None], None] = lambda error: None  # noqa: ARG005
 
     def __post_init__(self) -> None:
         self.root = self

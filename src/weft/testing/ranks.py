@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from weft.checks import check_count
 from weft.errors import WeftError, type_error
+from weft.peers.connect import listen_at
 from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
 from weft.testing.ranks_failed import RanksFailed, failure_of
 
@@ -166,7 +167,8 @@ class _Server:
         theirs.close()
         self._lines = self._control.makefile("r")
         # The store lives here, not in a rank: ranks of tests are killed.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        fd = listen_at("127.0.0.1", 0)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         self._names = itertools.count()
         self._finalizer = weakref.finalize(self, _end_server, self._process, self._control, self.folder)
         if self._lines.readline() != "ready\n":

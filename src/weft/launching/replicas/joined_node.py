@@ -14,51 +14,55 @@ import time
 import uuid
 from typing import Any
 
-import torch.distributed as dist
-
 from weft.environments import Topology
 from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending
 from weft.launching.plan import Plan
-from weft.launching.replicas.processes import LocalNode
+from weft.launching.replicas.forms import fits
+from weft.launching.replicas.processes import LocalNode, LocalReplica
 from weft.launching.replicas.remote_nodes import facts_of_node
 from weft.launching.replicas.story import say
-from weft.peers.board import Board, StoreLost
+from weft.peers.board import SECRET_VARIABLE, Board, StoreLost
 from weft.peers.connect import open_store
-from weft.peers.replica_groups import LAUNCHED, MEMORY, STORE
-from weft.peers.world import PREEMPTED, arrives
+from weft.peers.replica_groups import STORE
+from weft.peers.world import PREEMPTED
 
 __all__ = ["JoinedNode"]
 
 _TURN_S = 0.03  # between two looks at the orders
 _REPORT_S = 1.0
 _ANSWER_S = 15.0  # within which the store answers
+_FIRST_S = 30.0  # within which the launcher that decides does, which may be about to start its own replicas
+_TRACE = 30_000  # characters of a traceback that are passed on
+_NUMBER = range(2**31)
+_ORDERS = (
+    {"node": _NUMBER, "job": str},
+    {"wait": bool},
+    {"start": _NUMBER, "attempt": _NUMBER},
+    {"kill": str},
+    {"signal": _NUMBER},
+    {"leave": _NUMBER, "why": str},
+)
 
 
 class JoinedNode:
     """A node of a job that another launcher decides about."""
 
-    def __init__(self, plan: Plan, here: LocalNode, host: str, port: int) -> None:
-        """Find the launcher that decides.
+    def __init__(self, plan: Plan, here: LocalNode, host: str, port: int, secret: str) -> None:
+        """Find the store of the launcher that decides.
 
         Raises:
-            ContextError: Nobody serves a store there, or that of something else.
+            ContextError: Nobody serves a store there.
         """
         self.signalled = 0
-        self._plan, self._here, self._where = plan, here, f"{host}:{port}"
+        self._plan, self._here, self._host, self._port = plan, here, host, port
+        self._where = f"{host}:{port}"
         place = Topology(master_addr=host, master_port=port, source="--rdzv", store_served=True)
         store = open_store(place, _ANSWER_S, serves=False, who="launch: this node")
-        self._board = Board(dist.PrefixStore(STORE, store), limit_s=_ANSWER_S)
-        if not arrives(self._board, LAUNCHED, _ANSWER_S):
-            raise ContextError(
-                "launch: this is not the address of an elastic job",
-                found=f"{host}:{port}, whose store knows no replicas",
-                expected="a launcher with --min-replicas",
-                fix="the same options of weft launch on all nodes",
-            )
-        here.meets_at(host, port)
-        self._launcher = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self._orders = 0
+        self._board = Board(store, limit_s=_ANSWER_S, secret=secret).below(STORE)
+        self._launcher = f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._is_known = False
+        self._began_s = time.monotonic()
         self._reported: dict[str, Any] = {}
         self._reported_s = 0.0
         self._ending: Ending | None = None
@@ -71,7 +75,11 @@ class JoinedNode:
         self._here.send(number)
 
     def run(self) -> Ending:
-        """Do it until the job ends, or this node is to leave it."""
+        """Do it until the job ends, or this node is to leave it.
+
+        Raises:
+            ContextError: Nobody there decides about replicas.
+        """
         is_over = threading.Event()
         threading.Thread(target=self._guard, args=(is_over,), name="weft launch", daemon=True).start()
         try:
@@ -104,19 +112,20 @@ class JoinedNode:
         return Ending(128 + self.signalled, f"weft launch: ended by {signal.Signals(self.signalled).name}")
 
     def _obey(self) -> None:
-        while self._ending is None and self._board.has(key := f"order/{self._launcher}/{self._orders + 1}"):
-            order = self._board.read(key)
-            self._board.delete(key)
-            self._orders += 1
+        while self._ending is None and (order := self._board.pop(f"order/{self._launcher}")) is not None:
+            if not fits(order, _ORDERS):
+                self._board.warn("order")
+                continue
+            self._is_known = True
             if "node" in order:
                 self._here.number = order["node"]
-                self._board.set(f"{MEMORY}/{self._here.number}", str(self._here.memory))
+                self._here.joins(order["job"], self._host, self._port)
                 numbers = ", ".join(map(str, self._here.numbers()))
                 say(f"node {self._here.number} of the job at {self._where}, with replicas {numbers}")
             elif "wait" in order:
                 say(f"the job at {self._where} has all its nodes; this launcher waits until one of them is lost")
             elif "start" in order and not self.signalled:
-                self._here.start(*order["start"])
+                self._here.start(order["start"], order["attempt"])
             elif "leave" in order:
                 why = f": {order['why']}" if order["why"] else ""
                 text = f"weft launch: the job at {self._where} has ended{why}" if order["leave"] else ""
@@ -125,28 +134,40 @@ class JoinedNode:
                 self.pass_on(order["signal"], None)
             elif "kill" in order and order["kill"] in self._here.replicas:
                 self._here.replicas[order["kill"]].kill()
+        if not self._is_known and time.monotonic() - self._began_s > _FIRST_S:
+            raise ContextError(
+                "launch: this is not the address of an elastic job",
+                found=f"{self._where}, where no launcher answers",
+                expected=f"a launcher with --min-replicas, and the same {SECRET_VARIABLE}, if any, on all nodes",
+                fix="the same options of weft launch on all nodes",
+            )
 
     def _forget_ended(self) -> None:
-        states = self._reported["replicas"]
-        said = [name for name, state in states.items() if state["ended"] is not None]
-        self._preempted |= any(state["ended"] and state["ended"].code == PREEMPTED for state in states.values())
-        for name in said:
-            if self._here.replicas[name].is_gone:
+        exits = {name: state["exits"].values() for name, state in self._reported["replicas"].items()}
+        self._preempted |= any(PREEMPTED in codes for codes in exits.values())
+        for name, codes in exits.items():
+            if None not in codes and self._here.replicas[name].is_gone:
                 del self._here.replicas[name]
 
     def _report(self, *, first: bool = False, gone: bool = False) -> None:
         state = {
-            "replicas": {
-                name: {"pids": one.pids, "stopped": one.is_stopped, "ended": one.ended()}
-                for name, one in self._here.replicas.items()
-            },
+            "replicas": {name: _state_of(one) for name, one in self._here.replicas.items()},
             "leaving": self._here.is_leaving,
             "gone": gone,
-            "orders": self._orders,
         }
         now = time.monotonic()
         if first or state != self._reported or now - self._reported_s > _REPORT_S:
             self._reported, self._reported_s = state, now
             about = {"launcher": self._launcher, "node": self._plan.node_rank, "first": first}
-            number = self._board.add("asks", 1)
-            self._board.write(f"ask/{number}", {**about, "facts": facts_of_node(self._plan), **state})
+            self._board.push("asks", {"kind": "node", **about, "facts": facts_of_node(self._plan), **state})
+
+
+def _state_of(replica: LocalReplica) -> dict[str, Any]:
+    replica.look()
+    failed = next((rank for rank, code in replica.exits.items() if code), None)
+    return {
+        "pids": {str(rank): pid for rank, pid in replica.pids.items()},
+        "exits": {str(rank): code for rank, code in replica.exits.items()},
+        "stopped": replica.is_stopped,
+        "trace": "" if failed is None else replica.trace(failed)[-_TRACE:],
+    }

@@ -2,62 +2,66 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from weft.peers.replica_groups import LAUNCHED, MEMORY, STORE
+from weft.launching.replicas.forms import fits
+from weft.peers.board import Board
 
 __all__ = ["Messages"]
 
-_MISSING_S = 1.0  # a message that was counted is written in a moment, unless its process has died in between
+_NAME = 100  # characters
+_COUNT = range(2**53)
+_CODE = range(-255, 256)  # of an exit, or minus the number of a signal
+_FORMS = {
+    "ask": {"name": _NAME, "step": _COUNT, "fresh": bool, "facts": [str], "patience_s": float, "failed": bool},
+    "loop": {"name": _NAME, "rank": _COUNT, "step": _COUNT, "inside": bool, "whole": bool, "done": bool},
+    "node": {
+        "launcher": _NAME,
+        "node": (None, _COUNT),
+        "first": bool,
+        "facts": [(str, _COUNT)],
+        "replicas": [{"pids": [_COUNT], "exits": [(None, _CODE)], "stopped": bool, "trace": str}],
+        "leaving": bool,
+        "gone": bool,
+    },
+}
+_MOST = 10_000  # messages that are read before something else has its turn
 
 
 class Messages:
     """The side of the launcher that decides."""
 
-    def __init__(self, store: dist.Store, replica_ranks: int, memory: Path) -> None:
-        """Let others find out what is served here.
+    def __init__(self, board: Board, replica_ranks: int) -> None:
+        """Begin with none.
 
         Args:
-            store: Served by this process.
+            board: A part of the store that this process serves.
             replica_ranks: Ranks of each replica.
-            memory: A folder for copies of the state, of the replicas on this node.
         """
-        self._store = dist.PrefixStore(STORE, store)
-        self._store.set(f"{MEMORY}/0", str(memory))
-        self._store.add("asks", 0)
-        self._store.set(LAUNCHED, str(replica_ranks))
-        self._seen = 0
-        self._missing_since: float | None = None
+        self._board, self._replica_ranks = board, replica_ranks
 
-    def arrived(self, now: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """What has come since the last time, with its number."""
-        while self._seen < self._store.add("asks", 0):
-            key = f"ask/{self._seen + 1}"
-            if not self._store.check([key]):
-                self._missing_since = self._missing_since or now
-                if now - self._missing_since < _MISSING_S:
-                    return
-            self._missing_since = None
-            self._seen += 1
-            if self._store.check([key]):
-                found = json.loads(self._store.get(key))
-                self._store.delete_key(key)
-                yield self._seen, found
+    def arrived(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The kind of each message that has come, and the message. Those of another form are passed over."""
+        for _ in range(_MOST):
+            found = self._board.pop("asks")
+            if found is None:
+                return
+            kind = found.pop("kind", None) if isinstance(found, dict) else None
+            if isinstance(kind, str) and kind in _FORMS and fits(found, _FORMS[kind]):
+                yield kind, found
+            else:
+                self._board.warn("asks")
 
-    def answer(self, number: int, found: dict[str, Any]) -> None:
-        """Answer a question of a replica."""
-        self._store.set(f"answer/{number}", json.dumps(found))
+    def answer(self, name: str, found: dict[str, Any]) -> None:
+        """Answer a question of a replica: to each of its ranks."""
+        for rank in range(self._replica_ranks):
+            self._board.push(f"answer/{name}/{rank}", found)
 
     def tell(self, what: str, quorum: int) -> None:
         """Tell the members of a quorum that they are "called" together after their step, or that it is "broken"."""
-        if not self._store.check([f"{what}/{quorum}"]):
-            self._store.set(f"{what}/{quorum}", "1")
+        self._board.set(f"{what}/{quorum}", "1")
 
-    def order(self, launcher: str, number: int, what: dict[str, Any]) -> None:
+    def order(self, launcher: str, what: dict[str, Any]) -> None:
         """Tell another launcher to do something."""
-        self._store.set(f"order/{launcher}/{number}", json.dumps(what))
+        self._board.push(f"order/{launcher}", what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pathlib
@@ -16,6 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from weft.launching.failures import report_of
 from weft.launching.plan import Plan
+from weft.peers.replica_groups import REPLICA_VARIABLE
 from weft.peers.world import PREEMPTED
 
 __all__ = ["GRACE_S", "Ended", "LocalNode", "LocalReplica", "Node", "Replica"]
@@ -30,7 +32,7 @@ class Ended(NamedTuple):
     Attributes:
         rank: Of that process.
         process: Its id.
-        code: Its exit code, or minus the number of a signal; 0: all have ended in good order.
+        code: Its exit code, or minus the number of a signal.
         trace: Its traceback, if it has left one.
     """
 
@@ -67,6 +69,9 @@ class Replica(ABC, Generic[N]):
         number: Of the replica.
         attempt: How often it was started before.
         node: On which it runs.
+        ranks: Of its processes.
+        exits: Exit codes by rank, as last seen; None of a process that runs, minus the number of a signal.
+        done: The ranks that have said that their work is done.
         stopped_since: When one of its processes was first seen stopped; None if none is.
         was_inside: It was in some quorum.
         refused: Why it may be in none; "" if it may.
@@ -75,9 +80,13 @@ class Replica(ABC, Generic[N]):
     number: int
     attempt: int
     node: N
+    ranks: range
+    exits: dict[int, int | None] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
     stopped_since: float | None = None
     was_inside: bool = False
     refused: str = ""
+    _saving_since: float | None = None
 
     @property
     def name(self) -> str:
@@ -100,12 +109,36 @@ class Replica(ABC, Generic[N]):
         """Whether one of its processes is stopped, as by SIGSTOP."""
 
     @abstractmethod
-    def ended(self) -> Ended | None:
-        """How it has ended; None if it has not."""
+    def look(self) -> None:
+        """See which of its processes have ended; what they have said, they have said before."""
+
+    @abstractmethod
+    def trace(self, rank: int) -> str:
+        """The traceback that a rank has left."""
 
     @abstractmethod
     def kill(self) -> None:
         """End what is left of it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its ranks have said so."""
+        return self.done.issuperset(self.ranks)
+
+    def ended(self) -> Ended | None:
+        """How it has ended; None if it has not. Whoever ends without having done its work has failed, with any code."""
+        codes = self.exits
+        failed = next((rank for rank, code in codes.items() if code not in (None, 0)), None)
+        if failed is None:
+            failed = next((rank for rank, code in codes.items() if code == 0 and rank not in self.done), None)
+        elif codes[failed] == PREEMPTED and None in codes.values():  # its ranks save together
+            self._saving_since = self._saving_since or time.monotonic()
+            if time.monotonic() - self._saving_since < GRACE_S:
+                return None
+        if not codes or (failed is None and None in codes.values()):
+            return None
+        rank = next(iter(codes)) if failed is None else failed
+        return Ended(rank, self.pids.get(rank, 0), codes[rank] or 0, self.trace(rank))
 
 
 @dataclass
@@ -119,7 +152,6 @@ class LocalReplica(Replica["LocalNode"]):
 
     folder: pathlib.Path = field(default_factory=pathlib.Path)
     processes: dict[int, Any] = field(default_factory=dict)
-    _saving_since: float | None = None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -136,21 +168,13 @@ class LocalReplica(Replica["LocalNode"]):
         """See `Replica`."""
         return any(process.exitcode is None and _is_stopped(process.pid) for process in self.processes.values())
 
-    def ended(self) -> Ended | None:
+    def look(self) -> None:
         """See `Replica`."""
-        codes = {rank: process.exitcode for rank, process in self.processes.items()}
-        failed = next((rank for rank, code in codes.items() if code not in (None, 0)), None)
-        if failed is not None and codes[failed] == PREEMPTED and not self.is_gone:  # its ranks save together
-            self._saving_since = self._saving_since or time.monotonic()
-            if time.monotonic() - self._saving_since < GRACE_S:
-                return None
-        if failed is not None:
-            trace = report_of(self.folder, failed, self.attempt)
-            return Ended(failed, self.processes[failed].pid, codes[failed], trace)
-        if any(code is None for code in codes.values()):
-            return None
-        first = next(iter(codes))
-        return Ended(first, self.processes[first].pid, 0)
+        self.exits = {rank: process.exitcode for rank, process in self.processes.items()}
+
+    def trace(self, rank: int) -> str:
+        """See `Replica`."""
+        return report_of(self.folder, rank, self.attempt)
 
     @property
     def is_gone(self) -> bool:
@@ -169,6 +193,7 @@ class LocalReplica(Replica["LocalNode"]):
         self.send(signal.SIGKILL)
         for process in self.processes.values():
             process.join()
+        self.look()
 
     def join(self, end: float) -> None:
         """Wait for its processes until a moment of the monotonic clock."""
@@ -206,11 +231,12 @@ class LocalNode:
         self.number, self.is_leaving = 0, False
         self.replicas: dict[str, LocalReplica] = {}
         self._target, self._arguments, self._folder = target, arguments, folder
-        self._address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ""}
+        self._job: dict[str, str] = {}
 
-    def meets_at(self, host: str, port: int) -> None:
-        """Where the store of the job is."""
-        self._address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    def joins(self, job: str, host: str, port: int) -> None:
+        """The name of the job, and where its store is."""
+        facts = {"job": job, "ranks": self.plan.replica_ranks, "memory": str(self.memory), "folder": str(self._folder)}
+        self._job = {"MASTER_ADDR": host, "MASTER_PORT": str(port), REPLICA_VARIABLE: json.dumps(facts)}
 
     def prepare(self) -> None:
         """Import what all processes begin with; `start` takes seconds else, in which nothing is heard of this node."""
@@ -220,18 +246,18 @@ class LocalNode:
 
     def start(self, number: int, attempt: int) -> LocalReplica:
         """Start the processes of a replica."""
-        replica = LocalReplica(number, attempt, self, folder=self._folder)
+        ranks = range(number * self.plan.replica_ranks, (number + 1) * self.plan.replica_ranks)
+        replica = LocalReplica(number, attempt, self, ranks, folder=self._folder)
         # All replicas that there can be count, also those of nodes that are not there.
         plan = self.plan._replace(node_rank=self.number, least_nodes=self.plan.most_nodes)
-        first = number * plan.replica_ranks - self.number * plan.nproc
-        for local_rank in range(first, first + plan.replica_ranks):
-            variables = plan.variables(local_rank) | {
-                **self._address,
+        for rank in ranks:
+            variables = plan.variables(rank - self.number * plan.nproc) | {
+                **self._job,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
             }
             process = _CONTEXT.Process(target=self._target, args=self._arguments(variables))
-            replica.processes[int(variables["RANK"])] = process
+            replica.processes[rank] = process
             process.start()
         self.replicas[replica.name] = replica
         return replica

@@ -9,7 +9,6 @@ has not reported for five seconds is lost, with all that it has started, and its
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 from weft.launching.plan import Plan
 from weft.launching.replicas.messages import Messages
-from weft.launching.replicas.processes import Ended, Node, Replica
+from weft.launching.replicas.processes import Node, Replica
 from weft.launching.replicas.story import say
 
 __all__ = ["TURN_S", "Nodes", "RemoteNode", "RemoteReplica", "facts_of_node"]
@@ -41,13 +40,13 @@ class RemoteNode:
         replicas: That it was ordered to start, by name.
     """
 
-    def __init__(self, found: dict[str, Any], messages: Messages, now: float) -> None:
+    def __init__(self, found: dict[str, Any], messages: Messages, replica_ranks: int, now: float) -> None:
         """Begin with what its launcher has said."""
         self.launcher, self.wanted, self.heard = found["launcher"], found["node"], now
         self.number = -1
         self.is_leaving = self.is_gone = self.waits = False
         self.replicas: dict[str, RemoteReplica] = {}
-        self._messages, self._orders = messages, itertools.count(found["orders"] + 1)
+        self._messages, self._replica_ranks = messages, replica_ranks
 
     def __str__(self) -> str:
         """For texts."""
@@ -55,13 +54,14 @@ class RemoteNode:
 
     def order(self, **what: Any) -> None:
         """Tell its launcher to do something."""
-        self._messages.order(self.launcher, next(self._orders), what)
+        self._messages.order(self.launcher, what)
 
     def start(self, number: int, attempt: int) -> RemoteReplica:
         """Start the processes of a replica."""
-        replica = RemoteReplica(number, attempt, self)
+        ranks = range(number * self._replica_ranks, (number + 1) * self._replica_ranks)
+        replica = RemoteReplica(number, attempt, self, ranks)
         self.replicas[replica.name] = replica
-        self.order(start=[number, attempt])
+        self.order(start=number, attempt=attempt)
         return replica
 
     def reports(self, found: dict[str, Any], now: float) -> None:
@@ -78,15 +78,14 @@ class RemoteReplica(Replica[RemoteNode]):
     """A replica that another launcher has started."""
 
     _pids: dict[int, int] = field(default_factory=dict)
-    _ended: Ended | None = None
     _stopped: bool = False
+    _trace: str = ""
 
     def is_now(self, state: dict[str, Any]) -> None:
         """What its launcher sees."""
-        self._pids = {int(rank): pid for rank, pid in state["pids"].items()}
-        self._stopped = state["stopped"]
-        if self._ended is None and state["ended"] is not None:
-            self._ended = Ended(*state["ended"])
+        self._pids = {rank: state["pids"][str(rank)] for rank in self.ranks if str(rank) in state["pids"]}
+        self.exits = {rank: state["exits"][str(rank)] for rank in self.ranks if str(rank) in state["exits"]}
+        self._stopped, self._trace = state["stopped"], state["trace"]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -103,17 +102,20 @@ class RemoteReplica(Replica[RemoteNode]):
         """See `Replica`."""
         return self._stopped
 
-    def ended(self) -> Ended | None:
+    def look(self) -> None:
+        """See `Replica`: its launcher does."""
+
+    def trace(self, rank: int) -> str:
         """See `Replica`."""
-        return self._ended
+        del rank  # the first that has failed
+        return self._trace
 
     def kill(self) -> None:
         """See `Replica`."""
         self.node.order(kill=self.name)
         self.node.replicas.pop(self.name, None)
-        if self._ended is None:
-            rank, process = next(iter(self._pids.items()), (-1, 0))
-            self._ended = Ended(rank, process, -signal.SIGKILL)
+        codes = {rank: self.exits.get(rank) for rank in self.ranks}
+        self.exits = {rank: -signal.SIGKILL if code is None else code for rank, code in codes.items()}
 
 
 class Nodes:
@@ -124,10 +126,10 @@ class Nodes:
         waiting: Those that wait for one, in the order in which they came.
     """
 
-    def __init__(self, plan: Plan, messages: Messages) -> None:
+    def __init__(self, plan: Plan, messages: Messages, job: str) -> None:
         self.there: dict[str, RemoteNode] = {}
         self.waiting: dict[str, RemoteNode] = {}
-        self._plan, self._messages = plan, messages
+        self._plan, self._messages, self._job = plan, messages, job
 
     @property
     def num_missing(self) -> int:
@@ -139,7 +141,7 @@ class Nodes:
         name = found["launcher"]
         known = self.there.get(name) or self.waiting.get(name)
         if known is None:
-            known = RemoteNode(found, self._messages, now)
+            known = RemoteNode(found, self._messages, self._plan.replica_ranks, now)
             refused = self._refusal(found)
             if refused:
                 say(f"refused: the launcher {name}: {refused}")
@@ -181,7 +183,7 @@ class Nodes:
                 del self.waiting[name]
                 node.number = free[0]
                 self.there[name] = node
-                node.order(node=node.number)
+                node.order(node=node.number, job=self._job)
                 yield node
             elif not node.waits:
                 node.waits = True
@@ -206,8 +208,8 @@ class Nodes:
         """Wait for those that have still to hear that the job has ended."""
         end = time.monotonic() + limit_s
         while not self._forget_gone(now := time.monotonic()) and now < end:
-            for _, found in self._messages.arrived(now):
-                if "launcher" in found:
+            for kind, found in self._messages.arrived():
+                if kind == "node":
                     self.hear(found, now)
             time.sleep(TURN_S)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import pathlib
+import secrets
 import signal
 import time
 from dataclasses import dataclass, field
@@ -21,22 +22,27 @@ from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_w
 from weft.launching.plan import MEETING_S, Plan
 from weft.launching.replicas.joined_node import JoinedNode
 from weft.launching.replicas.messages import Messages
-from weft.launching.replicas.processes import GRACE_S, LocalNode, Node, Replica
+from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, Replica
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
 from weft.launching.replicas.story import Loss, Story, say
+from weft.peers.board import Board
 from weft.peers.connect import is_here, listen_at
-from weft.peers.quorum import Answer, Ask, Quorums
+from weft.peers.quorum import Answer, Ask, Loop, Quorums
+from weft.peers.replica_groups import STORE
 from weft.peers.world import PREEMPTED
 
 __all__ = ["supervise_replicas"]
 
 _STOPPED_S = 3.0  # a process that is stopped for so long is killed
+_ANSWER_S = 30.0  # within which the store of this process answers
+_UNDONE = "its work was not done: it ended before weft.resilient, or within the loop over it"
+_EARLY = "its work was not done: it left the loop over weft.resilient before the others"
 _PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
 
 
-def supervise_replicas(plan: Plan, here: LocalNode) -> Ending:
+def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
     """Run the replicas of this node, and start those again that fail, each by itself.
 
     The launcher of the first node decides for all; those of the others do what it says.
@@ -44,6 +50,7 @@ def supervise_replicas(plan: Plan, here: LocalNode) -> Ending:
     Args:
         plan: How many, how often they are started again, and the least that can do without the others.
         here: This node.
+        secret: Of the job; "" if it has none.
 
     Returns:
         How it ended.
@@ -51,7 +58,13 @@ def supervise_replicas(plan: Plan, here: LocalNode) -> Ending:
     several = plan.most_nodes > 1
     host, _, port = (plan.rdzv if several and plan.rdzv else "127.0.0.1:0").rpartition(":")
     store = _serve(plan, host, int(port))
-    job = JoinedNode(plan, here, host, int(port)) if store is None else _Job(plan, here, store)
+    job: JoinedNode | _Job
+    if store is None:
+        job = JoinedNode(plan, here, host, int(port), secret)
+    else:
+        here.joins(name := secrets.token_hex(8), host, store.port)
+        messages = Messages(Board(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
+        job = _Job(plan, here, messages, Nodes(plan, messages, name))
     before = {number: signal.signal(number, job.pass_on) for number in _PASSED_ON}
     try:
         return job.run()
@@ -64,7 +77,7 @@ def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
     """The store of the job; None if another launcher serves it."""
     if not (is_here(host) if plan.node_rank is None else plan.node_rank == 0):
         return None
-    fd = listen_at(host, port) if port else None
+    fd = listen_at(host, port)
     limit = timedelta(seconds=30)
     try:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
@@ -80,14 +93,15 @@ class _Job:
 
     plan: Plan
     here: LocalNode
-    store: dist.TCPStore
+    messages: Messages
+    nodes: Nodes
     living: dict[str, Replica[Any]] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # how often each replica was started
     given_up: set[int] = field(default_factory=set)  # replicas that have failed too often
-    finished: int = 0  # replicas that have ended in good order
+    finished: dict[str, tuple[Replica[Any], Ended]] = field(default_factory=dict)  # those that have done their work
+    waiting: list[Replica[Any]] = field(default_factory=list)  # lost since, and not started again as the work is done
     preempted: int = 0
     restarts: int = 0
-    questions: dict[str, int] = field(default_factory=dict)  # the last one of each replica
     short_since: float | None = None
     signalled: int = 0
     failed: Ending = field(default_factory=Ending)
@@ -96,9 +110,6 @@ class _Job:
         self.most = self.plan.nproc * self.plan.most_nodes // self.plan.replica_ranks
         self.quorums = Quorums(least=self.plan.min_replicas or 1)
         self.story = Story(self.most, None if self.plan.events is None else pathlib.Path(self.plan.events))
-        self.messages = Messages(self.store, self.plan.replica_ranks, self.here.memory)
-        self.nodes = Nodes(self.plan, self.messages)
-        self.here.meets_at(self.store.host if self.plan.most_nodes > 1 else "127.0.0.1", self.store.port)
 
     def run(self) -> Ending:
         """Do it until the job has ended."""
@@ -134,6 +145,8 @@ class _Job:
         sentinels = [one for replica in self.living.values() for one in replica.sentinels]
         multiprocessing.connection.wait(sentinels, timeout=TURN_S) if sentinels else time.sleep(TURN_S)
         now = time.monotonic()
+        for replica in self.living.values():
+            replica.look()
         self.read_messages(now)
         self.see_nodes(now)
         for replica in list(self.living.values()):
@@ -148,6 +161,7 @@ class _Job:
         for name in self.quorums.overdue(now):
             since = self.quorums.waiting_since or now
             self.kill(self.living[name], "did not finish its step while others waited", since)
+        self.look_for_early(now)
         self.decide(now)
 
     def see_nodes(self, now: float) -> None:
@@ -175,26 +189,36 @@ class _Job:
         del self.living[replica.name]
         self.here.replicas.pop(replica.name, None)
         was_inside = replica.name in self.quorums.inside
-        self.quorums.ended(replica.name)
         ended = replica.ended()
         assert ended is not None
-        if ended.code == 0:
-            self.finished += 1
-            self.quorums.is_done = True
+        done = ended.code == 0 and replica.is_done
+        self.quorums.ended(replica.name, done=done, lost=ended.code != PREEMPTED)
+        if done:
+            self.finished[replica.name] = replica, ended
             return
         replica.kill()
         if ended.code == PREEMPTED:
             self.preempted += not replica.node.is_leaving  # else the job does without that node
             return
+        undone = _UNDONE if ended.code == 0 else ""
+        self.lose(replica, ended, why or replica.refused or undone, since, was_inside=was_inside)
+
+    def lose(self, replica: Replica[Any], ended: Ended, why: str, since: float, *, was_inside: bool) -> None:
         how, trace = how_it_ended(ended.code), ended.trace
-        why = why or replica.refused
         loss = Loss(replica.number, ended.rank, ended.process, how, why or last_words(trace), time.time())
         text = f"{trace}\nweft launch: {loss._replace(why=why)}".lstrip()
-        self.failed = Ending(ended.code if ended.code > 0 else 128 - ended.code, text, ended.rank, trace)
+        code = ended.code if ended.code > 0 else 128 - ended.code
+        self.failed = Ending(code if ended.code else 1, text, ended.rank, trace)
         self.story.lost(loss, since, was_inside=was_inside)
-        said = f"{loss}; {len(self.living)} of {self.most} replicas left"
-        if replica.node.is_leaving or self.finished or self.signalled:
+        self.replace(replica, f"{loss}; {len(self.living)} of {self.most} replicas left")
+
+    def replace(self, replica: Replica[Any], said: str) -> None:
+        """Start a replica again that was lost, if that is of use."""
+        if replica.node.is_leaving or self.signalled:
             say(said)
+        elif self.finished:
+            say(said)
+            self.waiting.append(replica)
         elif self.restarts < self.plan.max_restarts and not replica.refused:  # the next one would be refused, too
             self.restarts += 1
             say(f"{said}; it is started again, {self.restarts} of {self.plan.max_restarts} times")
@@ -203,23 +227,42 @@ class _Job:
             say(said)
             self.given_up.add(replica.number)
 
+    def look_for_early(self, now: float) -> None:
+        """Those that have left too early are lost after all."""
+        early = [self.finished.pop(name) for name in self.quorums.early]
+        self.quorums.early.clear()
+        for replica, ended in early:
+            self.lose(replica, ended, _EARLY, now, was_inside=True)
+        if early and not self.finished:
+            again, self.waiting = self.waiting, []
+            for replica in again:
+                self.replace(replica, f"replica {replica.number} is needed after all")
+
     # -- quorums ---------------------------------------------------------------------------------
 
     def read_messages(self, now: float) -> None:
-        for number, asked in self.messages.arrived(now):
-            if "launcher" in asked:
-                self.nodes.hear(asked, now)
-                continue
-            name = asked.pop("name")
-            refused = self.quorums.ask(name, Ask(**asked), now)
-            if refused:
-                say(f"refused: {refused}")
-                self.messages.answer(number, Answer(refused=refused)._asdict())
-                if name in self.living:
-                    self.living[name].refused = refused
-            else:
-                self.living[name].was_inside |= not asked["fresh"]
-                self.questions[name] = number
+        for kind, found in self.messages.arrived():
+            if kind == "node":
+                self.nodes.hear(found, now)
+            elif kind == "ask":
+                self.ask(found.pop("name"), Ask(**found), now)
+            elif found["name"] in self.living:
+                replica = self.living[found["name"]]
+                if found["rank"] in replica.ranks and found["done"]:
+                    replica.done.add(found["rank"])
+                if found["rank"] == replica.ranks[0]:
+                    loop = Loop(found["step"], found["inside"], found["whole"])
+                    self.quorums.says(replica.name, loop)
+
+    def ask(self, name: str, ask: Ask, now: float) -> None:
+        refused = self.quorums.ask(name, ask, now)
+        if refused:
+            say(f"refused: {refused}")
+            self.messages.answer(name, Answer(refused=refused)._asdict())
+            if name in self.living:
+                self.living[name].refused = refused
+        else:
+            self.living[name].was_inside |= not ask.fresh
 
     def decide(self, now: float) -> None:
         if self.waits_for_nodes:
@@ -235,7 +278,7 @@ class _Job:
         new = sorted(self.living[name].number for name in set(found.members) - before)
         found = found._replace(lost=self.story.continues(found, new, now))
         for name in found.members:
-            self.messages.answer(self.questions.pop(name), found._asdict())
+            self.messages.answer(name, found._asdict())
             self.living[name].was_inside = True
 
     # -- the end ---------------------------------------------------------------------------------
@@ -275,7 +318,7 @@ class _Job:
 
 
 def _ending_of(job: _Job) -> Ending:
-    if job.finished >= 1 and (not job.failed.code or job.finished >= job.quorums.least):
+    if job.finished and (not job.failed.code or len(job.finished) >= job.quorums.least):
         return Ending()
     if job.preempted and not job.failed.code:
         return Ending(PREEMPTED, PREEMPTED_TEXT)
