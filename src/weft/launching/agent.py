@@ -18,7 +18,6 @@ from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
@@ -30,10 +29,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from torch.distributed.launcher.api import elastic_launch
 
+from weft.environments import Topology
+from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending, earlier_tracebacks, first_failure
 from weft.launching.plan import Plan
 from weft.launching.rank_main import ROUND
-from weft.peers.connect import interface_to, is_here, listen_at
+from weft.peers.connect import interface_to, is_here, listen_at, not_connected, store_of_launcher
 from weft.peers.world import PREEMPTED
 
 __all__ = ["supervise"]
@@ -143,9 +144,17 @@ def _own_ranks(started: list[_Ranks]) -> Iterator[None]:
 
 
 def _store_at(address: str, port: int, *, serves: bool, **more: Any) -> dist.TCPStore:
-    """A store at this address alone, or a connection to it."""
+    """A store at this address alone, or a connection to it.
+
+    Raises:
+        ContextError: Another program has the port.
+    """
     fd = listen_at(address, port) if serves else None
-    return dist.TCPStore(address, port, is_master=serves, multi_tenant=True, master_listen_fd=fd, **more)
+    try:
+        return dist.TCPStore(address, port, is_master=serves, multi_tenant=True, master_listen_fd=fd, **more)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        place = Topology(master_addr=address, master_port=port, source="--rdzv")
+        raise not_connected(place, "launch: this node", error, _READ_S) from error
 
 
 def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -156,6 +165,8 @@ def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     def next_rendezvous() -> RendezvousInfo:
         if handler._store is None:
             at, serves = (handler.master_addr, handler.master_port), handler.rank == 0
+            if not serves:
+                store_of_launcher(*at, _READ_S)  # the other one waits for all nodes
             handler._store = _store_at(*at, serves=serves, world_size=handler.world_size, timeout=handler.timeout)
         return meet()  # type: ignore[no-any-return]
 
@@ -187,9 +198,7 @@ def _store_of_nodes(host: str, port: str) -> dist.TCPStore:
     """Where the launchers of several nodes meet."""
     # torch compares names to find out which node serves the store; a machine may have more addresses than names.
     limit, serves = timedelta(seconds=_READ_S), is_here(host)
-    try:
-        return _store_at(host, int(port), serves=serves, timeout=limit)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if not serves:
-            raise RendezvousConnectionError(str(error)) from error
-    return _store_at(host, int(port), serves=False, timeout=limit)  # another launcher on this machine was first
+    if serves:
+        with contextlib.suppress(ContextError):  # another launcher on this machine was first
+            return _store_at(host, int(port), serves=True, timeout=limit)
+    return store_of_launcher(host, int(port), _READ_S)

@@ -21,11 +21,13 @@ import torch.distributed as dist
 from weft.environments import Topology
 from weft.errors import ContextError
 
-__all__ = ["interface_to", "is_here", "listen_at", "open_store", "reach"]
+__all__ = ["interface_to", "is_here", "listen_at", "not_connected", "open_store", "reach", "store_of_launcher"]
 
 _SAY_S = 10.0  # after so long it is said that somebody waits
 _HOPELESS_S = 60.0  # how long an address that cannot be reached is tried
 _TRY_S = 5.0  # one attempt
+_ANSWER_S = 30.0  # within which a store says its first word, however busy its process is
+_ANSWER_S = 30.0  # within which a store says its first word, however busy its process is
 _GRACE_S = 1.0  # for torch to find out by itself that the time is over
 _PAUSE_S = 0.5  # longest pause between two attempts
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -156,26 +158,25 @@ def open_store(place: Topology, limit_s: float, *, serves: bool, who: str = "") 
     """Serve the store at which the ranks meet, or connect to it; `who` does, if it is no rank.
 
     Raises:
-        ContextError: Nobody serves it, or the time is over.
+        ContextError: Nobody serves it, another program has the port, or the time is over.
     """
     made: list[dist.TCPStore] = []
     failed: list[Exception] = []
+    answered = threading.Event()
+    at, answer_s = (place.master_addr, place.master_port), min(_ANSWER_S, limit_s)
+    limit = timedelta(seconds=limit_s)
 
     def make() -> None:
         try:
-            made.append(
-                dist.TCPStore(
-                    place.master_addr,
-                    place.master_port,
-                    None if place.store_served else place.world_size,
-                    is_master=serves,
-                    timeout=timedelta(seconds=limit_s),
-                    multi_tenant=True,
-                    master_listen_fd=listen_at(place.master_addr, place.master_port) if serves else None,
-                )
-            )
+            if not serves and not place.store_served:  # the other one waits for all ranks
+                dist.TCPStore(*at, is_master=False, wait_for_workers=False, timeout=limit)
+                answered.set()
+            ranks, fd = None if place.store_served else place.world_size, listen_at(*at) if serves else None
+            store = dist.TCPStore(*at, ranks, is_master=serves, timeout=limit, multi_tenant=True, master_listen_fd=fd)
+            made.append(store)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             failed.append(error)
+        answered.set()
 
     if serves:
         make()  # raises by itself after the limit; a thread that outlived this one would abort the process at its end
@@ -183,15 +184,31 @@ def open_store(place: Topology, limit_s: float, *, serves: bool, who: str = "") 
         # torch's client waits without a limit for the first word of whoever listens there.
         thread = threading.Thread(target=make, name="weft start", daemon=True)
         thread.start()
-        thread.join(limit_s + _GRACE_S)
+        if answered.wait(answer_s):
+            thread.join(limit_s + _GRACE_S)
     if made:
         return made[0]
-    error = failed[0] if failed else None
-    said = str(error).splitlines()[0] if error else f"something listens there and has said nothing for {limit_s:g} s"
-    raise ContextError(
-        f"{who or f'start: rank {place.rank} of {place.world_size}'} cannot connect to the other ranks",
-        found=f"{place.master_addr}:{place.master_port} ({place.source}), from "
-        f"{interface_to(place.master_addr)}: {said}",
-        expected=f"rank 0 listens at that address, and all ranks start within {limit_s:g} s",
-        fix="check MASTER_ADDR and MASTER_PORT, and that every rank was launched",
-    ) from error
+    raise not_connected(place, who, failed[0] if failed else None, limit_s if answered.is_set() else answer_s)
+
+
+def store_of_launcher(host: str, port: int, limit_s: float) -> dist.TCPStore:
+    """Connect to the store that the launcher of the first node serves.
+
+    Raises:
+        ContextError: Nobody serves it, or another program has the port.
+    """
+    place = Topology(master_addr=host, master_port=port, source="--rdzv", store_served=True)
+    return open_store(place, limit_s, serves=False, who="launch: this node")
+
+
+def not_connected(place: Topology, who: str, error: Exception | None, waited_s: float) -> ContextError:
+    """What to raise if there is no store of a job at an address: with an error of torch, or none if nobody answers."""
+    held = error is None or "EADDRINUSE" in str(error)
+    said = f"something listens there and has said nothing for {waited_s:g} s" if error is None else str(error)
+    found = f"{place.master_addr}:{place.master_port} ({place.source}), from {interface_to(place.master_addr)}: "
+    return ContextError(
+        f"{who or f'start: rank {place.rank} of {place.world_size}'} cannot connect to the others of its job",
+        found=found + said.splitlines()[0] + ("; another program has this port" if held else ""),
+        expected=f"a port for this job alone, at which the first rank or node listens within {waited_s:g} s",
+        fix="another port, in --rdzv or MASTER_PORT, on all nodes; then check that every rank was launched",
+    )

@@ -14,7 +14,6 @@ import time
 import uuid
 from typing import Any
 
-from weft.environments import Topology
 from weft.errors import ContextError
 from weft.launching.failures import PREEMPTED_TEXT, Ending
 from weft.launching.plan import Plan
@@ -23,7 +22,7 @@ from weft.launching.replicas.processes import LocalNode, LocalReplica
 from weft.launching.replicas.remote_nodes import facts_of_node
 from weft.launching.replicas.story import say
 from weft.peers.board import SECRET_VARIABLE, Board, StoreLost
-from weft.peers.connect import open_store
+from weft.peers.connect import store_of_launcher
 from weft.peers.replica_groups import STORE
 from weft.peers.world import PREEMPTED
 
@@ -57,8 +56,7 @@ class JoinedNode:
         self.signalled = 0
         self._plan, self._here, self._host, self._port = plan, here, host, port
         self._where = f"{host}:{port}"
-        place = Topology(master_addr=host, master_port=port, source="--rdzv", store_served=True)
-        store = open_store(place, _ANSWER_S, serves=False, who="launch: this node")
+        store = store_of_launcher(host, port, _ANSWER_S)
         self._board = Board(store, limit_s=_ANSWER_S, secret=secret).below(STORE)
         self._launcher = f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._is_known = False

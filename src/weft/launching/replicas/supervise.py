@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft.environments import Topology
 from weft.launching.failures import PREEMPTED_TEXT, Ending, how_it_ended, last_words
 from weft.launching.plan import MEETING_S, Plan
 from weft.launching.replicas.joined_node import JoinedNode
@@ -26,7 +27,7 @@ from weft.launching.replicas.processes import GRACE_S, Ended, LocalNode, Node, R
 from weft.launching.replicas.remote_nodes import TURN_S, Nodes
 from weft.launching.replicas.story import Loss, Story, say
 from weft.peers.board import Board
-from weft.peers.connect import is_here, listen_at
+from weft.peers.connect import is_here, listen_at, not_connected
 from weft.peers.quorum import Answer, Ask, Loop, Quorums
 from weft.peers.replica_groups import STORE
 from weft.peers.world import PREEMPTED
@@ -81,9 +82,10 @@ def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
     limit = timedelta(seconds=30)
     try:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
-    except dist.DistNetworkError:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if plan.most_nodes == 1 or plan.node_rank == 0:
-            raise
+            place = Topology(master_addr=host, master_port=port, source="--rdzv")
+            raise not_connected(place, "launch: this node", error, _ANSWER_S) from error
         return None  # another launcher on this machine was first
 
 
