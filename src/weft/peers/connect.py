@@ -27,7 +27,6 @@ _SAY_S = 10.0  # after so long it is said that somebody waits
 _HOPELESS_S = 60.0  # how long an address that cannot be reached is tried
 _TRY_S = 5.0  # one attempt
 _ANSWER_S = 30.0  # within which a store says its first word, however busy its process is
-_ANSWER_S = 30.0  # within which a store says its first word, however busy its process is
 _GRACE_S = 1.0  # for torch to find out by itself that the time is over
 _PAUSE_S = 0.5  # longest pause between two attempts
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
