@@ -116,7 +116,8 @@ def main(options: argparse.Namespace, ctx: weft.DistContext) -> None:
     done, checkpoints = resume(state, options, ctx), options.out / "checkpoints"
     preempted = weft.on_preemption(ctx)
     events = monitoring.tensorboard(options.out, purge_step=done + 1, flush_s=0)  # no checkpoint is ahead of the log
-    trackers = [events, monitoring.jsonl(options.out / "log.jsonl")]
+    resumed = options.resume or ctx.attempt > 0  # else the lines of an earlier run stay
+    trackers = [events, monitoring.jsonl(options.out / "log.jsonl", purge_step=done + 1 if resumed else None)]
     monitoring.log_start(done, ctx, trackers, settings=vars(options))  # for the report
     first = evaluate(model, held_out, ctx)
     speed = weft.monitoring.throughput(ctx)

@@ -141,7 +141,7 @@ class PeerError(WeftError):
     """Another rank failed, died, or did not arrive.
 
     Attributes:
-        rank: The rank to look at first; -1 when it is not known.
+        rank: The rank of the job to look at first; -1 when it is not known.
         text: What that rank said, or how it was found missing.
     """
 

@@ -1,5 +1,6 @@
 """The mean of gradients over replicas, by the engine alone: ranks of a world, of which none dies."""
 
+import operator
 from collections.abc import Iterable
 
 import pytest
@@ -132,3 +133,22 @@ def _addresses(ctx):
 def test_gradients_arrive_where_they_are_added_up():
     for found in run_ranks(_addresses, 2):
         assert len(found) == 5 and len(set(found)) == 1
+
+
+def _overlapping(ctx):
+    """The buffers of the first replica, while another forward pass waits for its backward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)).double()
+    own = list(model.buffers())
+    average, found = ReplicaAverage(model, Replicas(ctx), ReduceOptions(), alone=True), []
+    one, two = (model(_x(10 * part + ctx.rank)).square().mean() for part in range(2))
+    for loss in (one, two):
+        loss.backward()
+        found += [buffer.clone() for buffer in model.buffers()]
+    average.undo()
+    return [*found, *(p.grad for p in model.parameters())], all(map(operator.is_, own, model.buffers()))
+
+
+def test_forward_passes_that_wait_keep_their_buffers():
+    (one, same), (two, same_too) = run_ranks(_overlapping, 2)
+    assert same and same_too and largest_difference(one, two) == 0

@@ -678,6 +678,28 @@ def test_tied_frozen_and_single_parameters_buffers_bf16_and_recomputation():
             assert largest_difference([b.float() for b in held], [b.float() for b in buffers]) <= limit, (stage, name)
 
 
+def _overlapping(ctx):
+    """Two forward passes, then a backward pass of each: the first one's must leave alone what the second one needs."""
+    found = []
+    for stage in STAGES:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        model, optimizer, ctx_ = weft.zero_partition(model, optimizer, ctx, stage=stage, engine="deepspeed")
+        for loss in [_loss(model, None, 2 * i + ctx.rank) for i in range(2)]:
+            loss.backward()
+        optimizer.step()
+        found.append([*_whole(model, ctx_), *(b.clone() for b in model.buffers())])
+    return found
+
+
+def test_forward_passes_that_wait_keep_their_buffers():
+    one, two = run_ranks(_overlapping, 2)
+    for stage in range(len(STAGES)):
+        assert largest_difference(one[stage], two[stage]) == 0
+        assert largest_difference(one[stage], one[0]) <= 5e-7
+
+
 # -- what is left behind --------------------------------------------------------------------------------
 
 

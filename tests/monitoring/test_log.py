@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +123,131 @@ def test_a_table_gets_columns_as_names_come_up(tmp_path):
         {"step": "3", "loss": "", "word": "", "lr": "0.2", "new": "3.0"},
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["run.csv"]
+
+
+_OURS = {
+    "jsonl": ['{"step": 0, "explain": "x"}', *(f'{{"step": {n}, "loss": {n / 2}}}' for n in (1, 2, 2, 3, 10))],
+    "csv": ["step,loss,word", *(f'{n},{n / 2},"a ""b"", c"' for n in (1, 2, 2, 3, 10))],
+}
+_THEIRS = {
+    "jsonl": [
+        "# a remark",
+        '{"time": 1, "step": 9}',
+        "",
+        '{"step": "last"}',
+        '{"step": true}',
+        '{"step":7}',
+        "[3]",
+        "{",
+        "\u00e4\u2028\udcff",
+    ],
+    "csv": ["# a remark", "", "note,9,9", '"a\nb",3,4', "\udcff"],
+}
+
+
+def _lines(path):
+    return path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_resumed_run_removes_the_lines_it_repeats_and_no_others(kind, tmp_path):
+    path, link = tmp_path / f"run.{kind}", tmp_path / "link"
+    head, *rest = _OURS[kind]
+    kept = [head, *_THEIRS[kind][:3], *rest[:1], *_THEIRS[kind][3:]]
+    text = "\n".join([*kept, *rest[1:]]) + "\n"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    path.chmod(0o640)
+    link.symlink_to(path)
+    tracker = getattr(monitoring, kind)(link, purge_step=2)
+    assert path.read_bytes() == text.encode("utf-8", "surrogateescape")  # until the first line is written
+    for step in (2, 3):
+        tracker({"loss": 9.0}, step=step)
+    added = {"jsonl": '{"step": %d, "loss": 9.0}', "csv": "%d,9.0,"}[kind]
+    assert _lines(path) == [*"\n".join(kept).split("\n"), added % 2, added % 3, ""]
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, "link"}
+    getattr(monitoring, kind)(path)({"loss": 9.0}, step=3)  # nothing is asked for
+    assert _lines(path)[-3:] == [added % 3, added % 3, ""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "torn", "stays"),
+    [
+        ("jsonl", '{"st', False),
+        ("jsonl", '{"step": 1', False),
+        ("jsonl", '{"step": 1, "loss": 0.', False),
+        ("jsonl", '{"step": 1, "loss": 0.5}', True),
+        ("jsonl", '{"time": 1, "st', True),
+        ("csv", "1", False),
+        ("csv", "1,0.5", False),
+        ("csv", '1,0.5,"a ""b', False),
+        ("csv", '1,0.5,"a\n', False),
+        ("csv", "1,0.5,a", True),
+        ("csv", "a remark", True),
+    ],
+)
+def test_an_unfinished_last_line_is_removed_and_one_of_somebody_else_is_ended(kind, torn, stays, tmp_path):
+    head = {"jsonl": '{"step": 1, "loss": 0.5}\n', "csv": "step,loss,word\n"}[kind]
+    added = {"jsonl": '{"step": 2, "loss": 9.0}\n', "csv": "2,9.0,\n"}[kind]
+    path = tmp_path / "run"
+    path.write_text(head + torn)
+    getattr(monitoring, kind)(path, purge_step=2)({"loss": 9.0}, step=2)
+    assert path.read_text() == head + (f"{torn}\n" if stays else "") + added
+    path.write_text(head + "1,0.5")
+    getattr(monitoring, kind)(path)({"loss": 9.0}, step=2)
+    assert path.read_text() == f"{head}1,0.5\n{added}"
+
+
+def test_a_column_that_comes_up_later_leaves_other_rows_as_they_are(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text('step,loss\n1,0.5\n# a remark\n"2, 3",x\n\n5,0.1\n')
+    monitoring.csv(path, purge_step=5)({"loss": 0.2, "lr": 1}, step=5)
+    assert path.read_text() == 'step,loss,lr\n1,0.5,\n# a remark\n"2, 3",x\n\n5,0.2,1.0\n'
+    theirs = tmp_path / "theirs.csv"
+    theirs.write_text("name,size\n7,8\n")
+    monitoring.csv(theirs, purge_step=0)({"loss": 0.5}, step=5)
+    assert theirs.read_text() == "name,size,step,loss\n7,8,,\n,,5,0.5\n"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_program_that_is_killed_while_it_removes_lines_loses_none(kind, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    text = "\n".join(_OURS[kind]) + "\n"
+    for name in ("fsync", "replace"):
+        path.write_text(text)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            stop = Path if name == "replace" else os
+            patch.setattr(stop, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            getattr(monitoring, kind)(path, purge_step=3)({"loss": 9.0}, step=3)
+        assert path.read_text() == text
+    getattr(monitoring, kind)(path, purge_step=3)({"loss": 9.0}, step=3)
+    assert path.read_text().startswith("\n".join(_OURS[kind][:-2]) + "\n") and len(_lines(path)) == len(_OURS[kind])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tensorboard"])
+@pytest.mark.parametrize("wrong", [-1, 1.5, "3", True])
+def test_a_wrong_step_to_purge_is_refused(kind, wrong, tmp_path):
+    with pytest.raises(ValueError, match=f"(?s){kind}: purge_step = .* cannot be used.*fix: .*restored.step . 1"):
+        getattr(monitoring, kind)(tmp_path / "run", purge_step=wrong)
+
+
+def test_all_trackers_purge_alike_and_libraries_that_cannot_do_not_take_the_argument(tmp_path):
+    places = {"jsonl": tmp_path / "run.jsonl", "csv": tmp_path / "run.csv", "tensorboard": tmp_path / "events"}
+    for first, last, purge_step in ((1, 4, None), (3, 6, 3)):
+        made = {kind: getattr(monitoring, kind)(place, purge_step=purge_step) for kind, place in places.items()}
+        for step in range(first, last + 1):
+            weft.log({"loss": step + first / 10}, step, weft.local(), made.values())
+        made["tensorboard"].close()
+    expected = [(1, 1.1), (2, 2.1), (3, 3.3), (4, 4.3), (5, 5.3), (6, 6.3)]
+    lines = [json.loads(line) for line in places["jsonl"].read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == expected
+    with places["csv"].open(newline="") as file:
+        assert [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)] == expected
+    events = _events(places["tensorboard"]).Scalars("loss")
+    assert [(e.step, e.value) for e in events] == [(step, pytest.approx(loss)) for step, loss in expected]
+    for library in ("aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "trackio", "wandb"):
+        with pytest.raises(TypeError, match="purge_step"):
+            getattr(monitoring, library)(None, purge_step=3)
 
 
 def _events(folder):

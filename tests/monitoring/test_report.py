@@ -259,6 +259,32 @@ def test_steps_that_go_back_tell_of_a_restart_where_nobody_said_so(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tensorboard"])
+def test_a_resumed_run_that_purged_what_it_repeats_is_one_curve(tmp_path, kind):
+    place = tmp_path / {"jsonl": "log.jsonl", "csv": "log.csv", "tensorboard": "."}[kind]
+    for steps, first, purge_step in ((range(1, 11), 1.0, None), (range(8, 10), 2.0, 8)):
+        tracker = getattr(monitoring, kind)(place, purge_step=purge_step)
+        _log_a_run(tmp_path, steps, tracker, first=first)
+        if kind == "tensorboard":
+            tracker.close()
+    run = read(tmp_path)
+    expected = {step: (1.0 if step < 8 else 2.0) / step for step in range(1, 10)}
+    assert run.series["loss"] == pytest.approx(expected) and not run.problems
+    assert kind == "tensorboard" or run.resumes == [7]
+
+
+def test_lines_of_somebody_else_hide_none_of_a_run(tmp_path):
+    table = tmp_path / "log.csv"
+    tracker = monitoring.csv(table)
+    tracker({"loss": 1.0}, step=1)
+    with table.open("a") as file:
+        file.write("# a remark\n\n")
+    tracker({"loss": 0.5}, step=2)
+    monitoring.jsonl(tmp_path / "log.jsonl")({"word": "a\u2028b\x85", "other": 3.0}, step=2)
+    run = read(tmp_path)
+    assert run.series == {"loss": {1: 1.0, 2: 0.5}, "other": {2: 3.0}} and not run.problems
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tensorboard"])
 def test_every_kind_of_log_gives_the_same_page(tmp_path, kind):
     place = {"jsonl": "log.jsonl", "csv": "log.csv", "tensorboard": "."}[kind]
     tracker = getattr(monitoring, kind)(tmp_path / place)

@@ -126,6 +126,59 @@ def test_a_run_ends_with_zero_and_in_good_order(script):
     assert all(output == "fine\n" for output in outputs)
 
 
+OTHERS_GO_ON = """
+import os, time
+import torch, weft
+from weft.context import shutdown
+
+shutdown._CLOSE_LIMIT_S = 0.1
+with weft.start(mesh={"data": 2, "tensor": 2}, timeout_s=60) as ctx:
+    line = ctx.on("data")
+    weft.reduce(torch.ones(1), line)
+    first = ctx.world.store.read("peer/0")["pid"]
+    weft.barrier(ctx)
+    if ctx.coordinates["tensor"] == 1:
+        end = time.monotonic() + 5  # a rank that serves the store stays, and another one is gone sooner
+        while os.path.exists(f"/proc/{first}") and time.monotonic() < end:
+            time.sleep(0.05)
+        for _ in range(3):
+            torch.distributed.all_reduce(torch.ones(1), group=line.group)
+            weft.reduce(torch.ones(1), line)
+            weft.barrier(line)
+"""
+
+
+@pytest.mark.slow
+def test_a_line_goes_on_after_the_one_with_the_store_is_done(tmp_path):
+    path = tmp_path / "others.py"
+    path.write_text(OTHERS_GO_ON)
+    codes, outputs = _end(_start(path, 4))
+    assert codes == [0] * 4, outputs
+
+
+LATE_IN_A_LINE = """
+import time
+import torch, weft
+
+with weft.start(mesh={"data": 2, "tensor": 2}, timeout_s=3) as ctx:
+    line = ctx.on("data")
+    weft.reduce(torch.ones(1), line)
+    if ctx.rank == 0:
+        torch.distributed.all_reduce(torch.ones(1), group=line.group)
+    elif ctx.rank != 1:
+        while not ctx.world.store.has("parted/0"):
+            time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_who_is_late_is_named_and_nobody_of_another_line(tmp_path):
+    path = tmp_path / "late.py"
+    path.write_text(LATE_IN_A_LINE)
+    codes, outputs = _end(_start(path, 4))
+    assert codes[0] == 1 and "rank 2 failed, and with it rank 0: rank 2 did not arrive within 3 s" in outputs[0]
+
+
 FREEZES = """
 import os, pathlib, signal, sys
 import torch, weft

@@ -1,5 +1,6 @@
 """Test worlds: real ranks from a warm pool, pretended ones, and laws that can fail."""
 
+import contextlib
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from torch import nn
 
 import weft
 from tests.processes import is_alive
+from weft.peers import straggler_watch
 from weft.testing import RankPool, RanksFailed, assert_equivalent, fake, largest_difference, laws, run_ranks
 from weft.testing.laws import Row
 
@@ -348,6 +350,38 @@ def test_a_job_that_leaves_groups_or_threads_costs_its_ranks_only(what):
     found = run_ranks(lambda ctx: (os.getpid(), ctx.world_size, _state()["groups"], threading.active_count()), 2)
     # Two of the threads are the context's.
     assert [f[1:] for f in found] == [(2, 1, 3)] * 2 and not {f[0] for f in found} & set(old)
+
+
+def _wait_in_vain(call, ctx):
+    """Rank 0 waits for rank 1, which leaves; nobody fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_watch, "_PERIOD_S", 0.05)
+        patch.setattr(straggler_watch, "_SURE_S", 0.1)
+        with contextlib.suppress(RuntimeError, weft.errors.PeerError), weft.adopt() as inner:
+            if ctx.rank == 0:
+                call(inner)
+    return os.getpid()
+
+
+def _cuts_connections(ctx):
+    return _wait_in_vain(lambda _: dist.all_reduce(torch.ones(1)), ctx)
+
+
+def _abandons_a_collective(ctx):
+    return _wait_in_vain(lambda inner: weft.reduce(torch.ones(1), inner), ctx)
+
+
+def _is_ahead(ctx):
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("job", [_cuts_connections, _abandons_a_collective, _is_ahead])
+def test_ranks_that_could_not_meet_again_are_not_used_again(job):
+    old = run_ranks(job, 2)
+    new = run_ranks(lambda ctx: (os.getpid(), float(weft.reduce(torch.ones(1), ctx, "sum"))), 2)
+    assert [total for _, total in new] == [2.0, 2.0] and not {pid for pid, _ in new} & set(old)
 
 
 def test_the_callers_environment_and_folder_are_the_jobs(monkeypatch, tmp_path):

@@ -107,7 +107,7 @@ def main_first(ctx: DistContext, *, local: bool = False) -> Iterator[None]:
         )
         error = world.store.read(key)
         if error is not None:
-            raise peer_error("main_first", main, error)
+            raise peer_error("main_first", world.ranks[main], error)
         yield
         return
     try:

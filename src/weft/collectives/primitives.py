@@ -167,8 +167,8 @@ def row_gather(rows: torch.Tensor, world: World) -> Callable[[], None]:
 def finish(work: dist.Work | None, world: World) -> None:
     """Wait for a collective, and look after the peers meanwhile.
 
-    A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that. One that
-    did its part and left looks the same for a moment: it takes two looks to blame a peer.
+    A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that. What it sent before
+    may still arrive: it takes two looks to blame a peer.
     On other backends this only orders the current stream after the collective, as `work.wait()`.
 
     Raises:
@@ -202,7 +202,7 @@ def _wait_in_slices(work: dist.Work, world: World) -> None:
         if world.clash is not None:
             world.root.abandoned = True
             raise _clash(world.clash)
-        blamed = absent(world) or culprit(world.root)
+        blamed = absent(world) or culprit(world)
         if blamed is not None and blamed == suspect:
             world.root.abandoned = True  # gloo still waits, and in the end closes its connections
             raise peer_error("", *blamed)
@@ -220,7 +220,7 @@ def peers_named(what: str, world: World) -> Iterator[None]:
     except RuntimeError as error:
         blamed = world.root.failure
         if blamed is None and is_communication_error(error):
-            blamed = late(world, what) if "imed out" in str(error) else culprit(world.root)
+            blamed = late(world, what) if "imed out" in str(error) else culprit(world)
         if blamed is None:
             raise
         raise peer_error(what, *blamed) from error

@@ -23,7 +23,7 @@ from weft.tensors.dtensor import forget_groups
 
 __all__ = ["close", "close_after", "close_at_exit", "device_mesh", "new_subgroup"]
 
-_CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for
+_CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for, but where they meet
 _LEDGER_LIMIT_S = 2.0  # between their last steps the ranks have met in a collective
 _BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
 
@@ -111,7 +111,7 @@ def close(world: World, leaving: BaseException | None = None) -> None:
     failure = _background_failure(world, world.timeout_s) or _difference(world)
     world.closed = True
     part(world, failure)
-    wait_for_parting(world, min(world.timeout_s, _CLOSE_LIMIT_S))
+    wait_for_parting(world, world.timeout_s if world.serves_store else min(world.timeout_s, _CLOSE_LIMIT_S))
     _release(world)
     if failure is not None:
         raise failure
@@ -160,8 +160,9 @@ def close_after(world: World, error: BaseException | None) -> None:
         blamed = _wait_for_culprit(world, error)
         if blamed is not None:
             rank, text = blamed
-            problem = f"rank {rank} failed, and with it rank {world.rank}: {text}" if rank >= 0 else text
-            if rank == world.rank:
+            mine = world.ranks[world.rank]
+            problem = f"rank {rank} failed, and with it rank {mine}: {text}" if rank >= 0 else text
+            if rank == mine:
                 problem = f"others waited for this rank, {rank}, and left: it {text}"
             cause = PeerError(problem, rank=rank, text=text)
     part(world, cause)

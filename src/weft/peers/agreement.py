@@ -153,8 +153,8 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
             missing = [
                 r for r in range(world.size) if r != world.rank and not (expected and world.store.has(expected[r]))
             ]
-            # All have come and it is not settled: one of them died in between.
-            blamed = culprit(world, missing or None)
+            # If all have come and it is not settled, one of them died in between.
+            blamed = culprit(world, missing or range(world.size))
             if world.store.has(key):
                 return
             if blamed is not None:
@@ -168,12 +168,13 @@ def wait_for_key(world: World, key: str, what: str, expected: Sequence[str] = ()
 
 def _late(world: World, what: str, missing: Sequence[int]) -> PeerError:
     """The error for peers that show no sign of failure, and do not come either."""
+    late = [world.ranks[rank] for rank in missing]
     return PeerError(
-        f"{what}: rank {listed(missing)} of {world.size} did not arrive",
-        found=f"waited {world.timeout_s:g} s on rank {world.rank}; no sign of failure there",
+        f"{what}: rank {listed(late)} of {world.root.size} did not arrive",
+        found=f"waited {world.timeout_s:g} s on rank {world.ranks[world.rank]}; no sign of failure there",
         expected="every rank makes the same calls in the same order",
         fix=f"call {what} on all ranks, without `if ctx.is_main:` around it; or raise start(timeout_s=...)",
-        rank=missing[0] if missing else -1,
+        rank=late[0] if late else -1,
         text=f"did not arrive within {world.timeout_s:g} s",
     )
 

@@ -26,11 +26,15 @@ def listening_ports() -> list[int]:
 
 
 def connections() -> set[tuple[int, int]]:
-    """Local and remote port of the connections of this process."""
+    """Local and remote port of the connections of this process that neither end has closed."""
     found: set[tuple[int, int]] = set()
     for each in _sockets():
         with contextlib.suppress(OSError):
-            found.add((each.getsockname()[1], each.getpeername()[1]))
+            ports = each.getsockname()[1], each.getpeername()[1]
+            with contextlib.suppress(BlockingIOError):  # nothing has come
+                if not each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    continue
+            found.add(ports)
     return found
 
 

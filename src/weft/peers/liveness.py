@@ -7,7 +7,7 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -24,6 +24,7 @@ __all__ = [
     "culprit",
     "exception_text",
     "failure_at",
+    "is_behind",
     "is_communication_error",
     "late",
     "part",
@@ -65,37 +66,66 @@ def failure_at(world: World, key: str) -> tuple[int, str] | None:
 
 
 def late(world: World, what: str) -> tuple[int, str] | None:
-    """After a collective timed out: find the rank that is not waiting in it."""
-    store = world.store
-    if store is None:
+    """After a collective timed out: find the rank of `world` that is not waiting in it."""
+    store, root = world.store, world.root
+    if store is None or root.store is None:
         return None
     blamed = culprit(world)
     if blamed is not None:
         return blamed
     store.set(f"stuck/{world.meetings}/{world.rank}", what)
+    root.store.add("watch/asked", 1)
     time.sleep(STUCK_S)  # the others' time is over at the same moment, give or take
-    missing = [rank for rank in range(world.size) if not store.has(f"stuck/{world.meetings}/{rank}")]
+    missing = [
+        world.ranks[rank]
+        for rank, member in enumerate(world.members())
+        if not store.has(f"stuck/{world.meetings}/{rank}") and _is_missing(root.store, member, root.collectives())
+    ]
     if not missing:
         return None
     return missing[0], f"rank {listed(missing)} did not arrive within {world.timeout_s:g} s"
 
 
+def _is_missing(store: Board, member: int, mine: Mapping[str, int]) -> bool:
+    """Whether a rank of the root that has not left has begun fewer collectives, or does not say how many."""
+    at = f"watch/at/{member}"
+    return not store.has(f"parted/{member}") and (
+        not store.has(at) or is_behind(store.read(at, "collectives")["collectives"], mine)
+    )
+
+
+def is_behind(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Whether `one` has begun fewer collectives than `other` on a group that both belong to."""
+    return any(other.get(name, 0) > count for name, count in one.items())
+
+
 def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str] | None:
-    """Find a rank that failed, left or died, and what it said; None if all of `ranks` look well."""
-    store = world.store
+    """Find a rank that is the reason why this one waits in vain, and what it said.
+
+    Args:
+        world: The ranks that wait for each other.
+        ranks: Those that have not come to a meeting; None: in a collective.
+
+    Returns:
+        The global rank and a text. At a meeting: one of `ranks` that failed, died or left. In a collective: any rank of
+        the job that failed or died; or one of `world` that left and has begun fewer collectives than this one.
+    """
+    root, members = world.root, world.members()
+    store = root.store
     if store is None:
         return None
     left: tuple[int, str] | None = None
-    for rank in range(world.size) if ranks is None else ranks:
-        if rank == world.rank:
+    for rank in range(root.size) if ranks is None else [members[each] for each in ranks]:
+        if rank == root.rank:
             continue
         if store.has(f"parted/{rank}"):
-            note = store.read(f"parted/{rank}", "rank", "error")
+            note = store.read(f"parted/{rank}", "rank", "error", "collectives")
             if note["error"] is not None:
                 return note["rank"], note["error"]
-            left = left or (rank, _LEFT)
+            is_missed = ranks is not None or (rank in members and is_behind(note["collectives"], root.collectives()))
+            left = left or ((root.ranks[rank], _LEFT) if is_missed else None)
         elif _is_dead(store, rank):
-            return rank, (
+            return root.ranks[rank], (
                 "its process is gone (killed, out of memory, ended by os._exit, or crashed; gloo crashes on a "
                 "collective to which ranks bring other sizes, which weft.start(debug=True) names)"
             )
@@ -106,9 +136,10 @@ def part(world: World, error: BaseException | None = None) -> None:
     """Write down that this rank leaves, and why if it failed."""
     if world.store is None:
         return
-    rank, text = (world.rank, None) if error is None else blame(world, error)
+    rank, text = (world.ranks[world.rank], None) if error is None else blame(world, error)
     with contextlib.suppress(StoreLost):
-        world.store.write(f"parted/{world.rank}", {"rank": rank, "error": text})
+        note = {"rank": rank, "error": text, "collectives": world.collectives()}
+        world.store.write(f"parted/{world.rank}", note)
         if error is not None:
             world.store.set(f"gone/{world.rank}", "1")  # and asks nothing any more
         _leave_note(world, rank, text or _LEFT, left=True)
@@ -200,10 +231,10 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def blame(world: World, error: BaseException) -> tuple[int, str]:
-    """Who is at fault when this rank fails with `error`: the peer it names, or this rank."""
+    """The global rank that is at fault when this rank fails with `error`: the peer it names, or this one."""
     if isinstance(error, PeerError) and error.rank >= 0:
         return error.rank, error.text
-    return world.rank, exception_text(error)
+    return world.ranks[world.rank], exception_text(error)
 
 
 def _is_dead(store: Board, rank: int) -> bool:

@@ -6,12 +6,14 @@ alike, so each rank has a thread, the watch. It recognises two cases that need n
 - A rank waits at a meeting for one that waits in a collective for it. A rank that has begun more collectives than one
   at the meeting ever will is not late. The rank at the meeting raises.
 - A rank waits in a collective for one that has left, or has reported an error (`report_failure`), with fewer
-  collectives begun. Nothing ends torch's own waits but the end of what they wait on: the watch cuts the connections
-  to that rank, or aborts the group, and whatever torch raises is turned into a `PeerError` that names it.
+  collectives begun on the same group. Nothing ends torch's own waits but the end of what they wait on: the watch cuts
+  the connections to that rank, or aborts the group, and whatever torch raises is turned into a `PeerError` that names
+  it. Who has left with as many collectives, or belongs to other groups, is not waited for.
 
-One thing needs a limit: all ranks wait in collectives, but not in the same one. That may be messages of several groups
-which take long; after 6 seconds in which no rank has moved it is not. Where a backward pass waits is hidden in C++: it
-waits if its thread takes no CPU time.
+One thing needs a limit: all ranks wait, but not in the same collective, or somebody has left. That may be messages of
+several groups which take long; after 6 seconds in which no rank has moved it is not. Who waits for a message of one
+rank is found only this way: of such messages the ranks of a group have different numbers. Where a backward pass waits
+is hidden in C++: it waits if its thread takes no CPU time.
 
 A second thread, the guard, never asks the store anything: it ends questions that the store does not answer, those of
 the watch included, see board.py.
@@ -38,16 +40,19 @@ import torch.distributed as dist
 from weft.errors import ContextError, PeerError
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import cut, listening_ports
+from weft.peers.liveness import is_behind
 from weft.peers.world import World
 
 __all__ = ["Watch", "watch"]
 
+_TORCH = "torch.distributed.distributed_c10d"
 _PERIOD_S = 0.5
 _SURE_S = 1.5  # how long a rank has to stand still
 _STUCK_S = 4.0  # how long before it asks whether all the others do, too
 _STUCK_TOGETHER_S = 2.0  # and for how long they have to
 _RANKS_PER_S = 4000.0  # that may ask the store for news
 _CALL_THE_GROUP = ("weft.tensors.pairwise", "weft.engines.torch.ddp.flat_buffer")  # not torch's functions
+_BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 
 
 def watch(world: World) -> None:
@@ -102,7 +107,7 @@ class Watch:
             if not root.store.has(key):
                 continue
             theirs = root.store.read(key, "asked", "collectives", "waits", "at")
-            if not theirs["waits"] or not _is_behind(mine, theirs["collectives"]):
+            if not is_behind(mine, theirs["waits"]):
                 continue
             # Answers keep coming, and say the same.
             seen, state = self._seen.get(member), [theirs["collectives"], theirs["at"], mine]
@@ -136,8 +141,9 @@ class Watch:
                     {
                         "asked": asked,
                         "collectives": world.collectives(),
+                        "sent": world.sent(),
                         "at": _main_line(),
-                        "waits": _may_wait(world),
+                        "waits": _waited_in(world),
                         "in": place,
                     },
                 )
@@ -164,18 +170,19 @@ class Watch:
         return _collective() or ("a backward pass" if idle_s >= _SURE_S and _is_in_backward() else "")
 
     def _look(self, world: World, store: Board, place: str) -> None:
-        mine, waits = world.collectives(), _may_wait(world)
-        still_s = self._still.seconds(mine if waits else None)
+        waits = _may_wait(world)
+        still_s = self._still.seconds(world.sent() if waits else None)
         if not waits or still_s < _SURE_S:
             return
         if world.failure is not None:  # and what it waits for comes from another rank, which has left by now
             _cut(world, [port for note in self._notes for port in note["ports"]])
             return
+        waited_in = _waited_in(world)
         behind = [
             note
             for note in self._notes
             if note["from"] != world.rank
-            and _is_behind(note["collectives"], mine)
+            and is_behind(note["collectives"], waited_in)
             and (note["left"] or note["failures"] > world.failures)
         ]
         gone = [note["from"] for note in behind if note["left"]]
@@ -184,21 +191,29 @@ class Watch:
                 _give_up(world, note["rank"], note["error"], note["ports"])
                 return
         if still_s >= _STUCK_S and place:
-            self._look_at_all(world, store)
+            self._look_at_all(world, store, is_for_one=not waited_in)
 
-    def _look_at_all(self, world: World, store: Board) -> None:
-        """Give up if all ranks wait in collectives, and not in the same one."""
+    def _look_at_all(self, world: World, store: Board, *, is_for_one: bool) -> None:
+        """Give up if all ranks wait, and not in the same collective; or this one for one rank, and some have left."""
         store.add("watch/asked", 1)
-        keys = [f"watch/at/{rank}" for rank in range(world.size)]
-        found = [store.read(key, "collectives", "in", "at") for key in keys if store.has(key)]
-        answers = [{name: theirs[name] for name in ("collectives", "in", "at")} for theirs in found]
-        if self._answers.seconds(answers) >= _STUCK_TOGETHER_S and len(answers) == world.size:
-            mine = answers[world.rank]["in"]
-            others = [rank for rank, theirs in enumerate(answers) if theirs["in"] != mine]
-            if others and all(theirs["in"] for theirs in answers):
-                place = answers[others[0]]
-                text = f"waits in {place['in']} at {place['at']}, while rank {world.ranks[world.rank]} waits in {mine}"
-                _give_up(world, world.ranks[others[0]], text, [])
+        left = {note["from"]: note for note in self._notes if note["left"]}
+        staying = [rank for rank in range(world.size) if rank not in left]
+        keys = {rank: f"watch/at/{rank}" for rank in staying if store.has(f"watch/at/{rank}")}
+        found = {rank: store.read(key, "sent", "in", "at") for rank, key in keys.items()}
+        answers = {rank: [theirs[name] for name in ("sent", "in", "at")] for rank, theirs in found.items()}
+        if self._answers.seconds(answers) < _STUCK_TOGETHER_S or len(answers) < len(staying):
+            return
+        mine = found[world.rank]["in"]
+        others = [rank for rank, theirs in found.items() if theirs["in"] != mine]
+        if not all(theirs["in"] for theirs in found.values()):
+            return
+        if left and is_for_one:  # of those that have left, the one with which this rank shares most groups
+            note = max(left.values(), key=lambda note: len(note["collectives"].keys() & world.collectives().keys()))
+            _give_up(world, note["rank"], note["error"], note["ports"])
+        elif others and not left:
+            place = found[others[0]]
+            text = f"waits in {place['in']} at {place['at']}, while rank {world.ranks[world.rank]} waits in {mine}"
+            _give_up(world, world.ranks[others[0]], text, [])
 
     def _stands(self, store: Board, note: dict[str, Any]) -> bool:
         """Whether a rank that reported an error has begun no collective since."""
@@ -206,7 +221,7 @@ class Watch:
         if not store.has(key):
             return False
         theirs = store.read(key, "asked", "collectives")
-        continued = _is_behind(note["collectives"], theirs["collectives"])
+        continued = is_behind(note["collectives"], theirs["collectives"])
         return bool(theirs["asked"] >= note.setdefault("since", asked) and not continued)
 
 
@@ -232,11 +247,6 @@ class _Unchanged:
         return time.monotonic() - self._since
 
 
-def _is_behind(one: dict[str, int], other: dict[str, int]) -> bool:
-    """Whether `one` has begun fewer collectives than `other` on a group that both belong to."""
-    return any(other.get(name, 0) > count for name, count in one.items())
-
-
 def _give_up(world: World, rank: int, text: str, ports: Sequence[int]) -> None:
     """Let what this rank waits for in a collective end with an error; `close_after` says which rank is to blame."""
     world.failure = (rank, text)
@@ -256,9 +266,10 @@ def _cut(world: World, ports: Sequence[int]) -> None:
 
 
 def _elsewhere(what: str, world: World, rank: int, place: str) -> PeerError:
+    rank, mine = world.ranks[rank], world.ranks[world.rank]
     return PeerError(
-        f"{what}: rank {rank} of {world.size} did not call it",
-        found=f"rank {rank} waits in a collective at {place}, for rank {world.rank}, which is in {what}",
+        f"{what}: rank {rank} of {world.root.size} did not call it",
+        found=f"rank {rank} waits in a collective at {place}, for rank {mine}, which is in {what}",
         expected="every rank makes the same calls in the same order",
         fix=f"call {what} on all ranks: no `if ctx.is_main:` around it",
         rank=rank,
@@ -279,11 +290,30 @@ def _may_wait(world: World) -> bool:
     return innermost.partition(".")[0] in ("weft", "torch")
 
 
+def _waited_in(world: World) -> dict[str, int]:
+    """How many collectives were begun on the groups in which the main thread may wait for all ranks.
+
+    These are none if it waits for one rank, or runs the user's code; and all where torch's frames do not say which.
+    """
+    begun = world.collectives() if _may_wait(world) else {}
+    calls = list(_calls())
+    outside = next((module for module, _ in calls if not module.startswith("torch.")), "")
+    for module, frame in calls:
+        if module == _TORCH and frame.f_code.co_name in _BETWEEN_PAIRS and not outside.startswith("weft."):
+            return {}
+        if module == _TORCH and "group" in frame.f_locals:
+            group: Any = frame.f_locals["group"] or dist.group.WORLD
+            return {name: count for name, count in begun.items() if name == group.group_name}
+        if not module.startswith("torch."):
+            break
+    return begun
+
+
 def _collective() -> str:
     """The collective of gloo that the main thread is certainly in; empty if that is not known."""
     found = ""
     for module, frame in _calls():
-        if module == "torch.distributed.distributed_c10d":
+        if module == _TORCH:
             found = f"torch.distributed.{frame.f_code.co_name}"
         elif module in _CALL_THE_GROUP:
             found = found or "a message between pairs of ranks"

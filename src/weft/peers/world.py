@@ -8,7 +8,7 @@ collective instead is looked after by a thread, see straggler_watch.py.
 
 [Note: the board] Keys, below the prefix of the world:
     peer/<rank>         host, process id and its start time, written once
-    parted/<rank>       written by a rank that leaves: null, or what made it fail
+    parted/<rank>       written by a rank that leaves: what made it fail, if it did, and how far it had come
     meet/<n>/<rank>     what the rank brings to meeting n; counters make n equal on all ranks
     meet/<n>/count      how many have come; the last one compares and writes meet/<n>/done
     note/count          how many ranks have left or failed; on a root
@@ -17,11 +17,12 @@ collective instead is looked after by a thread, see straggler_watch.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,6 +97,8 @@ class World:
         abandoned: On a root, whether a collective was left that not all ranks came to.
         message_bytes: Bytes for values in the first message of a collective, if not the usual; the same on all ranks.
         holders: On a root, whatever keeps the group alive (gradient reducers) and can let go.
+        uncounted: How many messages of its group do not count as collectives; see `between_pairs`.
+        frozen: How many collectives were begun, while such messages are sent.
         reductions: How often gradients were reduced over these ranks.
         ledgers: On a root, what is compared once more before the ranks part.
         inside: Of the thread that is in a collective: who it is and what it does.
@@ -122,6 +125,8 @@ class World:
     ledgers: weakref.WeakSet[Comparison] = field(default_factory=weakref.WeakSet)
     meetings: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
+    uncounted: int = 0
+    frozen: int | None = None
     reductions: int = 0
     watch: Watcher | None = None
     failures: int = 0
@@ -147,6 +152,11 @@ class World:
         """Whether the other ranks are not there, and bring what this one brings; see pretended.py."""
         return isinstance(self.group, PretendedGroup)
 
+    def members(self) -> list[int]:
+        """The ranks that these ones are in the root."""
+        places = {rank: place for place, rank in enumerate(self.root.ranks)}
+        return [places[rank] for rank in self.ranks]
+
     def next_meeting(self) -> int:
         """Count the meetings; all ranks make the same ones, so the number is the same everywhere."""
         self.meetings += 1
@@ -159,12 +169,36 @@ class World:
 
     def collectives(self) -> dict[str, int]:
         """How many collectives this rank has begun on each group."""
-        found = {}
-        for each in (self.root, *list(self.root.axis_groups.values()), *list(self.root.made)):
-            group: Any = each.group
-            if group is not None:
-                found[str(group.group_name)] = int(group._get_sequence_number_for_group())
-        return found
+        return {str(group.group_name): each._begun(group) for each, group in self._groups()}
+
+    def sent(self) -> int:
+        """How many collectives and messages to one rank this one has begun."""
+        return sum(group._get_sequence_number_for_group() for _, group in self._groups())
+
+    @contextlib.contextmanager
+    def between_pairs(self) -> Iterator[None]:
+        """Around messages from one rank of the group to another, which gloo counts as it counts collectives.
+
+        A rank in the middle has more of them than the others. All come here, so together they count as one collective,
+        of which a rank that fails in it has no part.
+        """
+        group, begun = self.group, self._begun(self.group)
+        self.frozen = begun + 1
+        try:
+            yield
+            begun += 1
+        finally:
+            self.frozen = None
+            self.uncounted += self._begun(group) - begun
+
+    def _groups(self) -> list[tuple[World, Any]]:
+        worlds = (self.root, *list(self.root.axis_groups.values()), *list(self.root.made))
+        groups = {each.group: each for each in worlds}
+        return [(each, group) for group, each in groups.items() if group is not None]
+
+    def _begun(self, group: Any) -> int:
+        """How many collectives this rank has begun on its group."""
+        return int(group._get_sequence_number_for_group()) - self.uncounted if self.frozen is None else self.frozen
 
 
 def arrives(store: Board, key: str, limit_s: float) -> bool:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from weft.context import DistContext, adopt, local
+from weft.peers.gloo_connections import connections
 from weft.testing.fake import fake
 
 __all__ = ["OUTERMOST", "STACK_SIGNAL", "serve_jobs"]
@@ -49,13 +50,14 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
     if size > 1:
         prefixed = dist.PrefixStore(request["name"], store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=limit)
+    whole = connections()
     pipe.send_bytes(b"ready")
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
-        data, failed = _run(job, size, printed)
+        data, failed = _run(job, size, printed, whole)
         pipe.send_bytes(data)
         gc.collect()  # groups that nobody holds any more have threads that keep looking
         if failed and dist.is_initialized():
@@ -65,11 +67,12 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
-def _run(job: dict[str, Any], size: int, printed: Path) -> tuple[bytes, bool]:
-    """Run one job; returns the pickled answer, and whether the job failed."""
+def _run(job: dict[str, Any], size: int, printed: Path, whole: set[tuple[int, int]]) -> tuple[bytes, bool]:
+    """Run one job; returns the pickled answer, and whether the job failed. `whole`: the connections of the group."""
     with _own_output(printed) as output:
         answer = _call(job, size)
-    answer |= {"output": output[0], "reusable": _is_clean(size) and not answer.get("abandoned")}
+    clean = _is_clean(size) and whole <= connections() and not answer.get("abandoned")
+    answer |= {"output": output[0], "reusable": clean, "begun": _num_begun()}
     try:
         data = pickle.dumps(answer)
         pickle.loads(data)
@@ -139,6 +142,12 @@ def _is_clean(size: int) -> bool:
     """Whether another job can run here: the group is as it was made, and nothing runs in the background."""
     groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
     return groups == (size > 1) and threading.active_count() == 1
+
+
+def _num_begun() -> int:
+    """How many collectives this rank has begun on the group; one that is ahead of the others still waits for them."""
+    group: Any = dist.group.WORLD
+    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 @contextlib.contextmanager

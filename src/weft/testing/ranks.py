@@ -118,7 +118,8 @@ class RankPool:
         try:
             answers = world.call(job, timeout_s)
             stacks = world.stacks([rank for rank in range(n) if rank not in answers])
-            if n <= _KEPT and len(answers) == n and all(one["ok"] and one["reusable"] for one in answers.values()):
+            clean = len(answers) == n and all(one["ok"] and one["reusable"] for one in answers.values())
+            if n <= _KEPT and clean and len({one["begun"] for one in answers.values()}) == 1:
                 self._worlds[n] = world
         finally:  # also when the caller is interrupted
             if n not in self._worlds:

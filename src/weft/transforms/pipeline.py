@@ -174,6 +174,7 @@ def _in_call(world: World, others: Sequence[EndsBackward]) -> Iterator[None]:
         for other in others:
             stack.enter_context(other.without_backward())
         stack.enter_context(peers_named("pipeline", world))
+        stack.enter_context(world.between_pairs())
         yield
 
 

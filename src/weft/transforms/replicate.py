@@ -90,7 +90,7 @@ def replicate(
             backward, naming it. "zero": ranks that did not use it count as zero; a parameter no
             rank used keeps `grad` None. Costs a walk over the graph per forward pass.
         buffers: "broadcast": after a reduced backward every rank gets rank 0's buffers (running
-            statistics). "local": they may differ.
+            statistics), in other tensors while a forward pass waits for its backward. "local": they may differ.
         methods: Methods besides forward through which gradients flow. A gradient that comes
             through another method or a submodule raises `NotSynchronized` in backward.
         compress: How the gradients of a bucket are averaged. A `weft.precision.PowerSGD`: as products of thin

@@ -23,6 +23,8 @@ from weft.engines.deepspeed.stand_ins import StandIns, is_local
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.hooks.shared_buffers import SharedBuffers
+from weft.engines.torch.strategy import broadcast
 from weft.errors import ContractError, UnusedParameters, listed
 from weft.tensors.nested import tensors
 from weft.tensors.sharded_grad import CutGradient
@@ -35,25 +37,23 @@ class BackwardPasses:
     """The backward passes through one module: which gradients are reduced, and when.
 
     Attributes:
-        module: Whose.
         names: Of the parameters that are stepped on.
         buffers: Where gradients go.
         stand_ins: What is left in `p.grad`.
         stage: 1, 2 or 3.
         peers: The same on the other ranks.
         view: Of the ranks that divide.
-        broadcasts: Whether the module's buffers are made equal after each of them.
+        shared: The module's buffers, which are made equal after each of them; None if they are not.
         enabled: Whether the next one reduces.
     """
 
-    module: weakref.ref[nn.Module]
     names: Mapping[nn.Parameter, str]
     buffers: Buffers
     stand_ins: StandIns
     stage: int
     peers: Peers
     view: GroupView
-    broadcasts: bool
+    shared: SharedBuffers | None
     enabled: bool = True
     _due: bool = False  # the window owes a reduction
     _pending: bool = False  # gradients of this rank wait in `.grad`
@@ -72,6 +72,8 @@ class BackwardPasses:
 
     def watch_output(self, output: Any) -> None:
         """The module was called: hook what it returned."""
+        if self.shared is not None:
+            self.shared.watch(output)
         one = _Pass()
         entrance = _weakly(self, lambda owner, _: owner.enter(one))
         for tensor in tensors(output):
@@ -147,6 +149,8 @@ class BackwardPasses:
         if self._received:
             for one in passes:
                 one.used = True
+        if self.shared is not None:
+            self.shared.passed(retained=False)  # there is no second pass
         self._pending = not self.enabled
         if self._pending:
             if self.stage == 3:
@@ -159,9 +163,9 @@ class BackwardPasses:
         self.buffers.finish()
         self.buffers.end()
         self.stand_ins.put(self._reduced)
-        module = self.module()
-        if module is not None and self.broadcasts and self.view.group is not None:
-            dist._broadcast_coalesced(self.view.group, [b.detach() for b in module.buffers()], 250 * 2**20, 0)
+        group = self.view.group
+        if self.shared is not None and group is not None:
+            self.shared.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
         missing = [name for p, name in self.names.items() if p.requires_grad and p not in self.stand_ins]
         if missing and self._received:
             raise_unused(self.stand_ins.class_name, missing)

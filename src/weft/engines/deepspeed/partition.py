@@ -23,6 +23,7 @@ from weft.engines.deepspeed.stand_ins import StandIns
 from weft.engines.deepspeed.step import Step
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.optim.step_watch import Steps, settings_of
 
 __all__ = ["Partition", "PartitionOptions"]
@@ -89,14 +90,13 @@ class Partition:
         self._names = {p: name for name, p in module.named_parameters() if p in buffers.places}
         self._stand_ins = StandIns(type(module).__name__, self._names, buffers, view)
         self._passes = BackwardPasses(
-            self._module,
             self._names,
             buffers,
             self._stand_ins,
             stage=options.stage,
             peers=options.peers,
             view=view,
-            broadcasts=options.buffers and any(True for _ in module.buffers()),
+            shared=SharedBuffers(module) if options.buffers and any(True for _ in module.buffers()) else None,
         )
         self._step = Step(engine, groups, self._names, buffers, self._stand_ins, watches=options.stage < 3)
         assert view.group is not None

@@ -14,6 +14,7 @@ from weft.engines.options import StrategyOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.first_steps import FirstSteps
 from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.optim.step_watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
 
@@ -50,8 +51,8 @@ class Strategy:
         self._due = False  # the running window owes a reduction
         self._reductions = 0
         self._place = 0  # of the last one among those of all modules
-        self._has_buffers = options.buffers == "broadcast" and any(True for _ in module.buffers())
-        self._buffers_due = False
+        shares = options.buffers == "broadcast" and any(True for _ in module.buffers())
+        self._buffers = SharedBuffers(module) if shares else None
         self.finds_unused = options.unused == "zero"
         self._removable = Removable()
         self._first_steps = FirstSteps(self._what, self._class_name, peers)
@@ -124,26 +125,19 @@ class Strategy:
         self._reductions += 1
         self._place = self._peers.next_reduction()
 
-    def _pass_on_buffers(self, retains_graph: Callable[[], bool]) -> None:
-        """Broadcast buffers after a backward pass; later if another one through the same graph reads them."""
-        if self._has_buffers:
-            self._buffers_due = True
-            if not retains_graph():
-                self._send_buffers()
+    def _pass_on_buffers(self, retains_graph: Callable[[], bool], *, reduced: bool = True) -> None:
+        """Broadcast buffers after a backward pass, if it was reduced; see [Note: passes that wait]."""
+        if self._buffers is None:
+            return
+        self._buffers.passed(retained=retains_graph())
+        group = self._group
+        if reduced and group is not None:
+            self._buffers.receive(lambda buffers: broadcast(buffers, group), is_first=dist.get_rank(group) == 0)
 
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """The module is about to be called."""
-        self._send_buffers()
         if self._first_steps.wants_inputs and torch.is_grad_enabled():
             self._first_steps.see_inputs(self._module(), args, kwargs)
-
-    def _send_buffers(self, *unused: Any) -> None:
-        if not self._buffers_due:
-            return
-        self._buffers_due = False
-        module = self._module()
-        if module is not None and self._group is not None:
-            broadcast(list(module.buffers()), self._group)
 
     def _raise_unused(self, names: Sequence[str]) -> NoReturn:
         error = UnusedParameters(

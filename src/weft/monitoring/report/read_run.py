@@ -1,8 +1,8 @@
 """What trackers wrote into the folder of a run, put together again.
 
 [Note: a resumed run] Each program that resumes a run appends to its log. What was logged after the checkpoint that it
-resumed from was computed again, so a step that goes back removes the later ones. A text with the name "explain", which
-`log_start` writes, says that a program started there.
+resumed from was computed again: it was purged, or a step that goes back removes the later ones. A text with the name
+"explain", which `log_start` writes, says that a program started there.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _log_of_file(run: Run, path: Path, entries: Iterator[tuple[int, dict[str, An
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]] | None]:
     """Steps with their values; None for a line that is something else."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n"):
         try:
             values = json.loads(line)
             if "\\u" in line:
@@ -205,7 +205,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if not (row.get("step") or "").isdecimal():
-                return  # a table of something else
+                continue  # of somebody else
             filled = {name: text for name, text in row.items() if text and name and name != "step"}
             yield int(row["step"]), {name: _number(text) for name, text in filled.items()}
 

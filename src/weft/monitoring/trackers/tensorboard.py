@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weft.checks import import_extra
+from weft.monitoring.trackers.files import check_purge_step
 from weft.monitoring.values import Figure, Histogram, HParams, Image, Table, numbers_of
 
 __all__ = ["EventFile", "tensorboard"]
@@ -26,8 +27,7 @@ def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: i
 
     Args:
         folder: Of the run.
-        purge_step: A run resumed from a checkpoint: events from this step on, of the run before, are
-            hidden.
+        purge_step: The first step that a resumed run logs: events from this step on, of the run before, are hidden.
         flush_s: Seconds between two times that events are written; 0: at each call.
 
     Returns:
@@ -35,6 +35,7 @@ def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: i
 
     Raises:
         MissingExtra: The package tensorboard is not installed.
+        ValueError: `purge_step` is no step.
 
     Source: `torch.utils.tensorboard.SummaryWriter`.
 
@@ -42,6 +43,7 @@ def tensorboard(folder: str | Path, *, purge_step: int | None = None, flush_s: i
         >>> tracker = tensorboard("runs/example")
         >>> tracker.close()  # nothing was written: there is no file
     """
+    check_purge_step("tensorboard", purge_step)
     return EventFile(Path(folder), purge_step, flush_s)
 
 

@@ -129,6 +129,8 @@ class GradientReducer(Strategy):
         if with_gradients:
             self._called_at = trained.parameters[0]._version
             self.transport.prepare()
+            if self._buffers is not None:
+                self._buffers.watch(output)
         return self.transport.expect(output, enabled=self.enabled) if self.finds_unused else output
 
     @torch._disable_dynamo
@@ -183,6 +185,7 @@ class GradientReducer(Strategy):
                 trained.forget()  # else a parameter used so far is used in the window
             trained.note_pending()
             self._first_steps.note_kept(trained.first())
+            self._pass_on_buffers(lambda: running_backward().retains_graph, reduced=False)
             return
         missing = [] if self.finds_unused else trained.missing()
         lacking = trained.named(missing, besides=self._apart.named) if missing else []
@@ -236,7 +239,6 @@ class GradientReducer(Strategy):
         trained = self._trained
         if torch._C._current_graph_task_id() != -1:
             raise_step_inside(self._what, self._class_name)
-        self._send_buffers()
         if trained.has_pending() and not self.enabled:
             self._raise_in_window()
         if trained.has_pending() and trained.are_as_left():

@@ -160,6 +160,8 @@ class ShardedModule(Strategy):
             self._units.start_anew(module)
         elif torch.is_grad_enabled():
             _watch_backward(output, self._entrance)
+            if self._buffers is not None:
+                self._buffers.watch(output)
         else:
             # No backward will free what was gathered, and `parameters()` shall be what is trained.
             self._units.reshard()
@@ -201,11 +203,13 @@ class ShardedModule(Strategy):
     def _end(self) -> None:
         if self._only_inputs:
             self._only_inputs = False
+            self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
             if self.enabled:
                 self._units.synchronize(enabled=True)
             return
         if not self.enabled or self._group is None:
             self._held.pending = not self.enabled
+            self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
             return
         self._order.end()
         self._note_reduction()
@@ -244,7 +248,6 @@ class ShardedModule(Strategy):
         """Reduce what is pending, so that a step never leaves gradients out."""
         if self._module() is None or torch._C._current_graph_task_id() != -1:
             return  # inside backward FSDP2 calls hooks with gradients that it has reduced
-        self._send_buffers()
         if self._held.pending and not self.enabled:
             self._raise_in_window()
         if self._held.pending and self._held.settle():

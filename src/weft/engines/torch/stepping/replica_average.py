@@ -17,8 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.engines.options import StrategyOptions
 from weft.engines.peers import Replicas
+from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.ddp.flat_buffer import FlatPiece
 from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.errors import UnusedParameters, listed
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
@@ -42,10 +44,11 @@ class ReplicaAverage:
         self._kinds: list[tuple[int, torch.dtype, torch.Size]] = []
         self._pieces: list[FlatPiece] = []
         self._of_gradients: list[_Flat] = []  # of those that do not lie in pieces
-        self._of_buffers: list[tuple[_Flat, list[torch.Tensor]]] = []
+        self._of_buffers: list[_Flat] = []
         self._named = dict(module.named_parameters())
         self._alone = alone
-        self._buffers = list(module.buffers()) if options.buffers == "broadcast" else []
+        self._buffers = SharedBuffers(module)
+        self._shares = options.buffers == "broadcast" and bool(self._buffers.tensors())
         self._class_name = type(module).__name__
         self._replicas = replicas
         self._options = options
@@ -56,6 +59,8 @@ class ReplicaAverage:
             self._see_arrivals()
         else:  # gradients of the parameters themselves come from a strategy
             self._handles[-1] = module.register_forward_hook(partial(_watch, self._session))
+        if self._shares:
+            self._handles[-2] = module.register_forward_hook(partial(_watch_passes, self._buffers))
 
     def _see_arrivals(self) -> None:
         for index, p in enumerate(self._named.values()):
@@ -94,6 +99,8 @@ class ReplicaAverage:
                 piece.attach()
 
     def _end(self) -> None:
+        if self._shares:
+            self._buffers.passed(retained=running_backward().retains_graph)
         if self.enabled:
             self._due = False
             self._exchange(zeros=not self._alone or self._options.unused == "zero")
@@ -121,8 +128,10 @@ class ReplicaAverage:
             torch._foreach_zero_([local(p.grad) for p in trained.values() if p.grad is not None])
             return
         if sums:
-            for flat in (*self._of_gradients, *(flat for flat, _ in self._of_buffers)):
+            for flat in self._of_gradients:
                 flat.put_back()
+            if self._of_buffers:
+                self._buffers.receive(self._put_buffers, is_first=self._replicas.index == 0)
         if used is not None:
             for p, count in zip(trained.values(), used.tolist(), strict=True):
                 if not count:
@@ -154,8 +163,13 @@ class ReplicaAverage:
             yield piece.gradients.mul_(factor)
         for flat in self._of_gradients:
             yield flat.fill(gradients, factor)
-        for flat, buffers in self._of_buffers:
+        buffers = self._buffers.tensors()
+        for flat in self._of_buffers:
             yield flat.fill(buffers, float(self._replicas.index == 0))
+
+    def _put_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        for flat in self._of_buffers:
+            flat.put_back(buffers)
 
     def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are the views of the one piece, in order, as nearly always: then nothing has changed."""
@@ -176,8 +190,8 @@ class ReplicaAverage:
                 self._pieces.append(FlatPiece(same, [places[id(p)] for p in same], keeps_values=False, room=1))
             else:
                 self._of_gradients.append(_Flat(gradients, which, self._options.dtype))
-        buffers = [buffer for buffer in self._buffers if buffer.numel()]
-        self._of_buffers = [(_Flat(buffers, which), buffers) for which in _by_dtype(buffers)]
+        buffers = self._buffers.tensors() if self._shares else []
+        self._of_buffers = [_Flat(buffers, which) for which in _by_dtype(buffers)]
 
 
 def _arrive(session: BackwardSession, got: bytearray, index: int, parameter: torch.Tensor) -> None:
@@ -193,6 +207,11 @@ def _watch(session: BackwardSession, module: nn.Module, inputs: Any, output: Any
     for tensor in tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(partial(_enter, session))
+
+
+def _watch_passes(buffers: SharedBuffers, module: nn.Module, inputs: Any, output: Any) -> None:
+    if torch.is_grad_enabled():
+        buffers.watch(output)
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -228,6 +247,6 @@ class _Flat:
             return self.values
         return self.values.mul_(factor) if factor else self.values.zero_()
 
-    def put_back(self) -> None:
-        """Give the tensors the values of the piece."""
-        torch._foreach_copy_(self._tensors, self._parts)
+    def put_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Give the tensors, or others like them, the values of the piece."""
+        torch._foreach_copy_([tensors[index] for index in self._which] if tensors else self._tensors, self._parts)

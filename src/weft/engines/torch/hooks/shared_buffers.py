@@ -1,0 +1,85 @@
+"""Buffers that get the first rank's values, and forward passes that still need the ones they had.
+
+[Note: passes that wait] Autograd keeps what a backward pass needs of its forward pass, also buffers, and raises if one
+was changed in between: its gradients would be wrong. So while a forward pass waits for its backward pass, values arrive
+in other tensors, which the module has until no pass waits any more; then its own ones get the values and are put back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.tensors.nested import tensors
+
+__all__ = ["SharedBuffers"]
+
+
+class SharedBuffers:
+    """The buffers of one module, as one rank has them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._waiting: weakref.WeakSet[_Pass] = weakref.WeakSet()  # a graph alone holds each
+        self._entered: set[_Pass] = set()
+        self._away: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the module has, and in whose place
+
+    @torch._disable_dynamo
+    def watch(self, output: Any) -> None:
+        """The module was called with gradients, and returned this."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # computed again, inside backward
+        one = _Pass()
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:
+                self._waiting.add(one)
+                tensor.register_hook(partial(_enter, self._entered, one))
+
+    def passed(self, *, retained: bool) -> None:
+        """A backward pass has ended; if its graph is `retained`, another one may follow through it."""
+        if not retained:
+            self._waiting -= self._entered
+        self._entered.clear()
+        if self._away and not self._waiting:
+            with torch.no_grad():
+                self._replace({id(there): own.copy_(there) for there, own in self._away.values()})
+            self._away = {}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All buffers, each once."""
+        module = self._module()
+        return [] if module is None else list(module.buffers())
+
+    def receive(self, into: Callable[[list[torch.Tensor]], object], *, is_first: bool) -> None:
+        """Let the values of all buffers arrive; this rank's are the ones if it `is_first`."""
+        present = self.tensors()
+        if not self._waiting:
+            into(present)
+            return
+        others = {id(buffer): buffer.detach().clone() for buffer in present}
+        into(list(others.values()))
+        if not is_first:
+            own = {id(buffer): self._away.get(id(buffer), (buffer, buffer))[1] for buffer in present}
+            self._away = {id(other): (other, own[place]) for place, other in others.items()}
+            self._replace(others)
+
+    def _replace(self, others: Mapping[int, torch.Tensor]) -> None:
+        """Put other tensors in the place of those with these ids."""
+        module = self._module()
+        for part in () if module is None else module.modules():
+            part._buffers.update({name: others[id(b)] for name, b in part._buffers.items() if id(b) in others})
+
+
+class _Pass:
+    """A forward pass."""
+
+
+def _enter(entered: set[_Pass], one: _Pass, gradient: torch.Tensor) -> None:
+    """Backward has come to an output of this pass."""
+    del gradient
+    entered.add(one)
