@@ -218,4 +218,4 @@ def test_somebody_else_at_the_address(tmp_path):
             env={k: v for k, v in os.environ.items() if not k.startswith("WEFT_")},
         )
     assert ended.returncode != 0
-    assert "launch: this node cannot connect to the other ranks" in ended.stderr and address in ended.stderr
+    assert "launch: this node cannot connect to the others of its job" in ended.stderr and address in ended.stderr

@@ -51,6 +51,7 @@ def test_what_a_stranger_writes_is_absent_and_said_once(store, board, junk, capl
         store[1].set(key.replace("/a", "/n"), junk)
         for _ in range(3):
             store[1].queue_push(key.replace("/a", "/q"), junk)
+        _keys(store)  # answered when all of that is there
         board.push("q", 2)
         assert not board.has("a") and board.add("n", 0) in (0, 7)
         assert [board.pop("q"), board.pop("q"), board.pop("q")] == [1, 2, None]

@@ -284,7 +284,7 @@ def test_a_rank_that_never_comes(tmp_path):
     late.kill()
     late.communicate()
     codes, outputs = _end(processes)
-    assert codes == [1] and "rank 0 of 2 cannot connect to the other ranks" in outputs[0] and "fix:" in outputs[0]
+    assert codes == [1] and "rank 0 of 2 cannot connect to the others" in outputs[0] and "fix:" in outputs[0]
 
 
 SIDE_BY_SIDE = """

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import weft
-from weft.data.micro_batches import MicroBatches
+from weft.data.windows.micro_batches import MicroBatches
 from weft.testing import largest_difference, run_ranks
 
 

@@ -1,18 +1,14 @@
 """Batches: how they are read, split over the ranks, put together and grouped into windows.
 
-split/              which rank reads which samples: the machinery of `shard_data`
-windows.py          groups of micro-batches, one for each optimizer step
-window_splitter.py  how a loader is split into them: the machinery of `accumulate_grads`
-window_sync.py      when its gradients are kept, and when they are reduced
-micro_batches.py    what a window reads from
-window_loader.py    a loader that yields them
-loader_copy.py      a loader with other settings
-worker_signals.py   workers end with their rank, not before it
-equal_cost.py       samples divided so that all ranks have equal costs
-collate.py          batches of samples of different lengths
-pack_collate.py     batches without padding: samples one after the other
-split_sequence.py   this rank's part of every sequence of a batch
-batch_size.py       global batch sizes, and the largest that fits
+split/             which rank reads which samples: the machinery of `shard_data`
+windows/           groups of micro-batches, one for each optimizer step: the machinery of `accumulate_grads`
+loader_copy.py     a loader with other settings
+worker_signals.py  workers end with their rank, not before it
+equal_cost.py      samples divided so that all ranks have equal costs
+collate.py         batches of samples of different lengths
+pack_collate.py    batches without padding: samples one after the other
+split_sequence.py  this rank's part of every sequence of a batch
+batch_size.py      global batch sizes, and the largest that fits
 """
 
 from weft.data.batch_size import BatchMath, batch_math, find_batch_size, split_between
@@ -22,8 +18,8 @@ from weft.data.split.read_plan import DataPlan
 from weft.data.split.sharded_loader import ShardedLoader
 from weft.data.split.stream_samples import SeekableStream
 from weft.data.split_sequence import split_sequence
-from weft.data.window_loader import Windows
-from weft.data.windows import Window
+from weft.data.windows.loader import Windows
+from weft.data.windows.window import Window
 
 __all__ = [
     "BatchMath",

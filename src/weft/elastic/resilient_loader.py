@@ -30,7 +30,7 @@ from weft.checkpoint.state.collect import Checkpoint
 from weft.checks import check_count
 from weft.context import DistContext
 from weft.data.split.sharded_loader import ShardedLoader
-from weft.data.windows import Window
+from weft.data.windows.window import Window
 from weft.elastic.join import give, put_in_place, take
 from weft.elastic.memory_copy import MemoryCopy
 from weft.elastic.requirements import check_program, facts_of_program

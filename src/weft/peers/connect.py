@@ -204,10 +204,13 @@ def not_connected(place: Topology, who: str, error: Exception | None, waited_s: 
     """What to raise if there is no store of a job at an address: with an error of torch, or none if nobody answers."""
     held = error is None or "EADDRINUSE" in str(error)
     said = f"something listens there and has said nothing for {waited_s:g} s" if error is None else str(error)
-    found = f"{place.master_addr}:{place.master_port} ({place.source}), from {interface_to(place.master_addr)}: "
-    return ContextError(
-        f"{who or f'start: rank {place.rank} of {place.world_size}'} cannot connect to the others of its job",
-        found=found + said.splitlines()[0] + ("; another program has this port" if held else ""),
-        expected=f"a port for this job alone, at which the first rank or node listens within {waited_s:g} s",
-        fix="another port, in --rdzv or MASTER_PORT, on all nodes; then check that every rank was launched",
-    )
+    at = f"{place.master_addr}:{place.master_port}"
+    found = f"{at} ({place.source}), from {interface_to(place.master_addr)}: {said.splitlines()[0]}"
+    expected = f"all ranks of the job there within {waited_s:g} s"
+    fix = f"see that every rank was launched, all with this address; weft doctor --rdzv {at}"
+    if held:
+        found += "; another program has this port"
+        expected = f"a port for this job alone, at which the first rank or node listens within {waited_s:g} s"
+        fix = "another port, in --rdzv or MASTER_PORT, on all nodes"
+    who = who or f"start: rank {place.rank} of {place.world_size}"
+    return ContextError(f"{who} cannot connect to the others of its job", found=found, expected=expected, fix=fix)

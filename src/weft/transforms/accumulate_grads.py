@@ -2,9 +2,6 @@
 
 A window is a value: it has a length, can be asked for the number of tokens in it over all ranks,
 and knows which of its micro-batches is the last. Nothing outside it changes.
-
-windows.py  a window, and how a loader is cut
-loaders.py  loaders that yield windows and know their position
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ from weft.checks import check_choice
 from weft.completeness import find_loaders, incomplete
 from weft.context import DistContext
 from weft.contract import GradSync, StepsApart, gradient_axes, offered, transform
-from weft.data.window_loader import Windows, known_length, windowed
-from weft.data.window_splitter import Remainder, Steps, WindowSplitter, check_steps
-from weft.data.window_sync import Reduce, WindowSync
-from weft.data.windows import Window
+from weft.data.windows.loader import Windows, known_length, windowed
+from weft.data.windows.splitter import Remainder, Steps, WindowSplitter, check_steps
+from weft.data.windows.sync import Reduce, WindowSync
+from weft.data.windows.window import Window
 from weft.engines.torch.stepping.backward_step import check_has_gradients
 from weft.errors import type_error, value_error
 

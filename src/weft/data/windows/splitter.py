@@ -9,9 +9,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from weft.checks import check_count
 from weft.data.loader_copy import Size
-from weft.data.micro_batches import MicroBatches, Planned, raise_untrue_length
-from weft.data.window_sync import WindowSync
-from weft.data.windows import Window
+from weft.data.windows.micro_batches import MicroBatches, Planned, raise_untrue_length
+from weft.data.windows.sync import WindowSync
+from weft.data.windows.window import Window
 from weft.errors import ContractError
 
 __all__ = ["Remainder", "Steps", "WindowSplitter", "check_steps", "unfinished"]

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from weft.data.micro_batches import MicroBatches
-from weft.data.window_sync import WindowSync
+from weft.data.windows.micro_batches import MicroBatches
+from weft.data.windows.sync import WindowSync
 from weft.errors import ContractError, listed, message, warn
 from weft.metrics import Count, per_rank, samples_of_all, total_count
 from weft.tensors.nested import tensors

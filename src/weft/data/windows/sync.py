@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from weft.context import DistContext
 from weft.contract import GradSync, ScattersGradients
-from weft.data.micro_batches import MicroBatches
+from weft.data.windows.micro_batches import MicroBatches
 
 __all__ = ["Reduce", "WindowSync"]
 

@@ -1,4 +1,4 @@
-"""Loaders that yield windows, over loaders of any kind; see [Note: position in windows] in windows.py."""
+"""Loaders that yield windows, over loaders of any kind; see [Note: position in windows] in window.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from weft.checks import check_count
 from weft.contract import Stateful
 from weft.data.loader_copy import Extension, Seekable, Size, extended_copy, length_of
-from weft.data.window_splitter import WindowSplitter, unfinished
-from weft.data.windows import Window
+from weft.data.windows.splitter import WindowSplitter, unfinished
+from weft.data.windows.window import Window
 from weft.errors import ContractError
 from weft.tensors.nested import rows_of
 
