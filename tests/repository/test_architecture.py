@@ -283,6 +283,7 @@ ENVIRONMENT = {
     "weft/cli/explain.py",  # tells what is in it
     "weft/cli/doctor.py",  # checks it
     "weft/engines/deepspeed/library.py",  # puts back what DeepSpeed changes, and lends what it reads
+    "weft/context/shutdown.py",  # takes back the note for subprocesses that start.py left there
     "weft/rehearsal/script.py",  # sets what a launcher would, ...
     "weft/rehearsal/rehearse.py",  # ... and puts back what a program has set
     "weft/testing/laws.py",  # law 7 compares it

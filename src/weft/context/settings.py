@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from weft.environments.joined import JOINED_VARIABLE
 from weft.errors import ContextError, listed
 from weft.peers.board import SECRET_VARIABLE
 from weft.peers.replica_groups import REPLICA_VARIABLE
@@ -146,7 +147,8 @@ def resolve(
         ContextError: A variable cannot be read, is unknown, or a value is out of range.
     """
     known = {CONFIG_VARIABLE, SECRET_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
-    unknown = sorted(name for name in env if name.startswith("WEFT_") and name not in {REPLICA_VARIABLE, *known})
+    internal = {REPLICA_VARIABLE, JOINED_VARIABLE}
+    unknown = sorted(name for name in env if name.startswith("WEFT_") and name not in known | internal)
     if unknown:
         raise ContextError(
             f"start: the environment has {listed(unknown)}, which has no effect",

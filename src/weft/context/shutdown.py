@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.environments.joined import forget_joined
 from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
@@ -207,6 +208,7 @@ def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | N
 
 
 def _release(world: World) -> None:
+    forget_joined(os.environ)  # noqa: TID251
     for holder in list(world.holders):
         holder.release()
     world.meshes.clear()

@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing.util
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -28,11 +29,12 @@ from weft.context.settings import CONFIG_VARIABLE, Settings, check_same_settings
 from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, Spmd, engine_for
 from weft.environments import Topology, topology
+from weft.environments.joined import is_inside_a_rank, note_joined
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.board import SECRET_VARIABLE, Board
 from weft.peers.connect import open_store, reach
-from weft.peers.liveness import announce
+from weft.peers.liveness import announce, check_first
 from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.straggler_watch import watch
@@ -41,6 +43,7 @@ from weft.version import __version__
 
 __all__ = ["adopt", "launched", "local", "start"]
 
+_made_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # a fork has the group of its rank
 _Mesh = tuple[tuple[tuple[str, int], ...], tuple[str, ...]]  # the axes with their sizes, and the names of the data axes
 
 
@@ -66,8 +69,12 @@ def start(
 
     If the program initialised torch.distributed already, that group is adopted (see `adopt`).
 
+    A process that a rank starts, such as an evaluation script, has the environment of the rank, and a context of its
+    own: one rank, on the device of the rank that started it. The variable `WEFT_JOINED` says so, until the rank has
+    left. What another launcher starts inside of a rank joins its own job.
+
     Changes: creates torch's default process group; makes the device of this rank, if it is an accelerator,
-    the current one.
+    the current one; sets `WEFT_JOINED` in `os.environ` until the context is closed, if there are several ranks.
     Collectives: the rendezvous; one group per mesh axis if there are several.
 
     Args:
@@ -91,7 +98,8 @@ def start(
         The context; use it as `with weft.start() as ctx:` so that the job ends cleanly.
 
     Raises:
-        ContextError: The environment contradicts itself or the arguments, or the file cannot be used.
+        ContextError: The environment contradicts itself or the arguments, the file cannot be used, or this rank was
+            started before.
         PeerError: Another rank did not arrive within `timeout_s`.
 
     Example:
@@ -106,13 +114,13 @@ def start(
         timeout_s=timeout_s, seed=seed, debug=debug,
     )  # fmt: skip
     if elastic is not None:
-        if dist.is_available() and dist.is_initialized():
+        if _initialized():
             check_not_pretended("start: an elastic job", dist.group.WORLD, 'weft.start(mesh={"replica": -1})')
         return _replica(place, settings, elastic, engine)
-    if dist.is_available() and dist.is_initialized():
+    if _initialized():
         return _adopted(dist.group.WORLD, None, settings, engine)
     chosen = engine or engine_for(settings.device)
-    where = chosen.device(settings.device, place.local_rank, place.world_size)
+    where = chosen.device(settings.device, _in_environment().local_rank, place.world_size)
     chosen, mesh_of_ranks = _on_mesh(chosen, settings.mesh, settings.data_axes, place.world_size)
     chosen.select(where)
     world = World(ranks=tuple(range(place.world_size)), rank=place.rank, timeout_s=settings.timeout_s)
@@ -168,10 +176,10 @@ def adopt(
         0 1
         >>> dist.destroy_process_group()
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _initialized():
         raise ContextError(
             "adopt: there is no process group to adopt",
-            found="torch.distributed is not initialised",
+            found="torch.distributed is not initialised in this process",
             expected="a program that called torch.distributed.init_process_group",
             fix="with weft.start() as ctx: ...",
         )
@@ -226,9 +234,24 @@ def launched() -> Topology:
     """The place of this process, as a launcher left it in the environment.
 
     Returns:
-        One process alone, if there was no launcher.
+        One process alone, if there was no launcher, or a rank started this process.
     """
+    place = _in_environment()
+    if not is_inside_a_rank(os.environ):
+        return place
+    return Topology(source=f"a process that rank {place.rank} of {place.world_size} started")
+
+
+def _in_environment() -> Topology:
+    """What the environment says, of this process or the rank that started it."""
     return topology(os.environ, read_file=lambda path: Path(path).read_text(encoding="utf-8"))
+
+
+def _initialized() -> bool:
+    """Whether torch.distributed has a default group here; that of a rank which this process was forked from is not."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return _made_in.get(dist.group.WORLD, os.getpid()) == os.getpid()
 
 
 def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | None) -> DistContext:
@@ -250,7 +273,7 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     facts = _replica_facts()
     board = _board_of_replicas(place, settings, size, facts) if place.world_size > 1 or facts else None
     chosen = engine or engine_for(settings.device)
-    where = chosen.device(settings.device, place.local_rank, place.world_size)
+    where = chosen.device(settings.device, _in_environment().local_rank, place.world_size)
     inner = dict(axes[1:]) or {"data": 1}
     data_axes = None if settings.data_axes is None else [name for name in settings.data_axes if name != axis]
     chosen, mesh_of_ranks = _on_mesh(chosen, inner, data_axes, size)
@@ -265,13 +288,15 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     replicas = ReplicaGroup(board, name, most, world, device, facts)
     world.holders.add(replicas)
     world.on_close = replicas.part
+    if facts:
+        note_joined(os.environ)
     multiprocessing.util.Finalize(None, shutdown.close_at_exit, args=(world,), exitpriority=0)
     return replace(_context(one, world, mesh_of_ranks, chosen, where, settings), replicas=replicas)
 
 
 def _replica_facts() -> dict[str, Any]:
     """What the launcher of an elastic job has to say to this process; nothing, if that is no replica."""
-    text = os.environ.get(REPLICA_VARIABLE, "")
+    text = "" if is_inside_a_rank(os.environ) else os.environ.get(REPLICA_VARIABLE, "")
     return dict(json.loads(text)) if text else {}
 
 
@@ -299,7 +324,11 @@ def _resolved(place_source: str, config: str | Path | None, **arguments: object)
     """The settings of all layers: arguments, environment, and the file if one is named."""
     path = config if config is not None else os.environ.get(CONFIG_VARIABLE, "")
     found = read_config(path) if str(path) else None
-    return resolve(arguments, os.environ, place_source, ("", {}) if found is None else (found.path, found.start))
+    settings = resolve(arguments, os.environ, place_source, ("", {}) if found is None else (found.path, found.start))
+    if is_inside_a_rank(os.environ):  # the environment and the file have the mesh of the job
+        given: dict[str, Any] = {name: arguments.get(name) for name in ("mesh", "data_axes")}
+        settings = settings._replace(**given)
+    return settings
 
 
 def _store(place: Topology, settings: Settings, *, serves: bool) -> dist.Store:
@@ -334,6 +363,7 @@ def _connect(
     board = _board(store, settings, server=-1 if place.store_served else 0)
     board = board.below(f"weft/{run}/{place.attempt}")
     world.store = board.below("board")
+    check_first(world)
     watch(world)
     with world.store.limited(2 * settings.timeout_s):  # torch waits for the ranks and then for their connections
         dist.init_process_group(
@@ -347,8 +377,15 @@ def _connect(
     world.group = dist.group.WORLD
     world.owner = True
     world.serves_store = serves
+    _joined(world)
     announce(world)
     atexit.register(shutdown.close_at_exit, world)
+
+
+def _joined(world: World) -> None:
+    """Tell what this process starts, or what is forked from it, that its place in the job is taken."""
+    _made_in[world.group] = os.getpid()
+    note_joined(os.environ)
 
 
 def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -> DistContext:
@@ -400,6 +437,7 @@ def _adopted(
         number = board.add(f"{ranks[0]}-{len(ranks)}/{me}", 1)
         world.store = Board(dist.PrefixStore(f"{ranks[0]}-{len(ranks)}/{number}", board), limit_s=timeout_s)
         watch(world)
+        _joined(world)
         announce(world)
         place = _place_by_hosts(world)
     bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)

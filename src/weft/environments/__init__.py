@@ -12,6 +12,7 @@ hosts.py       lists of hosts
 facts.py       variables as numbers and texts
 topology.py    the result
 cores.py       the cores of this machine that may be used
+joined.py      whether they are meant for this process, or for the rank that started it
 parent.py      a process that ends with the one that started it
 """
 

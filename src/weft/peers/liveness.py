@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from weft.errors import PeerError, listed
+from weft.errors import ContextError, PeerError, listed
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import listening_ports
 from weft.peers.world import STUCK_S, World, arrives
@@ -21,6 +21,7 @@ __all__ = [
     "announce",
     "blame",
     "check_failed",
+    "check_first",
     "culprit",
     "exception_text",
     "failure_at",
@@ -45,6 +46,19 @@ def announce(world: World) -> None:
     if world.store is not None:
         me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
         world.store.write(f"peer/{world.rank}", me)
+
+
+def check_first(world: World) -> None:
+    """Raise if another process was this rank before, or is: the others would wait for connections to both."""
+    key = f"peer/{world.rank}"
+    if world.store is not None and world.store.has(key):
+        first = world.store.read(key, "host", "pid")
+        raise ContextError(
+            f"start: rank {world.rank} of this job has been started before",
+            found=f"process {first['pid']} on {first['host']}",
+            expected="each rank started once for each launch",
+            fix="weft.local() in a process that a rank starts; one weft.start() for all of a program",
+        )
 
 
 def absent(world: World) -> tuple[int, str] | None:
