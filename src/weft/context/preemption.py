@@ -19,6 +19,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -29,12 +30,11 @@ from weft.context.distcontext import DistContext
 from weft.errors import ContractError, listed, value_error
 from weft.peers.agreement import wait_for_key
 from weft.peers.board import StoreLost
-from weft.peers.world import PREEMPTED, World
+from weft.peers.world import PREEMPTED, SAME_SIGNAL_S, World
 
 __all__ = ["Preemption", "on_preemption"]
 
 _PERIOD_S = 0.5
-_SAME_S = 1.0  # a scheduler and a launcher may send the same signal both, one right after the other
 
 
 def on_preemption(ctx: DistContext, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> Preemption:
@@ -180,7 +180,7 @@ class Preemption:
         if not self._signal:
             self._signal = f"{signal.Signals(number).name} on rank {self._world.rank}"
             self._signal_s = now
-        elif now - self._signal_s > _SAME_S:
+        elif now - self._signal_s > SAME_SIGNAL_S:
             self._restore()
             signal.raise_signal(number)
 
@@ -235,6 +235,7 @@ class Preemption:
     def release(self) -> None:
         """Watch no more: give the signals back to what handled them before. Idempotent.
 
+        A program that is ending by `SystemExit(preempted.exit_code)` keeps ignoring a signal that comes twice.
         The other ranks will not wait for this one, and will not stop either.
         """
         if self._end.is_set():
@@ -244,6 +245,10 @@ class Preemption:
             self._answer(leaving=True)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _PERIOD_S)
+        # The same signal may come once more while the program ends as the first one asked.
+        leaving = sys.exc_info()[1]
+        if isinstance(leaving, SystemExit) and leaving.code == self.exit_code:
+            return
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._restore()
 

@@ -6,16 +6,23 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic import multiprocessing
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.api import (
+    MultiprocessContext,
+    RunProcsResult,
+    SignalException,
+    _terminate_process_handler,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -35,7 +42,7 @@ from weft.launching.failures import PREEMPTED_TEXT, Ending, earlier_tracebacks, 
 from weft.launching.plan import Plan
 from weft.launching.rank_main import ROUND
 from weft.peers.connect import interface_to, is_here, listen_at, not_connected, store_of_launcher
-from weft.peers.world import PREEMPTED
+from weft.peers.world import PREEMPTED, SAME_SIGNAL_S
 
 __all__ = ["supervise"]
 
@@ -103,6 +110,23 @@ class _Ranks(MultiprocessContext):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.left: dict[int, int] = {}
+        self._signal_s: float | None = None
+
+    def start(self) -> None:
+        """Start them; from then on, a signal to this process ends them."""
+        super().start()
+        for each in signal.valid_signals():
+            if signal.getsignal(each) is _terminate_process_handler:
+                signal.signal(each, self.on_signal)
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """End the ranks, once; a signal that comes later is passed on."""
+        # torch's handler raises each time, also out of what is done about the first signal.
+        if self._signal_s is None or number == signal.SIGINT:  # who presses Ctrl-C again is in a hurry
+            self._signal_s = time.monotonic()
+            _terminate_process_handler(number, frame)
+        elif time.monotonic() - self._signal_s > SAME_SIGNAL_S:
+            self._send(number)
 
     def _poll(self) -> RunProcsResult | None:
         # torch waits for the return value of each, which such a rank never sends.
@@ -122,9 +146,12 @@ class _Ranks(MultiprocessContext):
 
     def _wake(self) -> None:
         """All are about to be ended; one that is stopped would not see it, and be waited for."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
         for pid in self.pids().values() if self._pc is not None else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, number)
 
 
 @contextlib.contextmanager
@@ -141,6 +168,9 @@ def _own_ranks(started: list[_Ranks]) -> Iterator[None]:
         yield
     finally:
         module.MultiprocessContext = before
+        for each in signal.valid_signals():
+            if getattr(signal.getsignal(each), "__func__", None) is _Ranks.on_signal:
+                signal.signal(each, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 
 def _store_at(address: str, port: int, *, serves: bool, **more: Any) -> dist.TCPStore:

@@ -66,12 +66,13 @@ def supervise_replicas(plan: Plan, here: LocalNode, secret: str) -> Ending:
         here.joins(name := secrets.token_hex(8), host, store.port)
         messages = Messages(Board(store, limit_s=_ANSWER_S, secret=secret).below(STORE), plan.replica_ranks)
         job = _Job(plan, here, messages, Nodes(plan, messages, name))
-    before = {number: signal.signal(number, job.pass_on) for number in _PASSED_ON}
+    for number in _PASSED_ON:
+        signal.signal(number, job.pass_on)
     try:
         return job.run()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in _PASSED_ON:
+            signal.signal(number, signal.SIG_IGN)  # nothing is left to end but this process, which has an exit code
 
 
 def _serve(plan: Plan, host: str, port: int) -> dist.TCPStore | None:
