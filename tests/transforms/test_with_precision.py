@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.variants import slow
 from weft import Precision
+from weft.engines.torch.amp.graph_walk import running_backward
 from weft.precision import LossScaling
 from weft.testing import largest_difference, run_ranks
 
@@ -636,6 +637,27 @@ def test_threads_may_call_one_module():
     _loss(plain).backward()
     _loss(model).backward()
     assert _error(_grads(model), _grads(plain)) < 1e-2
+
+
+def test_to_find_the_backward_pass_from_another_thread_keeps_no_graph():  # hooks run in one on an accelerator
+    seen = []
+
+    def look(_):
+        thread = threading.Thread(target=lambda: seen.append(running_backward().retains_graph))
+        thread.start()
+        thread.join()
+
+    output = torch.ones(2, requires_grad=True) * 2
+    output.register_hook(look)
+    loss = output.sum()
+    graph = weakref.ref(loss)
+    gc.disable()
+    try:
+        loss.backward(retain_graph=True)
+        del loss
+        assert seen == [True] and graph() is None
+    finally:
+        gc.enable()
 
 
 # -- optimizers made before --------------------------------------------------------------------------

@@ -88,8 +88,9 @@ def running_backward() -> Running:
     """
     found = _engine_call(sys._getframe(1))  # not of this function: a frame that holds itself is a cycle
     if found is None:
-        others = (frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident())
-        found = next((call for call in map(_engine_call, others) if call is not None), {})
+        others = sys._current_frames()
+        del others[threading.get_ident()]  # for the same reason; the cycle would keep the graph, too
+        found = next((call for call in map(_engine_call, others.values()) if call is not None), {})
     return _read(found)
 
 
