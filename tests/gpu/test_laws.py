@@ -15,11 +15,14 @@ from tests.laws.table import (
     HYBRID,
     REPLICATE,
     SHARD,
+    STAGES,
     TABLE,
+    TENSOR,
     ZERO1,
     ZERO2,
     ZERO3,
     compile_it,
+    needs_torch,
 )
 from weft.testing import laws
 
@@ -37,14 +40,23 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def _needs(row):
-    needs(*(SHARDED if {row.name} & {one.name for one in (FULLY, HYBRID, ZERO1, ZERO2, ZERO3)} else REPLICATED))
+# What they send while they train: DTensor gathers outputs, torch's schedules send what leaves a stage.
+WHILE_TRAINING = {TENSOR.name: "functional all_gather", STAGES.name: "send"}
+
+
+def _needs(row, law="ranks_equal_reference"):
+    if law != "one_rank_changes_nothing":
+        needs_torch(row)
+    names = {row.name, *(one.name for one in row.needs)}
+    needs(*(SHARDED if names & {one.name for one in (FULLY, HYBRID, ZERO1, ZERO2, ZERO3)} else REPLICATED))
+    if row.name in WHILE_TRAINING and law in ("ranks_equal_reference", "leaves_no_trace"):
+        needs(WHILE_TRAINING[row.name])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("law", LAWS)
 def test_law(law, row):
-    _needs(row)
+    _needs(row, law)
     laws.LAWS[law](row)
 
 

@@ -8,7 +8,9 @@ import pathlib
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import weft
 from weft.testing.law_job import Model
@@ -170,7 +172,7 @@ def hook(parts: Parts, ctx, **options):
 
 
 def put_in_place(parts: Parts, ctx, **options):
-    parts.module, ctx = weft.place(parts.module, ctx, **{"plan": {"cpu": None}, **options})
+    parts.module, ctx = weft.place(parts.module, ctx, **{"plan": {str(ctx.device): None}, **options})
     return ctx
 
 
@@ -424,6 +426,17 @@ TABLE = [
     FULLY, HYBRID, EXPERTS, TENSOR, STAGES, ZERO1, ZERO2, ZERO3, GATHER, RECOMPUTE, HOOKED, COMPILED, CONTEXT, AVERAGE,
     LOCAL, INSIDE, PLACED,
 ]  # fmt: skip
+# The oldest torch with which a row runs on several ranks.
+LEAST_TORCH = {INSIDE.name: "2.13"}
+
+
+def needs_torch(row):
+    """Skip the test, with the reason, if torch is too old for a row on several ranks."""
+    least = LEAST_TORCH.get(row.name, "0")
+    if TorchVersion(torch.__version__) < least:
+        pytest.skip(f"{row.name} needs torch {least} or newer, and this is {torch.__version__}")
+
+
 # Pairs: the options of the first transforms with each other, and one of each of those with the others.
 OPTIONS = [SHARD, REPLICATE, FLAT, FP32, BF16, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]
 ONE_OF_EACH = [SHARD, REPLICATE, FP16_MODULE, ACCUMULATE, NORMS, CUSTOM]

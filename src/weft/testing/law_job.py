@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from weft.collectives import reduce
+from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
 from weft.context.placement import to_device
 from weft.contract import GradSync, KeepsParameters, applied_to, gradient_axes, offered, part_axes
@@ -201,7 +201,7 @@ def train(ctx: DistContext, rows: Sequence[Row], job: Job) -> list[torch.Tensor]
     with contextlib.ExitStack() as stack:
         for offer in offered(parts.module, KeepsParameters):
             stack.enter_context(offer.gathered(write=False))
-        return [_whole(p).to("cpu", copy=True) for p in parts.module.parameters()]
+        return [_whole(p, ctx) for p in parts.module.parameters()]
 
 
 def _part(batch: Any, ctx: DistContext) -> Any:
@@ -210,11 +210,17 @@ def _part(batch: Any, ctx: DistContext) -> Any:
     return split_sequence(batch, ctx, axis=axes[0]) if axes else batch
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, also if it is sharded over the ranks; then all of them have to ask."""
-    whole: Any = tensor.detach()
-    found: torch.Tensor = whole.full_tensor() if dtensor.is_sharded(whole) else whole
-    return found
+def _whole(tensor: torch.Tensor, ctx: DistContext) -> torch.Tensor:
+    """A copy of all of a tensor on the CPU, also if it is sharded over the ranks; then all of them have to ask."""
+    cut: Any = tensor.detach()
+    if not dtensor.is_sharded(cut):
+        return cut.to("cpu", copy=True)
+    # Not by full_tensor: its all-gather over gloo reads memory of a device as if it were the host's, and crashes.
+    _, mine = dtensor.block_of(cut.shape, cut.device_mesh, cut.placements)
+    whole = torch.empty(cut.shape, dtype=cut.dtype)
+    for offsets, block in gather_objects((mine, dtensor.local(cut).cpu()), ctx):
+        whole[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))] = block
+    return whole
 
 
 def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor, total: float) -> torch.Tensor:
