@@ -99,7 +99,8 @@ def test_shards_of_two_ranks_are_restored_bitwise_and_at_one_rank(tmp_path):
 def test_batches_come_ahead_from_pinned_memory_on_a_stream_of_their_own():
     data = torch.arange(12 * 2**20 if not DRY else 12, dtype=torch.float32).view(12, -1)
     loader, ctx = weft.shard_data(DataLoader(TensorDataset(data), batch_size=2), here())
-    matrix = torch.randn(2048 if not DRY else 8, 2048 if not DRY else 8, device=DEVICE)
+    edge = 8 if DRY else 4096  # work for longer than the host takes to put a batch together
+    matrix = torch.randn(edge, edge, device=DEVICE)
     kinds = [ProfilerActivity.CPU] if DRY else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     sums = []
     with profile(activities=kinds) as traced:
