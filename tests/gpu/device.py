@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_tensor
+import torch.distributed._functional_collectives as functional
 
 from weft.testing import RanksFailed, run_ranks
 
@@ -29,7 +29,8 @@ def _call(ctx, operation):
     elif operation == "send":
         dist.send(ones, 1) if ctx.rank == 0 else dist.recv(ones, 0)
     elif operation == "functional all_gather":
-        ones = all_gather_tensor(ones, 0, dist.group.WORLD)
+        gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+        ones = gather(ones, 0, dist.group.WORLD)
     else:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(torch.empty(4 // n, device=ctx.device), ones, op=dist.ReduceOp.AVG)

@@ -212,9 +212,9 @@ def _part(batch: Any, ctx: DistContext) -> Any:
 
 def _whole(tensor: torch.Tensor, ctx: DistContext) -> torch.Tensor:
     """A copy of all of a tensor on the CPU, also if it is sharded over the ranks; then all of them have to ask."""
+    if not dtensor.is_sharded(tensor):
+        return tensor.detach().to("cpu", copy=True)
     cut: Any = tensor.detach()
-    if not dtensor.is_sharded(cut):
-        return cut.to("cpu", copy=True)
     # Not by full_tensor: its all-gather over gloo reads memory of a device as if it were the host's, and crashes.
     _, mine = dtensor.block_of(cut.shape, cut.device_mesh, cut.placements)
     whole = torch.empty(cut.shape, dtype=cut.dtype)
