@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
         description="Check versions, devices, environment, network and disk, then work on N ranks: an all-reduce, "
         "steps with fully_shard, a checkpoint. Exit code 0 if all is well, else 1.",
     )
-    sub.add_argument("-n", "--nproc", type=int, default=2, help="ranks (default 2)")
+    sub.add_argument("-n", "--nproc", type=int, help="ranks (default 2, or 1 where there is one accelerator)")
     sub.add_argument("--rdzv", metavar="HOST:PORT", help="see whether the first node can be reached")
     sub.add_argument("--folder", type=Path, help="of checkpoints, such as a shared file system; default: temporary")
     sub.add_argument("--limit-s", type=float, default=_LIMIT_S, help="seconds for the work on N ranks")
@@ -89,7 +89,9 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     yield check_network(options.rdzv)
     yield from check_nccl(os.environ, [name for _, name in socket.if_nameindex()])  # noqa: TID251  (as above)
     yield _disk(options.folder)
-    yield from _ranks(options.nproc, options.folder, options.limit_s)
+    number = torch.accelerator.device_count() if torch.accelerator.is_available() else 2
+    ranks = min(2, number) if options.nproc is None else options.nproc  # NCCL wants a device for each rank
+    yield from _ranks(ranks, options.folder, options.limit_s)
 
 
 def _versions() -> Verdict:
