@@ -72,12 +72,12 @@ def _nothing(ctx):
 
 def _state():
     return {
-        # torch 2.9 sets one of these when it compiles for the first time
-        # Left behind by libraries: by inductor, and by Accelerate, which DeepSpeed and PEFT import.
+        # Left behind by libraries: by inductor when it compiles for the first time, and by Accelerate, which DeepSpeed
+        # and PEFT import.
         "environment": {
             name: text
             for name, text in os.environ.items()
-            if not name.startswith("TORCHINDUCTOR_") and name != "PYTORCH_NVML_BASED_CUDA_CHECK"
+            if not name.startswith(("TORCHINDUCTOR_", "TRITON_", "PYTORCH_NVML_BASED_CUDA_CHECK"))
         },
         "default dtype": torch.get_default_dtype(),
         "default device": torch.empty(0).device,

@@ -252,8 +252,10 @@ def _train_once(parts: Parts, job: Job, ctx: DistContext) -> None:
 
 def _process_state() -> dict[str, object]:
     return {
-        # torch 2.9 sets one of these when it compiles for the first time
-        "environment": {name: text for name, text in os.environ.items() if not name.startswith("TORCHINDUCTOR_")},
+        # inductor sets some of these when it compiles for the first time
+        "environment": {
+            name: text for name, text in os.environ.items() if not name.startswith(("TORCHINDUCTOR_", "TRITON_"))
+        },
         "torch random state": torch.get_rng_state().tolist(),
         "python random state": random.getstate(),
         "numpy random state": [np.asarray(part).tolist() for part in np.random.get_state()],
