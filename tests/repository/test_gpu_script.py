@@ -88,6 +88,15 @@ def test_the_page_shows_ratios_and_what_failed():
     assert page.count("- b") == 1 and "it had no time left" in page
 
 
+def test_a_part_that_is_ended_says_which_tests_had_ended():
+    ended = "[gw0] [ 33%] PASSED test_a.py::test[a b] \n[gw10] [ 66%] FAILED test_a.py::test_b \n"
+    found = _script().outcomes(ended + "\nended after its limit of 9 s\n")
+    assert found["counts"] == {"passed": 1, "failed": 1} and found["passed"] == ["test_a.py::test[a b]"]
+    assert found["failed"] == ["test_a.py::test_b"] and not found["skipped"]
+    found = _script().outcomes(ended + "FAILED test_a.py::test_b - why\n=== 1 failed, 1 passed in 2.00s ===\n")
+    assert found["counts"] == {"passed": 1, "failed": 1} and found["failed"] == ["test_a.py::test_b - why"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_dry_run_passes(tmp_path):
