@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import weft.cli
-from weft.cli.doctor import _NEXT, _devices, _disk, _versions, check_environment, check_nccl, check_network, numa_nodes
+from weft.cli.doctor import (
+    _NEXT,
+    Verdict,
+    _devices,
+    _disk,
+    _versions,
+    check_environment,
+    check_nccl,
+    check_network,
+    numa_nodes,
+)
 from weft.cli.rank_checks import CHECKS
 
 
@@ -112,6 +122,17 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_an_old_torch_is_named(monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.8.1+cpu")
     assert _versions().state == "FAIL" and _versions().step == "pip install 'torch>=2.9'"
+
+
+@pytest.mark.parametrize(("devices", "given", "ranks"), [(0, [], 2), (1, [], 1), (8, [], 2), (1, ["-n", "4"], 4)])
+def test_ranks_of_their_own_device_are_started(monkeypatch, devices, given, ranks):
+    started = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setattr(weft.cli.doctor, "_devices", lambda: Verdict("devices", "ok", ""))
+    monkeypatch.setattr(weft.cli.doctor, "_ranks", lambda number, *_: iter(started.append(number) or ()))
+    weft.cli.main(["doctor", *given])
+    assert started == [ranks]
 
 
 def test_the_exit_code_tells(monkeypatch, capsys):
