@@ -229,7 +229,7 @@ def test_a_job_that_is_told_to_end_stops_after_the_step():
 
 @pytest.mark.skipif(DRY, reason="tests/cli/test_doctor.py is the same on a CPU")
 def test_doctor_finds_the_device():
-    command = [sys.executable, "-m", "weft", "doctor"]
+    command = [sys.executable, "-m", "weft", "doctor", "--limit-s", "45"]  # beside other tests
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert torch.device(DEVICE).type in done.stdout

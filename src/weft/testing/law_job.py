@@ -218,7 +218,7 @@ def _whole(tensor: torch.Tensor, ctx: DistContext) -> torch.Tensor:
     # Not by full_tensor: its all-gather over gloo reads memory of a device as if it were the host's, and crashes.
     _, mine = dtensor.block_of(cut.shape, cut.device_mesh, cut.placements)
     whole = torch.empty(cut.shape, dtype=cut.dtype)
-    for offsets, block in gather_objects((mine, dtensor.local(cut).cpu()), ctx):
+    for offsets, block in gather_objects((mine, dtensor.local(cut)), ctx):
         whole[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))] = block
     return whole
 
