@@ -451,6 +451,58 @@ def test_no_rank_is_left_when_the_launcher_is_killed(tmp_path, kind):
         process.wait()
 
 
+PREEMPTED = """
+import pathlib, time, torch, weft
+with weft.start(device="cpu", elastic="replica" if ELASTIC else None) as ctx:
+    stop = weft.on_preemption(ctx)
+    steps = range(10**9)
+    if ELASTIC:
+        loader, ctx = weft.shard_data(torch.utils.data.DataLoader(range(10**6)), ctx)
+        model, ctx = weft.replicate(torch.nn.Linear(1, 1), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        state, ctx = weft.checkpointable({"model": model, "optimizer": optimizer, "loader": loader}, ctx)
+        steps = weft.resilient(loader, ctx, state=state)
+    for i, batch in enumerate(steps):
+        if ELASTIC:
+            model(batch.float()[:, None]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        time.sleep(0.002)
+        if i == 3 and (steps.leads if ELASTIC else ctx.is_main):
+            pathlib.Path("ready").touch()
+        if stop(i):
+            raise SystemExit(stop.exit_code)
+"""
+ENDED = "the job was asked to end and has ended"
+
+
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("again", ["at once", "at the end"])
+def test_the_same_signal_once_more_does_not_change_the_exit_code(tmp_path, again, elastic):
+    _write(tmp_path, "train.py", PREEMPTED.replace("ELASTIC", str(elastic)))
+    process = subprocess.Popen(
+        [*PROGRAM, "launch", "-n", "2", *(["--min-replicas", "1"] if elastic else []), "train.py"],
+        cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert until((tmp_path / "ready").exists, 60)
+        os.killpg(process.pid, signal.SIGTERM)  # as SLURM and systemd do; the launcher passes it on besides
+        error = ""
+        while again == "at the end" and ENDED not in error and process.poll() is None:
+            error += process.stderr.readline()
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            if again == "at once":
+                break
+        error += process.communicate(timeout=40)[1]
+        assert process.returncode == 75, error
+        assert ENDED in error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
 LEAVES = """
 import os, sys, threading, time
 if sys.argv[1] == "thread":
