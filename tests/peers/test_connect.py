@@ -132,6 +132,28 @@ def test_a_port_at_which_somebody_listens_and_says_nothing():
         assert time.monotonic() - begin < 10
 
 
+def test_a_port_that_the_first_rank_finds_taken():
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        place = Topology(rank=0, world_size=2, master_addr="127.0.0.1", master_port=held.getsockname()[1])
+        with pytest.raises(weft.errors.ContextError, match=r"(?s)rank 0 of 2.*another program has this port.*fix:"):
+            open_store(place, 5, serves=True)
+
+
+@pytest.mark.parametrize("elastic", [[], ["--min-replicas", "1"]])
+@pytest.mark.parametrize("node", [["--nnodes", "2", "--node-rank", "0"], ["--nnodes", "2"]])
+def test_a_port_that_the_first_node_finds_taken(monkeypatch, capsys, tmp_path, node, elastic):
+    (tmp_path / "x.py").touch()
+    monkeypatch.setattr(reaching, "_ANSWER_S", 0.5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # torch's launcher sets it
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        at = f"127.0.0.1:{held.getsockname()[1]}"
+        assert weft.cli.main(["launch", *node, *elastic, "--rdzv", at, str(tmp_path / "x.py")]) == 2
+    text = capsys.readouterr().err
+    assert f"cannot connect to the others of its job\n  found:    {at}" in text
+    assert "another program has this port" in text and "fix:      another port" in text
+
+
 @pytest.mark.parametrize(
     ("host", "bound"),
     [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("192.0.2.1", None), ("a-name", None), ("", None)],

@@ -72,14 +72,15 @@ def supervise(plan: Plan, target: Callable[..., None] | str, *arguments: Any, fo
     config = plan.torch_config()
     # torch's own listen at all addresses of this machine.
     rendezvous_handler_registry.register(_STATIC, _static_rendezvous)
-    rendezvous_handler_registry.register(_BACKEND, partial(_rendezvous, folder=folder, alone=plan.most_nodes == 1))
+    rendezvous_handler_registry.register(_BACKEND, _rendezvous)
     if config.rdzv_backend == "static":
         config = replace(config, rdzv_backend=_STATIC)
     else:
         # torch takes the name of the machine, which other machines often cannot resolve.
         host = config.rdzv_endpoint.rpartition(":")[0] if plan.most_nodes > 1 else "127.0.0.1"
         mine = host if is_here(host) else interface_to(host).rpartition(" ")[2]
-        config = replace(config, rdzv_backend=_BACKEND, local_addr=mine)
+        more = {"folder": folder, "alone": plan.most_nodes == 1}
+        config = replace(config, rdzv_backend=_BACKEND, local_addr=mine, rdzv_configs=config.rdzv_configs | more)
     started: list[_Ranks] = []
     try:
         with _own_ranks(started):
@@ -205,8 +206,9 @@ def _static_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     return handler  # type: ignore[no-any-return]
 
 
-def _rendezvous(parameters: RendezvousParameters, folder: Path, *, alone: bool) -> RendezvousHandler:
+def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     """The rendezvous of torch's agent. Of several nodes, it also reports to the ranks here how often these have met."""
+    folder, alone = parameters.config["folder"], parameters.config["alone"]
     store = dist.HashStore() if alone else _store_of_nodes(*parameters.endpoint.rpartition(":")[::2])
     handler: Any = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     meet = handler.next_rendezvous
