@@ -40,7 +40,7 @@ def _swapped(ctx, folder, save):
     return calls, own
 
 
-@pytest.mark.parametrize("save", [weft.save, weft.save_async])
+@pytest.mark.parametrize("save", [weft.save, pytest.param(weft.save_async, marks=pytest.mark.slow)])
 def test_they_see_what_is_saved_and_what_was_restored(tmp_path, save):
     for calls, own in run_ranks(_swapped, 2, tmp_path, save):
         assert calls == ["before save", "after save", "before restore", "after restore"]

@@ -392,7 +392,8 @@ if kind == "raises":
 """
 
 
-@pytest.mark.parametrize("kind", ["raises", pytest.param("fails", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raises", "fails"])
 def test_the_end_of_the_program_waits_and_tells_of_a_failure(tmp_path, kind):
     command = [sys.executable, "-c", _PROGRAM, kind, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

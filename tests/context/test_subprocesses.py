@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.variants import slow
 from weft.context.start import launched
 from weft.environments.joined import JOINED_VARIABLE, forget_joined, is_inside_a_rank, note_joined
 
@@ -20,7 +21,7 @@ def main(**more):
     with weft.start(device="cpu", timeout_s=30, **more) as ctx:
         return f"{ctx.rank} of {ctx.world_size}, {float(weft.reduce(torch.ones(1), ctx))}"
 if __name__ == "__main__":
-    print(main(), flush=True)
+    print(main() + "\\n", end="", flush=True)
 """
 OUTSIDE = """
 import multiprocessing, os, subprocess, sys
@@ -43,6 +44,10 @@ def run(*command, **env):
     text = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60)
     return text.stdout.strip() + text.stderr[-500:]
 
+def say(*words):  # at once: ranks share what they write to
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["own group"]:
         dist.init_process_group("gloo")
@@ -50,20 +55,21 @@ if __name__ == "__main__":
         me = f"{ctx.rank} of {ctx.world_size}"
         if ctx.rank == 0 or sys.argv[1:] == ["own group"]:
             inner = run("bash", "-c", f"{sys.executable} inside.py; true", WEFT_MESH="replica=2")
-            print(me, "shell", inner, flush=True)
+            say(me, "shell", inner)
         if ctx.rank == 0:
-            print(me, "fork", process("fork"), flush=True)
+            say(me, "fork", process("fork"))
         elif sys.argv[1:] != ["own group"]:
-            print(me, "spawn", process("spawn"), flush=True)
-            print(me, "again", "started before" in run(sys.executable, "inside.py", WEFT_JOINED=""), flush=True)
+            say(me, "spawn", process("spawn"))
+            if "again" in sys.argv:
+                say(me, "again", "started before" in run(sys.executable, "inside.py", WEFT_JOINED=""))
         total = weft.reduce(torch.ones(1), ctx)
-        print(me, "outer", float(total), flush=True)
+        say(me, "outer", float(total))
 """
 REPLICA = """
 import subprocess, sys, torch, weft
 with weft.start(device="cpu", elastic="replica") as ctx:
     if sys.argv[1:] == ["inside"]:
-        print(ctx.world_size, ctx.replicas.most, flush=True)
+        print(f"{ctx.world_size} {ctx.replicas.most}\\n", end="", flush=True)
         sys.exit()
     subprocess.run([sys.executable, sys.argv[0], "inside"], timeout=60, check=True)
     loader, ctx = weft.shard_data(torch.utils.data.DataLoader(range(4)), ctx)
@@ -97,14 +103,17 @@ def programs(tmp_path):
     return tmp_path
 
 
-def test_a_process_of_a_rank_has_a_world_of_its_own(programs):
-    command = [sys.executable, "-m", "weft", "launch", "-n", "2", "outside.py"]
+@pytest.mark.parametrize("more", [[], *slow(["again"])])
+def test_a_process_of_a_rank_has_a_world_of_its_own(programs, more):
+    command = [sys.executable, "-m", "weft", "launch", "-n", "2", "outside.py", *more]
     assert _run(command, programs) == [
         *("0 of 2 fork 0 of 1, 1.0", "0 of 2 outer 2.0", "0 of 2 shell 0 of 1, 1.0"),
-        *("1 of 2 again True", "1 of 2 outer 2.0", "1 of 2 spawn 0 of 1, 1.0"),
+        *(f"1 of 2 {one} True" for one in more),
+        *("1 of 2 outer 2.0", "1 of 2 spawn 0 of 1, 1.0"),
     ]
 
 
+@pytest.mark.slow
 def test_a_process_of_a_rank_that_made_the_group_itself(programs):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -124,6 +133,7 @@ def test_a_process_of_a_rank_that_made_the_group_itself(programs):
         assert out.splitlines() == [f"{rank} of 2 shell 0 of 1, 1.0", *fork, f"{rank} of 2 outer 2.0"]
 
 
+@pytest.mark.slow
 def test_a_process_of_a_replica_is_none(programs):
     command = [sys.executable, "-m", "weft", "launch", "-n", "2", "--min-replicas", "1", "replica.py"]
     assert _run(command, programs) == ["1 1", "1 1"]

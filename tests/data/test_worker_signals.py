@@ -71,6 +71,7 @@ def test_signals_that_come_to_workers_do_not_end_them_before_their_rank_is_done(
     assert run_ranks(_reads, 2, data, persistent, "fork") == [True, True]
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned_are_no_exception():
     assert _reads(weft.local(), Pids, True, "spawn")
 
@@ -99,7 +100,7 @@ if sys.argv[1] == "killed":
 """
 
 
-@pytest.mark.parametrize("end", ["ends", "killed"])
+@pytest.mark.parametrize("end", ["ends", pytest.param("killed", marks=pytest.mark.slow)])
 def test_a_worker_that_is_stuck_ends_with_its_rank(end):
     with subprocess.Popen([sys.executable, "-c", STUCK, end], stdout=subprocess.PIPE, text=True) as process:
         lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}

@@ -55,6 +55,7 @@ def test_nobody_who_ends_with_code_0_in_the_middle_has_done_the_work(tmp_path):
         pytest.param({"1.0": [4, "leave"], "0.0": [4, "exit0"], "2.0": [4, "raise"]}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_who_leaves_early_is_started_again(tmp_path, faults):
     code, text = Job(tmp_path, epochs=8, pause_s=0.03, faults=faults).ended()
     assert code == 0, text

@@ -80,6 +80,7 @@ _SAVES = textwrap.dedent("""
 KILLS = int(os.environ.get("KILLS", "10"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * KILLS)
 def test_kills_tear_nothing(store, tmp_path):
     script, saved = tmp_path / "saves.py", -1

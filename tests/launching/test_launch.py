@@ -476,8 +476,8 @@ with weft.start(device="cpu", elastic="replica" if ELASTIC else None) as ctx:
 ENDED = "the job was asked to end and has ended"
 
 
-@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("again", ["at once", "at the end"])
+@pytest.mark.parametrize("elastic", [False, *slow(True)])
+@pytest.mark.parametrize("again", [*slow("at once"), "at the end"])
 def test_the_same_signal_once_more_does_not_change_the_exit_code(tmp_path, again, elastic):
     _write(tmp_path, "train.py", PREEMPTED.replace("ELASTIC", str(elastic)))
     process = subprocess.Popen(

@@ -123,6 +123,7 @@ def _fails(how, folder=None):
 
 
 @PROC
+@pytest.mark.slow
 def test_the_exception_of_the_rank_that_failed_is_raised_here(tmp_path, capfd):
     started = time.monotonic()
     with pytest.raises(Refused, match="the data of rank 1 is bad") as caught:

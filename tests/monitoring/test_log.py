@@ -308,6 +308,7 @@ for how in ("raise", "exit", "_exit", "SIGTERM", "SIGKILL"):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="ends forks of one program in several ways")
+@pytest.mark.slow
 def test_nothing_is_lost_when_a_program_ends_or_is_killed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ENDS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=60

@@ -239,7 +239,7 @@ def process_state():
         dist.group.WORLD, dist.is_initialized() and dist.get_world_size(), dict(dist.Backend._plugins),
         list(dist.Backend.backend_list), list(dist.distributed_c10d._world.pg_names.values()), hooks,
         list(warnings.filters), sys.argv, sys.path, Path.cwd(), gc.isenabled(), gc.get_freeze_count() > 0,
-        threading.active_count(), torch.is_grad_enabled(), _get_current_dispatch_mode_stack(),
+        torch.is_grad_enabled(), _get_current_dispatch_mode_stack(),
         torch.overrides._get_current_function_mode_stack(), vars(torch.UntypedStorage).get("resize_"),
         torch.autocast.__init__, torch.amp.GradScaler.__init__, torch.utils.swap_tensors, FakeTensor.tolist,
         len(FakeTensorMode.cache), worker._worker_loop, torch.empty(1).untyped_storage().nbytes(),
@@ -258,7 +258,7 @@ def fails(ctx):
 
 @pytest.mark.parametrize("body", [sharded, fails])
 def test_the_process_is_as_before(body):
-    before = process_state()
+    before, threads = process_state(), set(threading.enumerate())
     if body is sharded:
         weft.rehearse(body, 16, mesh={"replica": 2, "shard": 8})
     else:
@@ -266,6 +266,7 @@ def test_the_process_is_as_before(body):
             weft.rehearse(body, 16)
         assert "rank 0 of 16, at tests/rehearsal/test_rehearse.py:" in caught.value.__notes__[0]
     assert process_state() == before
+    assert set(threading.enumerate()) <= threads  # one of an earlier test may end meanwhile
 
 
 def inside(ctx):

@@ -91,6 +91,7 @@ def _program(ctx, reduce):
     return step
 
 
+@pytest.mark.slow
 def test_replicas_are_asked_once_per_window_and_shards_in_every_backward():
     size = 3 * (16 + 4) * 8  # bytes of all gradients
     expected = {"last": (1, 1), "scatter": (3, 1), "every": (3, 3)}
