@@ -422,6 +422,7 @@ def _held_now():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_fifty_saves_hold_no_more_than_the_first_ones(tmp_path):
     def saves(ctx, folder):

@@ -112,6 +112,7 @@ def test_random_numbers_of_the_device_and_memory_are_as_before(monkeypatch):
     assert at_the_end == [None]  # gradients are gone when memory is given back
 
 
+@pytest.mark.slow
 def test_errors_of_another_kind_and_no_size():
     def wrong(size):
         raise RuntimeError("a bug")

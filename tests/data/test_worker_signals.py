@@ -100,7 +100,8 @@ if sys.argv[1] == "killed":
 """
 
 
-@pytest.mark.parametrize("end", ["ends", pytest.param("killed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["ends", "killed"])
 def test_a_worker_that_is_stuck_ends_with_its_rank(end):
     with subprocess.Popen([sys.executable, "-c", STUCK, end], stdout=subprocess.PIPE, text=True) as process:
         lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}

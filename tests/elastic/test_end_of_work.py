@@ -245,6 +245,7 @@ def test_a_break_out_of_a_step_that_has_failed_is_an_error():
 # -- strangers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_strangers_can_neither_end_a_job_nor_forge_its_messages(tmp_path):
     job = Job(tmp_path, replicas=2, epochs=10, pause_s=0.04, faults={"1.0": [40, signal.SIGKILL]})
     assert until(lambda: len(list(tmp_path.glob("*.used"))) == 2, LIMIT_S), job.text

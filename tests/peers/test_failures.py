@@ -204,6 +204,7 @@ def _kill(pid):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "where"),
     [

@@ -170,6 +170,7 @@ def test_experts_are_rehearsed_with_declared_choices_as_they_run():
     assert "choices among 4 are balanced" in found.assumed[0]
 
 
+@pytest.mark.slow
 def test_all_rows_on_one_rank_are_the_worst_case():
     mesh = {"data": 1, "expert": 2}
     even, worst, other = (

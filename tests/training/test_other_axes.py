@@ -435,6 +435,7 @@ def _train_mixtures(ctx):
     return {strategy: _train_mixture(ctx, strategy) for strategy in STRATEGIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param({"expert": 2}, marks=pytest.mark.slow), {"data": 2, "expert": 2}], ids=str
 )

@@ -433,6 +433,7 @@ def _sharded(ctx, shard, options):
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [pytest.param(_by_torch, marks=pytest.mark.slow), _by_weft])
 @pytest.mark.parametrize("options", [{"blocks": Block, "fullgraph": True}, *slow({})], ids=["blocks", "whole"])
 def test_units_of_fsdp2_are_gathered_outside_of_the_graphs(shard, options):

@@ -523,6 +523,7 @@ def together(ctx, sequence):
         return {name: whole(p) for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [True, *slow(False)])
 def test_with_precision_recompute_averages_and_compile(sequence):
     module, ctx = weft.with_precision(model(torch.float32), weft.local(), "bf16")
