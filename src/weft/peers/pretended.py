@@ -117,6 +117,9 @@ class PretendedGroup(_Group):  # type: ignore[misc]
         super()._set_group_name(name)
         self._name = name
 
+    def _get_sequence_number_for_group(self) -> int:
+        return 0  # nobody else is there to compare it with
+
     @property
     def pg_name(self) -> str:
         """Its name among torch's groups."""
