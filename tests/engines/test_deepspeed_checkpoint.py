@@ -327,8 +327,9 @@ def test_a_run_of_deepspeed_alone_goes_on_under_any_strategy(tmp_path):
     folder = tmp_path / "1" / "sgd"
     with pytest.raises(weft.errors.CheckpointError, match=r"no folder second(.|\n)*fix:"):
         weft.interop.import_deepspeed(folder, tmp_path / "out", tag="second")
-    with pytest.raises(weft.errors.CheckpointError, match=r"already(.|\n)*fix:"):
-        weft.interop.import_deepspeed(folder, tmp_path / "checkpoints" / "1" / "sgd")
+    weft.interop.import_deepspeed(folder, tmp_path / "checkpoints" / "1" / "sgd")  # the same once more
+    with pytest.raises(weft.errors.CheckpointError, match=r"another run(.|\n)*fix:"):
+        weft.interop.import_deepspeed(folder, tmp_path / "checkpoints" / "1" / "adamw")
     (path,) = sorted((folder / "first").glob("*rank_1*optim*"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(weft.errors.CheckpointError, match=r"cannot merge(.|\n)*fix:"):
