@@ -208,7 +208,8 @@ def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | N
 
 
 def _release(world: World) -> None:
-    forget_joined(os.environ)  # noqa: TID251
+    if world.joined:
+        forget_joined(os.environ)  # noqa: TID251
     for holder in list(world.holders):
         holder.release()
     world.meshes.clear()

@@ -25,7 +25,15 @@ from weft.context import shutdown
 from weft.context.config import read_config
 from weft.context.distcontext import DistContext
 from weft.context.rank_facts import rank_groups
-from weft.context.settings import CONFIG_VARIABLE, Settings, check_same_settings, mesh_axes, resolve, timeout_of
+from weft.context.settings import (
+    CONFIG_VARIABLE,
+    SETTINGS,
+    Settings,
+    check_same_settings,
+    mesh_axes,
+    resolve,
+    timeout_of,
+)
 from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, Spmd, engine_for
 from weft.environments import Topology, topology
@@ -289,7 +297,7 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     world.holders.add(replicas)
     world.on_close = replicas.part
     if facts:
-        note_joined(os.environ)
+        _joined(world)
     multiprocessing.util.Finalize(None, shutdown.close_at_exit, args=(world,), exitpriority=0)
     return replace(_context(one, world, mesh_of_ranks, chosen, where, settings), replicas=replicas)
 
@@ -324,11 +332,12 @@ def _resolved(place_source: str, config: str | Path | None, **arguments: object)
     """The settings of all layers: arguments, environment, and the file if one is named."""
     path = config if config is not None else os.environ.get(CONFIG_VARIABLE, "")
     found = read_config(path) if str(path) else None
-    settings = resolve(arguments, os.environ, place_source, ("", {}) if found is None else (found.path, found.start))
-    if is_inside_a_rank(os.environ):  # the environment and the file have the mesh of the job
-        given: dict[str, Any] = {name: arguments.get(name) for name in ("mesh", "data_axes")}
-        settings = settings._replace(**given)
-    return settings
+    environment, of_file = dict(os.environ), {} if found is None else dict(found.start)
+    if is_inside_a_rank(environment):
+        for name in ("mesh", "data_axes"):  # those of the job
+            environment.pop(SETTINGS[name].variable, None)
+            of_file.pop(name, None)
+    return resolve(arguments, environment, place_source, ("" if found is None else found.path, of_file))
 
 
 def _store(place: Topology, settings: Settings, *, serves: bool) -> dist.Store:
@@ -384,8 +393,10 @@ def _connect(
 
 def _joined(world: World) -> None:
     """Tell what this process starts, or what is forked from it, that its place in the job is taken."""
-    _made_in[world.group] = os.getpid()
+    if world.group is not None:
+        _made_in[world.group] = os.getpid()
     note_joined(os.environ)
+    world.joined = True
 
 
 def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -> DistContext:

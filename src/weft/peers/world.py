@@ -81,6 +81,7 @@ class World:
         owner: Whether `close` destroys the group.
         closed: Whether this rank has left.
         serves_store: Whether the store lives in this process.
+        joined: Whether the environment says that this process is the rank; see environments/joined.py.
         root: The world that was started or adopted; this one is a part of it.
         axis_groups: The worlds of this rank's mesh axes by name.
         made: On a root, every smaller world made of it.
@@ -115,6 +116,7 @@ class World:
     owner: bool = False
     closed: bool = False
     serves_store: bool = False
+    joined: bool = False
     root: World = field(init=False)
     axis_groups: dict[str, World] = field(default_factory=dict)
     made: list[World] = field(default_factory=list)
