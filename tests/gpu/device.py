@@ -1,4 +1,4 @@
-"""Where the tests marked `gpu` compute: on the accelerator, or with GPU_TESTS_DRY=1 in miniature on the CPU."""
+"""Where the tests marked `gpu` compute: on the accelerator; with GPU_TESTS_DRY=1 in miniature, on whatever is there."""
 
 import functools
 import os
@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from weft.engines.torch.device.choose import default_backend
 from weft.testing import RanksFailed, run_ranks
 
 DRY = os.environ.get("GPU_TESTS_DRY") == "1"
-_KIND = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not DRY else None
+_KIND = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 DEVICE = "cpu" if _KIND is None else f"{_KIND.type}:0"
-BACKEND = "gloo" if _KIND is None else dist.get_default_backend_for_device(_KIND.type)
 COMPILER = "aot_eager" if DRY else "inductor"
 
 
@@ -38,23 +38,35 @@ def _call(ctx, operation):
 
 
 @functools.cache
-def refusal(operation):
-    """Why gloo cannot do an operation on tensors of the device, as a try tells; None if it can."""
+def refusal(operation, backend):
+    """Why ranks that share the device cannot do an operation on its tensors, as a try tells; None if they can."""
     try:
-        run_ranks(_call, 2, operation, device=DEVICE, timeout_s=30)
+        run_ranks(_call, 2, operation, device=DEVICE, backend=backend, timeout_s=30)
     except RanksFailed as error:
         cause = error.__cause__
-        return f"gloo, {operation} of {DEVICE} tensors: " + (str(cause or error).splitlines() or [repr(cause)])[0]
+        return f"{backend}, {operation} of {DEVICE} tensors: " + (str(cause or error).splitlines() or [repr(cause)])[0]
     return None
 
 
-def needs(*operations):
-    """Skip the test, with the reason, if ranks that share the device cannot do one of these by gloo.
+@functools.cache
+def backend():
+    """By what ranks that share the device send: its own, such as NCCL, if that lets them, else gloo, by the host."""
+    own = default_backend(torch.device(DEVICE))
+    return "gloo" if refusal("sum", own) else own
+
+
+def on_ranks(fn, n, *args, **options):
+    """`run_ranks` on the device."""
+    return run_ranks(fn, n, *args, device=DEVICE, backend=backend(), **options)
+
+
+def needs(*operations, by=None):
+    """Skip the test, with the reason, if ranks that share the device cannot do one of these.
 
     What gloo is documented to do is no reason to skip: then something else is wrong.
     """
     for operation in operations:
-        reason = refusal(operation)
+        reason = refusal(operation, by or backend())
         if reason is not None and operation in REPLICATED:
             pytest.fail(reason)
         if reason is not None:

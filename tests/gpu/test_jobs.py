@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from tests.gpu.device import DEVICE, DRY, REPLICATED, SHARDED, needs
+from tests.gpu.device import DEVICE, DRY, REPLICATED, SHARDED, needs, on_ranks
 from weft import monitoring
 from weft.engines.torch.device.choose import default_backend
 from weft.testing import run_ranks
@@ -91,7 +91,7 @@ def _restored_after(folder, how, call):
 
 def test_shards_of_two_ranks_are_restored_bitwise_and_at_one_rank(tmp_path):
     needs(*SHARDED)
-    assert _restored_after(tmp_path, "save", lambda fn, *args: run_ranks(fn, 2, *args, device=DEVICE))
+    assert _restored_after(tmp_path, "save", lambda fn, *args: on_ranks(fn, 2, *args))
     assert len(_restored(here(), str(tmp_path))) == 3
 
 

@@ -6,9 +6,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import weft
-from tests.gpu.device import COMPILER, DEVICE, DRY, SHARDED, needs
+from tests.gpu.device import COMPILER, DEVICE, DRY, SHARDED, needs, on_ranks
 from tests.host_reads import HostReads
-from weft.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # torch warns of devices in its own ways
 
@@ -213,5 +212,5 @@ def test_sharded_losses_are_those_of_one_process(stage, ranks):
         optimizer.step()
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
-    for found in run_ranks(_sharded, ranks, stage, device=DEVICE):
+    for found in on_ranks(_sharded, ranks, stage):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -52,15 +52,17 @@ def test_the_parts_fit_into_nine_minutes():
     assert sum(part.limit_s for part in script.PARTS.values()) <= 1.05 * script.TOTAL_S  # few parts take all they may
 
 
-def test_a_part_that_hangs_or_fails_costs_only_itself(tmp_path):
-    script, log = _script(), tmp_path / "log"
+def test_a_part_that_hangs_or_fails_costs_only_itself():
+    script = _script()
     mine = f"97.{os.getpid()}"  # another run of this test may be under way
     hang = [sys.executable, "-c", f"import subprocess, time; subprocess.Popen(['sleep', '{mine}']); time.sleep(97)"]
-    assert script._limited(hang, dict(os.environ), log, 1.5) is None
-    assert "after its limit of 2 s" in log.read_text()
+    said, running = [], set()
+    assert script.limited(hang, dict(os.environ), said.append, 1.5, running) is None
+    assert said == ["ended after its limit of 2 s"] and not running
     lines = pathlib.Path("/proc").glob
     assert until(lambda: not any(f"sleep\0{mine}".encode() in _bytes(path) for path in lines("[0-9]*/cmdline")), 10)
-    assert script._limited([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), log, 60) == 3
+    fails = [sys.executable, "-c", "print('one'); raise SystemExit(3)"]
+    assert script.limited(fails, dict(os.environ), said.append, 60, running) == 3 and said[1:] == ["one"]
 
 
 def _bytes(path):
@@ -93,8 +95,23 @@ def test_a_part_that_is_ended_says_which_tests_had_ended():
     found = _script().outcomes(ended + "\nended after its limit of 9 s\n")
     assert found["counts"] == {"passed": 1, "failed": 1} and found["passed"] == ["test_a.py::test[a b]"]
     assert found["failed"] == ["test_a.py::test_b"] and not found["skipped"]
+    alone = "test_a.py::test[a b] PASSED    [ 50%]\ntest_a.py::test_b SKIPPED (why) [100%]\ntest_a.py::test_c "
+    found = _script().outcomes(alone)
+    assert found["passed"] == ["test_a.py::test[a b]"] and found["skipped"] == ["test_a.py::test_b"]
     found = _script().outcomes(ended + "FAILED test_a.py::test_b - why\n=== 1 failed, 1 passed in 2.00s ===\n")
     assert found["counts"] == {"passed": 1, "failed": 1} and found["failed"] == ["test_a.py::test_b - why"]
+
+
+def test_who_ends_the_script_keeps_what_it_had(tmp_path):
+    environment = {**os.environ, "OUT": str(tmp_path)}
+    command = [sys.executable, str(SCRIPT), "--dry", "--only", "device", "--only", "step", "--only", "memory"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        line = next(line for line in run.stdout if '"contestant"' in line)
+        run.terminate()
+        rest = run.communicate(timeout=60)[0]
+    kept = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert kept["step"]["rows"][0] == json.loads(line[line.index("{") :])
+    assert run.returncode == 1 and "step" in rest and "| contestant |" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.slow
@@ -107,6 +124,6 @@ def test_the_dry_run_passes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "gpu.log").read_text()[-8000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert set(found["parts"]) == set(_script().PARTS) and all(part["ok"] for part in found["parts"].values())
-    names = {row["contestant"] for row in found["parts"]["step"]["rows"]}
-    assert {"torch", "control", "weft", "ddp", "fsdp2"} <= names
+    for part in ("step", "reducers", "compiled"):
+        assert {row["contestant"] for row in found["parts"][part]["rows"]} == {"torch", "control", "weft"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.log", "gpu.md"]

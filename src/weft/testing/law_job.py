@@ -76,6 +76,7 @@ class Row:
         mesh: Of several ranks; as for `weft.start`.
         job: Makes the training job, of which the transform needs more than `Job` has.
         device: Where the ranks and the reference compute, such as "cuda"; ranks may share it.
+        backend: Of the group of the ranks, as for `run_ranks`.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Row:
     mesh: Mapping[str, int] | None = None
     job: Callable[..., Job] | None = None
     device: str = "cpu"
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True, kw_only=True)

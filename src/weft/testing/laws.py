@@ -130,8 +130,9 @@ def _check_names(ctx: DistContext, row: Row) -> None:
 
 
 def _world(row: Row, ranks: int) -> dict[str, Any]:
-    """The device of a row, and the mesh that it wants where there are several ranks."""
-    return {"device": row.device, **({"mesh": row.mesh} if row.mesh is not None and ranks > 1 else {})}
+    """Where a row runs, and the mesh that it wants where there are several ranks."""
+    mesh = {"mesh": row.mesh} if row.mesh is not None and ranks > 1 else {}
+    return {"device": row.device, "backend": row.backend, **mesh}
 
 
 def _before(ctx: DistContext, row: Row) -> tuple[Parts, DistContext]:

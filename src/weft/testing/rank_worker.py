@@ -49,7 +49,9 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
     store = dist.TCPStore("127.0.0.1", request["port"], is_master=False, timeout=limit)
     if size > 1:
         prefixed = dist.PrefixStore(request["name"], store)
-        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(request["backend"], store=prefixed, rank=rank, world_size=size, timeout=limit)
+    # NCCL, which reads this when it connects for the first time, refuses two ranks of one host on one device.
+    own = {} if request["backend"] == "gloo" else {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
     whole = connections()
     pipe.send_bytes(b"ready")
     while True:
@@ -57,6 +59,7 @@ def serve_jobs(fd: int, rank: int, request: dict[str, Any]) -> None:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
+        job["environment"] |= own
         data, failed = _run(job, size, printed, whole)
         pipe.send_bytes(data)
         gc.collect()  # groups that nobody holds any more have threads that keep looking

@@ -1,4 +1,4 @@
-"""`run_ranks`: run a function on real gloo ranks, in milliseconds, and never hang."""
+"""`run_ranks`: run a function on real ranks, of gloo unless told otherwise, in milliseconds, and never hang."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ def run_ranks(
     seed: int = 0,
     debug: bool = False,
     device: str = "cpu",
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> list[R]:
     """Call `fn(ctx, *args, **kwargs)` on `n` ranks and return their results in rank order.
 
-    The ranks are real processes with a gloo group between them. They come from a warm pool, so a
+    The ranks are real processes with a process group between them. They come from a warm pool, so a
     call costs milliseconds and not an import of torch; after a failure the pool is made anew.
     What the ranks print is printed here, marked by rank.
 
@@ -69,8 +70,10 @@ def run_ranks(
         data_axes: As for `weft.start`.
         seed: As for `weft.start`.
         debug: As for `weft.start`.
-        device: As for `weft.start`. Ranks may share an accelerator: their collectives are those of gloo, through
-            the memory of the host, and some are missing there.
+        device: As for `weft.start`. Ranks may share an accelerator: gloo sends through the memory of the host, and
+            some collectives are missing there.
+        backend: Of the process group, such as "cpu:gloo,cuda:nccl". Each rank gets another `NCCL_HOSTID`, with which
+            NCCL takes ranks that share a device for ranks on several nodes, and sends over sockets.
         kwargs: For `fn`.
 
     Returns:
@@ -86,7 +89,7 @@ def run_ranks(
         [20, 21]
     """
     options = {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug, "device": device}
-    return _default_pool().run(fn, n, *args, timeout_s=timeout_s, **options, **kwargs)
+    return _default_pool().run(fn, n, *args, timeout_s=timeout_s, backend=backend, **options, **kwargs)
 
 
 @functools.cache
@@ -95,13 +98,15 @@ def _default_pool() -> RankPool:
 
 
 class RankPool:
-    """Warm ranks: one world per small size, made when first asked for, kept until it fails."""
+    """Warm ranks: one world per small size and backend, made when first asked for, kept until it fails."""
 
     def __init__(self) -> None:
         self._server: _Server | None = None
-        self._worlds: dict[int, _RankWorld] = {}
+        self._worlds: dict[tuple[int, str], _RankWorld] = {}
 
-    def run(self, fn: Callable[..., R], n: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[R]:
+    def run(
+        self, fn: Callable[..., R], n: int, *args: Any, timeout_s: float = 60.0, backend: str = "gloo", **kwargs: Any
+    ) -> list[R]:
         """As `run_ranks`, which has the same arguments, on ranks of this pool."""
         check_count("run_ranks", "n", n, below=65, fix="run_ranks(fn, 2)")
         options = {name: kwargs.pop(name, default) for name, default in _OPTIONS.items()}
@@ -112,7 +117,8 @@ class RankPool:
             "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
             "options": options,
         }
-        world = self._world(n)
+        key = (n, backend)
+        world = self._world(*key)
         ended: dict[int, int] = {}
         stacks: dict[int, str] = {}
         try:
@@ -120,25 +126,25 @@ class RankPool:
             stacks = world.stacks([rank for rank in range(n) if rank not in answers])
             clean = len(answers) == n and all(one["ok"] and one["reusable"] for one in answers.values())
             if n <= _KEPT and clean and len({one["begun"] for one in answers.values()}) == 1:
-                self._worlds[n] = world
+                self._worlds[key] = world
         finally:  # also when the caller is interrupted
-            if n not in self._worlds:
+            if key not in self._worlds:
                 ended = world.kill()
         if len(answers) < n or not all(answer["ok"] for answer in answers.values()):
             raise failure_of(n, answers, ended, stacks, timeout_s)
         _show(answers)
         return [answers[rank]["result"] for rank in range(n)]
 
-    def _world(self, n: int) -> _RankWorld:
-        """Take the warm world of this size out of the pool, or make one."""
-        world = self._worlds.pop(n, None)
+    def _world(self, n: int, backend: str) -> _RankWorld:
+        """Take the warm world of this size and backend out of the pool, or make one."""
+        world = self._worlds.pop((n, backend), None)
         if world is not None:
             if world.is_ready():
                 return world
             world.kill()
         if self._server is None or not self._server.is_alive():
             self._server = _Server()
-        return _RankWorld(self._server, n)
+        return _RankWorld(self._server, n, backend)
 
     def close(self) -> None:
         """End all ranks and the process they were forked from."""
@@ -178,12 +184,13 @@ class _Server:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, n: int) -> tuple[list[int], list[Connection]]:
+    def fork(self, n: int, backend: str) -> tuple[list[int], list[Connection]]:
         """Start `n` ranks; returns their process ids and pipes."""
         pairs = [socket.socketpair() for _ in range(n)]
         name = f"world/{os.getpid()}/{next(self._names)}"
         request = {
-            "fork": n, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S, "folder": self.folder,
+            "fork": n, "backend": backend, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S,
+            "folder": self.folder,
         }  # fmt: skip
         socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
@@ -216,9 +223,9 @@ def _end_server(process: subprocess.Popen[bytes], control: socket.socket, folder
 class _RankWorld:
     """The ranks of one world."""
 
-    def __init__(self, server: _Server, n: int) -> None:
+    def __init__(self, server: _Server, n: int, backend: str) -> None:
         self._server = server
-        self._pids, self._pipes = server.fork(n)
+        self._pids, self._pipes = server.fork(n, backend)
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
