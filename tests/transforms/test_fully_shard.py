@@ -608,6 +608,90 @@ def test_an_optimizer_made_after_an_evaluation_trains_the_shards():
         assert largest_difference(found, [_train(_net(), _x())] * 2) < 1e-12
 
 
+def _without_backward(model, x, whole):
+    """Change weights after a call with gradients, of which no backward pass comes: in a step, and by hand."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    resting, found = list(model.parameters()), []
+    for _ in range(2):
+        _loss(model, x).backward()
+        model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [_whole(p.detach()).clone() for p in model.parameters()]
+        model(x)
+        with torch.no_grad():
+            for parameter in resting:
+                parameter.mul_(0.9)
+        found += whole(model)
+        model(x)
+        with torch.no_grad():
+            for parameter in resting:
+                parameter.mul_(0.9)
+    return found, model(x).detach()
+
+
+def _shards_without_backward(ctx):
+    def whole(model):
+        with weft.full_params(model, after):
+            return [p.detach().clone() for p in model.parameters()]
+
+    found = []
+    for options in ({"units": Block}, {"units": Block, "reshard_after_forward": False}, {"units": "blocks.0"}):
+        model, after = weft.fully_shard(_net(), ctx, **options)
+        found.append(_without_backward(model, _mine(ctx), whole))
+    return found
+
+
+def test_what_a_call_without_backward_left_gathered_is_not_used_after_the_weights_changed():
+    weights, output = _without_backward(_net(), _x(), lambda model: [p.detach().clone() for p in model.parameters()])
+    for rank, every in enumerate(run_ranks(_shards_without_backward, 2)):
+        for found, mine in every:
+            assert largest_difference(found, weights) < 1e-12
+            assert largest_difference([mine], [output.chunk(2)[rank]]) < 1e-12
+
+
+class Wanders(Net):
+    """Ends with another block in every call, and calls one of them twice."""
+
+    calls = 0
+
+    def features(self, x):
+        self.calls += 1
+        x = self.first(x)
+        first, second = self.blocks if self.calls % 2 else reversed(self.blocks)
+        return second(first(second(x) if self.calls == 4 else x))
+
+
+def _gathered_after(ctx, make):
+    """The units that are gathered when calls with and without gradients have ended."""
+    model, _ = weft.fully_shard(_net(make), ctx, units=Block)
+    groups = {name: groups_of(part)[0] for name, part in model.blocks.named_children()}
+    optimizer, found = torch.optim.AdamW(model.parameters(), 0.05), []
+    for _ in range(5):
+        loss = _loss(model, _mine(ctx))
+        found.append([name for name, group in groups.items() if group.is_unsharded])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(_mine(ctx))
+    model.blocks[1](_mine(ctx) @ torch.ones(3, 4, dtype=torch.float64))  # by itself
+    found.append([name for name, group in groups.items() if group.is_unsharded])
+    return found, [_whole(p.detach()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [(Net, [["1"]] * 5), (Wanders, [["1"], ["1"], ["0"], ["1"], []])],
+    ids=lambda it: getattr(it, "__name__", ""),
+)
+def test_the_unit_that_the_call_before_ended_with_stays_gathered_until_backward(make, kept):
+    expected = _train(_net(make), _x(), 5)
+    for found, weights in run_ranks(_gathered_after, 2, make):
+        assert largest_difference(weights, expected) < 1e-12
+        assert found == [*kept, []]
+
+
 class Fails(Net):
     fails = ""
 
@@ -1251,8 +1335,8 @@ def _traffic(ctx, case):
 
 
 def test_traffic_per_step_is_what_is_written():
-    """Three blocks and the module's own unit, which torch leaves gathered for backward."""
-    for case, gathers, reductions in (("shard", 7, 4), ("keep", 4, 4), ("window", 16, 4), ("replicate", 0, 1)):
+    """Three blocks, of which the last stays gathered for backward, and the module's own unit, as torch leaves it."""
+    for case, gathers, reductions in (("shard", 6, 4), ("keep", 4, 4), ("window", 16, 4), ("replicate", 0, 1)):
         for sizes, total in run_ranks(_traffic, 2, case):
             gathered = [size for name, size in sizes if "allgather" in name]
             reduced = [size for name, size in sizes if "reduce_scatter" in name or "allreduce" in name]

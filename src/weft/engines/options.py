@@ -157,7 +157,8 @@ class ShardOptions(StrategyOptions):
 
     Attributes:
         reshard_after_forward: Free the full parameters after forward and gather them again in
-            backward; a number: keep them sharded over so many ranks in between.
+            backward, except those that backward needs first; a number: keep them sharded over so many
+            ranks in between.
         offload: Keep the shards in CPU memory between uses.
         ignored: Names of parameters that stay whole on every rank; their gradients are averaged.
         units: The parts that are gathered and freed together, inner ones first; a unit of several

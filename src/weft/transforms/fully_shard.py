@@ -57,9 +57,10 @@ def fully_shard(
     place.
     Collectives: here, one broadcast of parameters and buffers. Per step and unit, one all-gather
     of its parameters in forward, one in backward (none with `reshard_after_forward=False`, and for
-    the module's own unit, which backward needs first), one reduce-scatter of its gradients; on a
-    hybrid mesh one all-reduce of the shard's gradients. With ignored parameters or single numbers
-    one all-reduce of theirs; with `unused="zero"` one of a byte per parameter.
+    the module's own unit and the one that forward ends with, which backward needs first), one
+    reduce-scatter of its gradients; on a hybrid mesh one all-reduce of the shard's gradients. With
+    ignored parameters or single numbers one all-reduce of theirs; with `unused="zero"` one of a byte
+    per parameter.
 
     In an elastic job (`start(elastic=...)`), the shards of a replica are on its own ranks, and gradients are averaged
     over the live replicas; see `resilient`.
@@ -76,8 +77,10 @@ def fully_shard(
         axis: Mesh axis to shard over; two axes (replica, shard): shard over the second and replicate over the first.
             Default: the data axes, at most two; axes along which a batch is split (`context_parallel`), or along which
             some parameters are already sharded (`expert_parallel`), are joined to the last one.
-        reshard_after_forward: False keeps what was gathered in forward until backward: less traffic, more memory. A
-            number: reshard it over that many ranks.
+        reshard_after_forward: True keeps, of what was gathered in forward, only what backward needs first: the module's
+            own unit, and the one that forward ends with, unless it is called several times in a forward. False keeps
+            everything: less traffic, more memory. A number: reshard it over that many ranks. What is kept is freed by
+            backward, by the next call, which gathers anew, or by an optimizer step.
         rebind: Optimizers that hold parameters of `module`: groups and state are carried over.
         ignored: Parts whose parameters stay whole on every rank; gradients are averaged. The same
             is done with parameters that are a single number, which cannot be cut.

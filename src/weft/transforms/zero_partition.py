@@ -97,7 +97,8 @@ def zero_partition(
     2 and 3 exchange the parameters for DTensors, in both.
     Collectives: here, one broadcast of parameters and buffers. Stage 1, per step: all-reduces of
     1x the gradient bytes in backward, all-gathers of 1x the parameter bytes in `step`. Stages 2
-    and 3: as `fully_shard`, with one all-gather per unit in stage 2, and two in stage 3.
+    and 3: as `fully_shard`, with one all-gather per unit in stage 2, and two in stage 3 but for what
+    backward needs first.
 
     Args:
         module: All parameters on the CPU or on `ctx.device`; with torch's engine they may be DTensors over other axes.

@@ -147,6 +147,8 @@ class ShardedModule(Strategy):
         if torch.is_grad_enabled() and self._group is not None and not self._calls:
             self._trained.look(module, self._peers)
             self._trained.look_for_optimizers(self._steps)
+        if not self._calls:
+            self._units.begin_call(module)
         self._calls.append(self._order.begin_forward())
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
@@ -154,6 +156,8 @@ class ShardedModule(Strategy):
         if torch._C._current_graph_task_id() != -1 or self._units.alone:
             return
         place = self._calls.pop() if self._calls else None
+        if not self._calls:
+            self._units.end_call(module)
         if module._get_fsdp_state()._training_state.name == "FORWARD":
             explain_read(self._what, module, sys.exception())
             self._order.tear()
@@ -248,6 +252,7 @@ class ShardedModule(Strategy):
         """Reduce what is pending, so that a step never leaves gradients out."""
         if self._module() is None or torch._C._current_graph_task_id() != -1:
             return  # inside backward FSDP2 calls hooks with gradients that it has reduced
+        self._units.free_left()  # it would not be what is trained
         if self._held.pending and not self.enabled:
             self._raise_in_window()
         if self._held.pending and self._held.settle():

@@ -35,6 +35,7 @@ def gathered(
     wanted = {id(p) for p in parameters}
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     for unit in units:
+        unit.reshard()  # what a forward pass left gathered may be older than the shards
         unit.unshard()
     cut, hooks = _put_whole(module, shards), _take_hooks(module)
     try:

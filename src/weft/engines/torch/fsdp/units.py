@@ -1,10 +1,17 @@
-"""The units that FSDP2 gathers and frees together: how they are made, and what they hold."""
+"""The units that FSDP2 gathers and frees together: how they are made, and what they hold.
+
+[Note: what stays gathered] A unit that is freed where forward ends is gathered again where backward begins. torch
+leaves the outermost unit as it is; the same is done here with the one that forward ends with: the last one by name in
+the first call, and then the one that the call before ended with. It takes no more memory than backward is about to.
+What a call left gathered is freed before the next call if no backward pass did that, or that call would compute with
+what the shards were before a step or a load.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -46,11 +53,18 @@ class Units:
                     part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale on the way
         self.alone = False
         self.are_copied = mesh.ndim > 1 and not options.other_meshes
+        self._keeps_last = options.reshard_after_forward is True
+        self._last: Callable[[], Any] = _no_unit  # that the next call is to end with; see [Note: what stays gathered]
+        self._freed_to: Any = None  # the mesh that it is freed to in other calls
+        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # what the last call left gathered
+        self._calls: list[Any] = []  # FSDP2's list of the calls of units
+        self._place = 0  # in it, where the running call of the module begins
         self._units = [weakref.ref(part) for part in module.modules() if isinstance(part, FSDPModule)]
         names = {id(p): name for name, p in module.named_parameters()}
         for parameter in self.parameters():
             set_spec_of(parameter, options.specs.get(names[id(parameter.sharded_param)]))
         gather_in(options.gather, {names[id(one.sharded_param)]: one for one in self.parameters()}, module, removable)
+        self._expect_last(self.groups(), module)
 
     def __iter__(self) -> Iterator[FSDPModule]:
         """Those that are alive."""
@@ -87,6 +101,40 @@ class Units:
         for unit in self:
             unit.set_requires_gradient_sync(requires_gradient_sync=True, recurse=False)
             unit.set_requires_all_reduce(requires_all_reduce=False, recurse=False)
+
+    def begin_call(self, module: Any) -> None:
+        """The module is about to be called; see [Note: what stays gathered]."""
+        self.free_left()
+        state = module._get_fsdp_state()
+        state._lazy_init()  # makes the list, once
+        self._calls = state._comm_ctx.post_forward_order
+        self._place = len(self._calls)
+        last = self._last()
+        if last is not None and torch.is_grad_enabled():
+            self._freed_to, last.post_forward_mesh_info = last.post_forward_mesh_info, None
+
+    def end_call(self, module: Any) -> None:
+        """The module was called, or its call raised."""
+        last = self._last()
+        if last is not None and self._freed_to is not None:
+            last.post_forward_mesh_info, self._freed_to = self._freed_to, None
+        called, self._calls = self._calls[self._place :], []
+        self._left = weakref.WeakSet(one for one in called if not one.is_sharded)
+        if torch.is_grad_enabled():
+            self._expect_last(called, module)
+
+    def _expect_last(self, called: Iterable[Any], module: Any) -> None:
+        """Expect that the next call ends with the last of these units, besides the module's own."""
+        own = groups_of(module)
+        units = [one for one in called if one not in own] if self._keeps_last else []
+        # One that is called several times would be kept between its calls.
+        self._last = weakref.ref(units[-1]) if units and units.count(units[-1]) == 1 else _no_unit
+
+    def free_left(self) -> None:
+        """Free what the last call of the module left gathered."""
+        for one in self._left:
+            one.reshard()
+        self._left.clear()
 
     def reshard(self) -> None:
         """Free what is gathered."""
@@ -128,13 +176,17 @@ class Units:
             for one, (info, indices) in zip(groups, before, strict=True):
                 one.post_forward_mesh_info, one._post_forward_indices[:] = info, indices
 
-    @staticmethod
-    def start_anew(module: Any) -> None:
+    def start_anew(self, module: Any) -> None:
         """Put FSDP2 back to the start of a pass."""
+        self._expect_last(self.groups(), module)  # the pass may have ended elsewhere on other ranks
         if hasattr(module, "reset_iter_state"):  # torch 2.13
             module.reset_iter_state()
         else:
             reset_units(module)
+
+
+def _no_unit() -> None:
+    """In the place of a weak reference."""
 
 
 def _shard_unit(
