@@ -169,7 +169,7 @@ def finish(work: dist.Work | None, world: World) -> None:
 
     A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that. What it sent before
     may still arrive: it takes two looks to blame a peer.
-    On other backends this only orders the current stream after the collective, as `work.wait()`.
+    On other backends this only orders the current stream after the collective, as `work.wait()`; see `peers_named`.
 
     Raises:
         PeerError: A peer failed or died.
@@ -211,7 +211,10 @@ def _wait_in_slices(work: dist.Work, world: World) -> None:
 
 @contextlib.contextmanager
 def peers_named(what: str, world: World) -> Iterator[None]:
-    """Turn torch's error about a lost connection into one that names the rank to blame; one thread at a time."""
+    """Turn torch's error about a lost connection into one that names the rank to blame; one thread at a time.
+
+    A collective of an aborted group has none: what came of it is not looked at.
+    """
     try:
         with one_thread(what, world):
             yield
@@ -224,6 +227,8 @@ def peers_named(what: str, world: World) -> Iterator[None]:
         if blamed is None:
             raise
         raise peer_error(what, *blamed) from error
+    if world.root.failure is not None:
+        raise peer_error(what, *world.root.failure)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from weft.environments.joined import forget_joined
 from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
+from weft.peers.gloo_connections import abort_groups, groups_among
 from weft.peers.liveness import announce, culprit, exception_text, is_communication_error, late, part, wait_for_parting
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
@@ -105,9 +106,13 @@ def close(world: World, leaving: BaseException | None = None) -> None:
         leaving: The SystemExit that ends the program in good order, if one does.
 
     Raises:
+        PeerError: A peer failed.
         BaseException: Of work in the background that failed, if nobody has seen it yet.
     """
     if world.closed or _is_forked(world):
+        return
+    if world.failure is not None:
+        close_after(world, leaving)
         return
     failure = _background_failure(world, world.timeout_s) or _difference(world)
     world.closed = True
@@ -152,23 +157,14 @@ def close_after(world: World, error: BaseException | None) -> None:
     if _is_forked(world):
         return
     clean_exit = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
-    if error is None or clean_exit or world.closed:
+    if world.closed or (world.failure is None and (error is None or clean_exit)):
         close(world, error)
         return
     world.closed = True
-    cause: BaseException = error
-    if world.store is not None and is_communication_error(error):
-        blamed = _wait_for_culprit(world, error)
-        if blamed is not None:
-            rank, text = blamed
-            mine = world.ranks[world.rank]
-            problem = f"rank {rank} failed, and with it rank {mine}: {text}" if rank >= 0 else text
-            if rank == mine:
-                problem = f"others waited for this rank, {rank}, and left: it {text}"
-            cause = PeerError(problem, rank=rank, text=text)
+    cause = _cause(world, error)
     part(world, cause)
     # Once nobody here holds the group, its connections close and the peers wake up at once.
-    _release(world)
+    _release(world, failed=True)
     failure = _background_failure(world, min(world.timeout_s, _CLOSE_LIMIT_S))
     if failure is not None:
         cause.add_note(f"weft: work in the background failed too: {exception_text(failure)}")
@@ -176,6 +172,27 @@ def close_after(world: World, error: BaseException | None) -> None:
         wait_for_parting(world, _BLAME_LIMIT_S)
     if cause is not error:
         raise cause from error
+
+
+def _cause(world: World, error: BaseException | None) -> BaseException:
+    """What to raise for `error`, or for none: the peer whose failure it is an echo of, if there is one.
+
+    After an abort anything may be such an echo, also that all seems to be well; see `abort_groups`.
+    """
+    blamed = world.failure
+    if error is not None and (isinstance(error, PeerError) or world.store is None):
+        return error
+    if error is not None and is_communication_error(error):
+        blamed = _wait_for_culprit(world, error)
+    if blamed is None:
+        assert error is not None
+        return error
+    rank, text = blamed
+    mine = world.ranks[world.rank]
+    problem = f"rank {rank} failed, and with it rank {mine}: {text}" if rank >= 0 else text
+    if rank == mine:
+        problem = f"others waited for this rank, {rank}, and left: it {text}"
+    return PeerError(problem, rank=rank, text=text)
 
 
 def close_at_exit(world: World) -> None:
@@ -207,9 +224,11 @@ def _wait_for_culprit(world: World, error: BaseException) -> tuple[int, str] | N
     return None
 
 
-def _release(world: World) -> None:
+def _release(world: World, *, failed: bool = False) -> None:
     if world.joined:
         forget_joined(os.environ)  # noqa: TID251
+    if failed:  # NCCL destroys a group when its collectives have ended, to which nobody comes; others' groups stay
+        abort_groups(groups_among(world.ranks) if world.owner else world.disposable)
     for holder in list(world.holders):
         holder.release()
     world.meshes.clear()
@@ -225,9 +244,12 @@ def _release(world: World) -> None:
     if group is None or not dist.is_initialized():
         return
     with contextlib.suppress(RuntimeError):  # peers that are gone cannot say goodbye
-        if world.owner:
-            dist.destroy_process_group()
-        else:
-            for made in disposable:
-                dist.destroy_process_group(made)
+        destroy = _forget_aborted if failed and dist.get_backend(group) != "gloo" else dist.destroy_process_group
+        for made in [None] if world.owner else disposable:
+            destroy(made)
     forget_groups()
+
+
+def _forget_aborted(group: dist.ProcessGroup | None) -> None:
+    """As `destroy_process_group`, for a group that was aborted: waits for nothing."""
+    dist.distributed_c10d._abort_process_group(group)

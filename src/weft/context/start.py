@@ -36,13 +36,14 @@ from weft.context.settings import (
 )
 from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, Spmd, engine_for
+from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.environments import Topology, topology
 from weft.environments.joined import is_inside_a_rank, note_joined
 from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.board import SECRET_VARIABLE, Board
 from weft.peers.connect import open_store, reach
-from weft.peers.liveness import announce, check_first
+from weft.peers.liveness import announce, check_failed, check_first
 from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.straggler_watch import watch
@@ -531,8 +532,20 @@ def _context(
     if world.group is not None:
         facts = {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}
         ctx.agree("start", {**facts, **_versions()})
+        _refuse_steps_after_failure(world)
         _make_axis_groups(ctx)
     return ctx
+
+
+def _refuse_steps_after_failure(world: World) -> None:
+    """Let no optimizer, whose ever it is, step on what an aborted collective left."""
+    live = weakref.ref(world)
+
+    def check(*_: object) -> None:
+        if (root := live()) is not None and not root.closed:
+            check_failed(root)
+
+    before_every_step(world, check)
 
 
 def _on_mesh(

@@ -1,4 +1,4 @@
-"""TCP connections of this process: where it listens, and ending those on which somebody waits in vain.
+"""What ends a wait in vain: of gloo and of the client of torch's store, its connection; of any other group, an abort.
 
 Neither the client of torch's store nor gloo can be asked to stop waiting. Their waits end when their connection does.
 """
@@ -9,10 +9,17 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["connections", "cut", "listening_ports"]
+import torch.distributed as dist
+
+__all__ = ["abort_groups", "connections", "cut", "groups_among", "listening_ports"]
+
+_ABORT_LIMIT_S = 3.0
 
 
 def listening_ports() -> list[int]:
@@ -44,6 +51,35 @@ def cut(which: Callable[[int, int], bool]) -> None:
         with contextlib.suppress(OSError):
             if which(each.getsockname()[1], each.getpeername()[1]):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def groups_among(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+    """The groups of this process that have no other members than these ranks, whoever made them."""
+    known: list[dist.ProcessGroup] = list(dist.distributed_c10d._world.pg_map)
+    return [group for group in known if set(dist.get_process_group_ranks(group)) <= set(ranks)]
+
+
+def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort groups, but for those of gloo, which cannot be.
+
+    A collective that somebody waits for then ends *without an error*; one that begins later raises torch's.
+    """
+    # All at once: NCCL frees memory when it aborts a group, which waits for the kernels of all others on the device.
+    threads = [
+        threading.Thread(target=_abort, args=(group,), name="weft abort", daemon=True)
+        for group in groups
+        if dist.get_backend(group) != "gloo"
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _ABORT_LIMIT_S
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0.0))
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
 
 
 def _sockets() -> Iterator[socket.socket]:

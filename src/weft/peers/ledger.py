@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.peers.agreement import agree, compare, exchange
-from weft.peers.liveness import report_failure
+from weft.peers.liveness import check_failed, report_failure
 from weft.peers.world import World, arrives
 
 __all__ = ["Ledger"]
@@ -62,7 +62,12 @@ class Ledger:
         return self._world.store.add(f"{self._prefix}/count/{key}", add)
 
     def next_reduction(self) -> int:
-        """Count the reductions of gradients that all strategies over these ranks have made in this process."""
+        """Count the reductions of gradients that all strategies over these ranks have made in this process.
+
+        Raises:
+            PeerError: The last one was aborted.
+        """
+        check_failed(self._world)
         self._world.reductions += 1
         return self._world.reductions
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import pathlib
 import socket
 import time
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from weft.errors import ContextError, PeerError, listed
 from weft.peers.board import Board, StoreLost
-from weft.peers.gloo_connections import listening_ports
+from weft.peers.gloo_connections import connections, listening_ports
 from weft.peers.world import STUCK_S, World, arrives
 
 __all__ = [
+    "Neighbours",
     "absent",
     "announce",
     "blame",
@@ -35,6 +40,10 @@ __all__ = [
 
 SLICE_S = 0.5  # how long a key is waited for before the peers are checked for life
 
+_GONE = (
+    "its process is gone (killed, out of memory, ended by os._exit, or crashed; gloo crashes on a collective to which "
+    "ranks bring other sizes, which weft.start(debug=True) names)"
+)
 _LEFT = (
     "left the job while others still work; if it left a loop by values of its own, let all ranks leave it together: "
     "if weft.collectives.any_rank(stop, ctx): break"
@@ -43,9 +52,17 @@ _LEFT = (
 
 def announce(world: World) -> None:
     """Write down who this rank is, so that the others can see whether it lives."""
-    if world.store is not None:
-        me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
-        world.store.write(f"peer/{world.rank}", me)
+    store = world.store
+    if store is None:
+        return
+    machine = _machine()
+    me = {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "born": _born(os.getpid())}
+    if world.root is not world or world.group is None:  # a part, or the ranks of a save
+        store.write(f"peer/{world.rank}", me)
+        return
+    me["ports"] = [local for local, remote in connections() if remote == store.port]
+    store.write(f"peer/{world.rank}", me)
+    store.write(f"machine/{machine}/{store.add(f'machine/{machine}/count', 1)}", world.rank)
 
 
 def check_first(world: World) -> None:
@@ -126,8 +143,8 @@ def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str]
     """
     root, members = world.root, world.members()
     store = root.store
-    if store is None:
-        return None
+    if store is None or root.failure is not None:
+        return root.failure
     left: tuple[int, str] | None = None
     for rank in range(root.size) if ranks is None else [members[each] for each in ranks]:
         if rank == root.rank:
@@ -139,11 +156,56 @@ def culprit(world: World, ranks: Sequence[int] | None = None) -> tuple[int, str]
             is_missed = ranks is not None or (rank in members and is_behind(note["collectives"], root.collectives()))
             left = left or ((root.ranks[rank], _LEFT) if is_missed else None)
         elif _is_dead(store, rank):
-            return root.ranks[rank], (
-                "its process is gone (killed, out of memory, ended by os._exit, or crashed; gloo crashes on a "
-                "collective to which ranks bring other sizes, which weft.start(debug=True) names)"
-            )
+            return root.ranks[rank], _GONE
     return left
+
+
+class Neighbours:
+    """The ranks whose end this one can see without asking: those of its machine, and of others whose store it serves.
+
+    Ranks of NCCL wait for one that died until the group is aborted, and those of other machines do not see it die.
+    Asked while this rank stands still: a few requests for each of them, once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = weakref.ref(world)
+        self._pids: dict[int, dict[str, Any]] = {}  # by rank, on this machine
+        self._far: dict[int, dict[str, Any]] | None = None  # by rank, on others; None: not asked yet
+        self._known = 0
+        self._connected: set[int] = set()
+
+    def report_dead(self) -> None:
+        """Tell all ranks of those that have died."""
+        world = self._world()
+        if world is None or world.store is None:
+            return
+        for rank in self._dead(world, world.store):
+            if not world.store.has(f"parted/{rank}") and world.store.claim(f"dead/{rank}", str(world.rank)):
+                _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
+
+    def _dead(self, world: World, store: Board) -> list[int]:
+        path = f"machine/{_machine()}"
+        while self._known < store.add(f"{path}/count", 0) and store.has(f"{path}/{self._known + 1}"):
+            self._known += 1
+            rank = int(store.read(f"{path}/{self._known}"))
+            self._pids[rank] = store.read(f"peer/{rank}", "pid", "born")
+        dead = [rank for rank, peer in self._pids.items() if _born(peer["pid"]) != peer["born"]]
+        return [*dead, *self._cut_off(world, store)]
+
+    def _cut_off(self, world: World, store: Board) -> list[int]:
+        """Ranks of other machines whose connections to the store, which lives in this process, are closed."""
+        if self._far is None:
+            serves = store.port in listening_ports()
+            others = [rank for rank in range(world.size) if serves and rank not in self._pids]
+            if not all(store.has(f"peer/{rank}") for rank in others):
+                return []
+            self._far = {rank: store.read(f"peer/{rank}", "ports") for rank in others}
+        if not self._far:
+            return []
+        alive = {remote for local, remote in connections() if local == store.port}
+        found = {rank for rank, peer in self._far.items() if alive.intersection(peer["ports"])}
+        self._connected |= found  # where addresses are translated on the way, none is ever found
+        return sorted(self._connected - found)
 
 
 def part(world: World, error: BaseException | None = None) -> None:
@@ -156,7 +218,7 @@ def part(world: World, error: BaseException | None = None) -> None:
         world.store.write(f"parted/{world.rank}", note)
         if error is not None:
             world.store.set(f"gone/{world.rank}", "1")  # and asks nothing any more
-        _leave_note(world, rank, text or _LEFT, left=True)
+        _leave_note(world, rank, text or _LEFT, left=True, over=text is not None)
 
 
 def report_failure(world: World, error: BaseException) -> None:
@@ -170,7 +232,7 @@ def report_failure(world: World, error: BaseException) -> None:
     if root.store is not None and root.size > 1 and not root.closed:
         root.failures += 1
         with contextlib.suppress(StoreLost):
-            _leave_note(root, *blame(root, error), left=False)
+            _leave_note(root, *blame(root, error), left=False, over=False)
 
 
 def check_failed(world: World) -> None:
@@ -183,17 +245,19 @@ def check_failed(world: World) -> None:
         raise peer_error("", *world.root.failure)
 
 
-def _leave_note(world: World, blamed: int, text: str, *, left: bool) -> None:
+def _leave_note(world: World, blamed: int, text: str, *, left: bool, over: bool, of: int | None = None) -> None:
+    """Tell of this rank, or of one that cannot; `over`: the job cannot continue, whoever waits for whom."""
     if world.store is None or world.group is None:
         return
     note = {
-        "from": world.rank,
+        "from": world.rank if of is None else of,
         "rank": blamed,
         "error": text,
         "left": left,
+        "over": over,
         "failures": world.failures,
         "collectives": world.collectives(),
-        "ports": listening_ports(),
+        "ports": listening_ports() if of is None else [],
     }
     world.store.write(f"note/{world.store.add('note/count', 1)}", note)
 
@@ -252,16 +316,23 @@ def blame(world: World, error: BaseException) -> tuple[int, str]:
 
 
 def _is_dead(store: Board, rank: int) -> bool:
-    """Whether the process of `rank` ran on this host and does not any more."""
+    """Whether the process of `rank` ran on this machine and does not any more."""
     key = f"peer/{rank}"
     if not store.has(key):
         return False
-    peer = store.read(key, "host", "pid", "born")
-    return bool(peer["host"] == _host() and _born(peer["pid"]) != peer["born"])
+    peer = store.read(key, "machine", "pid", "born")
+    return bool(peer["machine"] == _machine() and _born(peer["pid"]) != peer["born"])
 
 
-def _host() -> str:
-    return socket.gethostname()
+@functools.cache
+def _machine() -> str:
+    """What processes have in common whose ids mean the same; containers may share a host's name, and its kernel."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # systems without /proc, and sandboxes
+        parts.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(pathlib.Path("/proc/self/ns/pid").readlink()))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _born(pid: int) -> str | None:

@@ -6,9 +6,10 @@ alike, so each rank has a thread, the watch. It recognises two cases that need n
 - A rank waits at a meeting for one that waits in a collective for it. A rank that has begun more collectives than one
   at the meeting ever will is not late. The rank at the meeting raises.
 - A rank waits in a collective for one that has left, or has reported an error (`report_failure`), with fewer
-  collectives begun on the same group. Nothing ends torch's own waits but the end of what they wait on: the watch cuts
-  the connections to that rank, or aborts the group, and whatever torch raises is turned into a `PeerError` that names
-  it. Who has left with as many collectives, or belongs to other groups, is not waited for.
+  collectives begun on the same group; or any rank has left by an error, or died. Nothing ends torch's own waits but the
+  end of what they wait on: the watch aborts the groups and cuts the connections to that rank, and whatever torch raises
+  is turned into a `PeerError` that names it. Who has left in good order with as many collectives, or belongs to other
+  groups, is not waited for.
 
 One thing needs a limit: all ranks wait, but not in the same collective, or somebody has left. That may be messages of
 several groups which take long; after 6 seconds in which no rank has moved it is not. Who waits for a message of one
@@ -26,7 +27,6 @@ the watch included, see board.py.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from weft.errors import ContextError, PeerError
 from weft.peers.board import Board, StoreLost
-from weft.peers.gloo_connections import cut, listening_ports
-from weft.peers.liveness import is_behind
+from weft.peers.gloo_connections import abort_groups, cut, groups_among, listening_ports
+from weft.peers.liveness import Neighbours, is_behind
 from weft.peers.world import World
 
 __all__ = ["Watch", "watch"]
@@ -70,6 +70,7 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
         self._asked = 0
         self._notes: list[dict[str, Any]] = []
+        self._neighbours = Neighbours(world)
         self._still = _Unchanged()
         self._cpu = _Unchanged()
         self._clock = _clock_of_main_thread()
@@ -151,7 +152,9 @@ class Watch:
                 if not store.has(f"note/{number}"):  # is being written
                     break
                 self._notes.append(
-                    store.read(f"note/{number}", "from", "rank", "error", "left", "failures", "collectives", "ports")
+                    store.read(
+                        f"note/{number}", "from", "rank", "error", "left", "over", "failures", "collectives", "ports"
+                    )
                 )
             if not world.closed:
                 self._look(world, store, place)
@@ -177,13 +180,14 @@ class Watch:
         if world.failure is not None:  # and what it waits for comes from another rank, which has left by now
             _cut(world, [port for note in self._notes for port in note["ports"]])
             return
+        self._neighbours.report_dead()
         waited_in = _waited_in(world)
         behind = [
             note
             for note in self._notes
             if note["from"] != world.rank
-            and is_behind(note["collectives"], waited_in)
             and (note["left"] or note["failures"] > world.failures)
+            and (note["over"] or is_behind(note["collectives"], waited_in))
         ]
         gone = [note["from"] for note in behind if note["left"]]
         for note in behind:  # of a rank that failed and then left, the error is reported
@@ -248,13 +252,13 @@ class _Unchanged:
 
 
 def _give_up(world: World, rank: int, text: str, ports: Sequence[int]) -> None:
-    """Let what this rank waits for in a collective end with an error; `close_after` says which rank is to blame."""
+    """Let what this rank waits for in a collective end; `close_after` says which rank is to blame.
+
+    An aborted collective ends without an error: whoever uses what it should have brought calls `check_failed` first.
+    """
     world.failure = (rank, text)
-    _cut(world, ports)
-    group: Any = world.group
-    if group is not None and dist.get_backend(group) != "gloo":
-        with contextlib.suppress(RuntimeError):
-            group.abort()
+    abort_groups(groups_among(world.ranks))
+    _cut(world, ports)  # last: NCCL needs its connections to abort
 
 
 def _cut(world: World, ports: Sequence[int]) -> None:
