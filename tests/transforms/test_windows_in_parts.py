@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import diagonal, slow
+from tests.variants import diagonal, slow, slow_cases
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -119,16 +119,23 @@ ONE = {
 }
 
 
-@pytest.mark.parametrize("reduce", ["last", *slow("every")])
-@pytest.mark.parametrize(("strategy", "used"), diagonal(STRATEGIES, tuple(ALIKE)))
+def cases(strategies, uses):
+    """Windows that are reduced once, and those of which every micro-batch is, with every second of the others."""
+    pairs = diagonal(strategies, uses)
+    return [
+        *(pytest.param(*pair.values, "last", marks=pair.marks) for pair in pairs),
+        *slow_cases(*((*pair.values, "every") for pair in pairs[::2])),
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "used", "reduce"), cases(STRATEGIES, tuple(ALIKE)))
 def test_micro_batches_skipped_on_all_ranks(strategy, used, reduce):
     expected = reference(2, ALIKE[used])
     for found in run_ranks(train, 2, strategy, ALIKE[used], reduce):
         assert largest_difference(found, expected) < 1e-13
 
 
-@pytest.mark.parametrize("reduce", ["last", *slow("every")])
-@pytest.mark.parametrize(("strategy", "used"), diagonal(REPLICATED, tuple(ONE)))
+@pytest.mark.parametrize(("strategy", "used", "reduce"), cases(REPLICATED, tuple(ONE)))
 def test_micro_batches_skipped_on_one_rank(strategy, used, reduce):
     expected = reference(2, ONE[used])
     for found in run_ranks(train, 2, strategy, ONE[used], reduce):
