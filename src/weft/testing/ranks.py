@@ -95,9 +95,15 @@ def _default_pool() -> RankPool:
 
 
 class RankPool:
-    """Warm ranks: one world per small size, made when first asked for, kept until it fails."""
+    """Warm ranks: one world per small size, made when first asked for, kept until it fails.
 
-    def __init__(self) -> None:
+    Args:
+        backend: Of the process group of the ranks, as for `weft.start`.
+        environment: Variables of the process that they are forked from, besides those of this one.
+    """
+
+    def __init__(self, *, backend: str = "gloo", environment: Mapping[str, str] | None = None) -> None:
+        self._backend, self._environment = backend, dict(environment or {})
         self._server: _Server | None = None
         self._worlds: dict[int, _RankWorld] = {}
 
@@ -137,8 +143,8 @@ class RankPool:
                 return world
             world.kill()
         if self._server is None or not self._server.is_alive():
-            self._server = _Server()
-        return _RankWorld(self._server, n)
+            self._server = _Server(self._environment)
+        return _RankWorld(self._server, n, self._backend)
 
     def close(self) -> None:
         """End all ranks and the process they were forked from."""
@@ -153,10 +159,11 @@ class RankPool:
 class _Server:
     """The process that ranks are forked from, and the store they meet at."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Mapping[str, str]) -> None:
         self._control, theirs = socket.socketpair()
         self.folder = tempfile.mkdtemp(prefix="weft-ranks-")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        path = filter(None, [more.get("PYTHONPATH"), *sys.path])
+        environment = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
         # A process that has asked the CUDA driver how many devices there are cannot fork ranks that use them.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._process = subprocess.Popen(
@@ -178,12 +185,13 @@ class _Server:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, n: int) -> tuple[list[int], list[Connection]]:
+    def fork(self, n: int, backend: str) -> tuple[list[int], list[Connection]]:
         """Start `n` ranks; returns their process ids and pipes."""
         pairs = [socket.socketpair() for _ in range(n)]
         name = f"world/{os.getpid()}/{next(self._names)}"
         request = {
             "fork": n, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S, "folder": self.folder,
+            "backend": backend,
         }  # fmt: skip
         socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
@@ -216,9 +224,9 @@ def _end_server(process: subprocess.Popen[bytes], control: socket.socket, folder
 class _RankWorld:
     """The ranks of one world."""
 
-    def __init__(self, server: _Server, n: int) -> None:
+    def __init__(self, server: _Server, n: int, backend: str) -> None:
         self._server = server
-        self._pids, self._pipes = server.fork(n)
+        self._pids, self._pipes = server.fork(n, backend)
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
