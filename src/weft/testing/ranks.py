@@ -89,24 +89,28 @@ def run_ranks(
         [20, 21]
     """
     options = {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug, "device": device}
-    return _default_pool().run(fn, n, *args, timeout_s=timeout_s, backend=backend, **options, **kwargs)
+    return _pool(backend).run(fn, n, *args, timeout_s=timeout_s, **options, **kwargs)
 
 
 @functools.cache
-def _default_pool() -> RankPool:
-    return RankPool()
+def _pool(backend: str) -> RankPool:
+    return RankPool(backend=backend)
 
 
 class RankPool:
-    """Warm ranks: one world per small size and backend, made when first asked for, kept until it fails."""
+    """Warm ranks: one world per small size, made when first asked for, kept until it fails.
 
-    def __init__(self) -> None:
+    Args:
+        backend: Of the process group of the ranks, as for `run_ranks`.
+        environment: Variables of the process that they are forked from, besides those of this one.
+    """
+
+    def __init__(self, *, backend: str = "gloo", environment: Mapping[str, str] | None = None) -> None:
+        self._backend, self._environment = backend, dict(environment or {})
         self._server: _Server | None = None
-        self._worlds: dict[tuple[int, str], _RankWorld] = {}
+        self._worlds: dict[int, _RankWorld] = {}
 
-    def run(
-        self, fn: Callable[..., R], n: int, *args: Any, timeout_s: float = 60.0, backend: str = "gloo", **kwargs: Any
-    ) -> list[R]:
+    def run(self, fn: Callable[..., R], n: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[R]:
         """As `run_ranks`, which has the same arguments, on ranks of this pool."""
         check_count("run_ranks", "n", n, below=65, fix="run_ranks(fn, 2)")
         options = {name: kwargs.pop(name, default) for name, default in _OPTIONS.items()}
@@ -117,8 +121,7 @@ class RankPool:
             "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
             "options": options,
         }
-        key = (n, backend)
-        world = self._world(*key)
+        world = self._world(n)
         ended: dict[int, int] = {}
         stacks: dict[int, str] = {}
         try:
@@ -126,25 +129,25 @@ class RankPool:
             stacks = world.stacks([rank for rank in range(n) if rank not in answers])
             clean = len(answers) == n and all(one["ok"] and one["reusable"] for one in answers.values())
             if n <= _KEPT and clean and len({one["begun"] for one in answers.values()}) == 1:
-                self._worlds[key] = world
+                self._worlds[n] = world
         finally:  # also when the caller is interrupted
-            if key not in self._worlds:
+            if n not in self._worlds:
                 ended = world.kill()
         if len(answers) < n or not all(answer["ok"] for answer in answers.values()):
             raise failure_of(n, answers, ended, stacks, timeout_s)
         _show(answers)
         return [answers[rank]["result"] for rank in range(n)]
 
-    def _world(self, n: int, backend: str) -> _RankWorld:
-        """Take the warm world of this size and backend out of the pool, or make one."""
-        world = self._worlds.pop((n, backend), None)
+    def _world(self, n: int) -> _RankWorld:
+        """Take the warm world of this size out of the pool, or make one."""
+        world = self._worlds.pop(n, None)
         if world is not None:
             if world.is_ready():
                 return world
             world.kill()
         if self._server is None or not self._server.is_alive():
-            self._server = _Server()
-        return _RankWorld(self._server, n, backend)
+            self._server = _Server(self._environment)
+        return _RankWorld(self._server, n, self._backend)
 
     def close(self) -> None:
         """End all ranks and the process they were forked from."""
@@ -159,10 +162,11 @@ class RankPool:
 class _Server:
     """The process that ranks are forked from, and the store they meet at."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Mapping[str, str]) -> None:
         self._control, theirs = socket.socketpair()
         self.folder = tempfile.mkdtemp(prefix="weft-ranks-")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        path = filter(None, [more.get("PYTHONPATH"), *sys.path])
+        environment = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
         # A process that has asked the CUDA driver how many devices there are cannot fork ranks that use them.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._process = subprocess.Popen(
@@ -189,8 +193,8 @@ class _Server:
         pairs = [socket.socketpair() for _ in range(n)]
         name = f"world/{os.getpid()}/{next(self._names)}"
         request = {
-            "fork": n, "backend": backend, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S,
-            "folder": self.folder,
+            "fork": n, "port": self.store.port, "name": name, "timeout_s": _GROUP_TIMEOUT_S, "folder": self.folder,
+            "backend": backend,
         }  # fmt: skip
         socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
