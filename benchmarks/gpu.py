@@ -33,6 +33,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import weft
+from weft.engines.torch.device.choose import default_backend
 from weft.testing import run_ranks
 from weft.weights import plan_placement
 
@@ -82,7 +83,8 @@ def measure_memory(bench: Bench) -> None:
             bench.note(f"{strategy}, {ranks} ranks: no time was left for it")
             continue
         try:
-            found = run_ranks(held_on_rank, ranks, strategy, size, device=str(bench.device), timeout_s=60)
+            where = {"device": str(bench.device), "backend": default_backend(bench.device)}
+            found = run_ranks(held_on_rank, ranks, strategy, size, **where, timeout_s=60)
         except Exception as error:  # noqa: BLE001  (one strategy costs only itself)
             bench.refused(f"{strategy}, {ranks} ranks", error)
             continue
@@ -310,7 +312,7 @@ def measure_device(bench: Bench) -> None:
     for name in ("accelerate", "lightning", "triton"):
         with contextlib.suppress(Exception):
             versions[name] = __import__(name).__version__
-    name = "CPU" if bench.device.type == "cpu" else torch.cuda.get_device_name(bench.device)
+    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else bench.device.type
     bench.row(device=name, cuda=torch.version.cuda, versions=versions)
     edge = 128 if bench.dry else 8192
     a, b = (torch.randn(edge, edge, device=bench.device, dtype=torch.bfloat16) for _ in range(2))

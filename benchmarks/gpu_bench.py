@@ -155,9 +155,9 @@ class Bench:
             return None
         if self.device.type != "cuda":  # simulated
             device = importlib.import_module("tests.simulated_device.device")
-            before = device.waits()
+            before = sum(device.waits().values())
             call()
-            return int(device.waits() - before)
+            return int(sum(device.waits().values()) - before)
         self.wait()
         torch.cuda.set_sync_debug_mode("warn")
         try:

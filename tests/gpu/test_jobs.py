@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from tests.gpu.device import DEVICE, DRY, REPLICATED, SHARDED, needs, on_ranks
+from tests.gpu.device import DEVICE, DRY, REPLICATED, SHARDED, backend, needs, on_ranks
 from weft import monitoring
 from weft.engines.torch.device.choose import default_backend
 from weft.testing import run_ranks
@@ -175,8 +175,9 @@ _FAULT = """
 import os, signal, sys
 import torch, weft
 
-fault, device = sys.argv[1:]
-with weft.start(device=device, backend="gloo", timeout_s=6 if fault == "freeze" else 60) as ctx:
+fault, device, backend = sys.argv[1:]
+os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # lets ranks share a device
+with weft.start(device=device, backend=backend, timeout_s=6 if fault == "freeze" else 60) as ctx:
     model, ctx = weft.replicate(torch.nn.Linear(4, 4), ctx)
     for step in range(20):
         if step == 5 and ctx.rank == 1:
@@ -194,7 +195,7 @@ def test_a_rank_that_is_gone_or_stands_still_is_named(tmp_path, fault):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    command = [sys.executable, str(path), fault, DEVICE]
+    command = [sys.executable, str(path), fault, DEVICE, backend()]
     ranks = [
         subprocess.Popen(
             command, env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
@@ -239,6 +240,7 @@ def test_explain_says_where_we_are():
     assert DEVICE in weft.explain(here())
 
 
+@pytest.mark.skipif(DEVICE.startswith("sim"), reason="DeepSpeed does not know the simulated device")
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
 def test_deepspeed_cuts_the_optimizer():
     def losses(ctx):

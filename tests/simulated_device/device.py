@@ -180,6 +180,7 @@ def _module(extension: types.ModuleType) -> types.ModuleType:
     names = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # torch's checkpoint asks for it before it keeps random states
         "_is_in_bad_fork": lambda: False,
         "device_count": extension.device_count,
         "current_device": extension.current_device,
