@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.tensors.pairwise import PairGather, SmallSum, as_real
 from weft.testing import run_ranks
@@ -32,6 +33,35 @@ def _gathers(ctx, sizes):
 @pytest.mark.parametrize("kind", SIZES)
 def test_each_rank_has_the_blocks_of_all(ranks, kind):
     run_ranks(_gathers, ranks, SIZES[kind])
+
+
+class _Gathers(TorchDispatchMode):
+    """How many buffers each all-gather is of."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith(("c10d::allgather", "c10d::_allgather")):
+            self.found.append(len(args[0]) if "coalesced" in name else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _counted(ctx):
+    # The blocks of the last one are more than one all-gather is to be of.
+    kinds = [(70_000, torch.float32)] * 3 + [(9, torch.float64)] * 2 + [(9, torch.float32), (2_400_000, torch.float32)]
+    buffers = [torch.full((ctx.world_size, size), ctx.rank, dtype=dtype) for size, dtype in kinds]
+    with _Gathers() as counted:
+        PairGather.run([PairGather(dist.group.WORLD, buffer.view(-1)) for buffer in buffers])
+    assert all(torch.equal(buffer[:, 0], torch.arange(ctx.world_size).to(buffer.dtype)) for buffer in buffers)
+    return counted.found
+
+
+def test_where_there_are_no_pairs_one_all_gather_is_of_several_buffers_up_to_a_size():
+    assert run_ranks(_counted, 3) == [[3, 2, 1, 1]] * 3
+    assert run_ranks(_counted, 2) == [[]] * 2
 
 
 def _sums(ctx):

@@ -8,6 +8,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import weft
 from tests.gpu.device import COMPILER, DEVICE, DRY, SHARDED, needs, on_ranks
 from tests.host_reads import HostReads
+from weft.engines.options import ReduceOptions
+from weft.engines.torch.stepping.replica_average import ReplicaAverage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # torch warns of devices in its own ways
 
@@ -214,3 +216,27 @@ def test_sharded_losses_are_those_of_one_process(stage, ranks):
         expected.append(float(loss.detach()))
     for found in on_ranks(_sharded, ranks, stage):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class _Twin:
+    """Another replica, whose gradients are the same."""
+
+    size, index = 2, 0
+
+    def __init__(self):
+        self.pinned = []
+
+    def add_up(self, tensors, *, room):
+        for tensor in tensors:
+            assert tensor.device.type == "cpu"
+            self.pinned.append(tensor.is_pinned())
+            tensor.mul_(2)
+        return True
+
+
+def test_gradients_go_to_the_other_replicas_through_one_pinned_piece():
+    plain, model, twin = build(), build(), _Twin()
+    expected = train(plain, make_optimizer(plain), batches())
+    ReplicaAverage(model, twin, ReduceOptions(), alone=True)
+    assert_equal(train(model, make_optimizer(model), batches()), expected)
+    assert twin.pinned == [torch.zeros(1, pin_memory=not DRY).is_pinned()] * 6  # a simulated device may know of none

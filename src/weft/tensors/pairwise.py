@@ -22,6 +22,7 @@ __all__ = ["PairGather", "SmallSum", "as_real", "in_pairs", "pair_rounds"]
 
 _SWAP_TAG = 0x5E7F  # of messages that two ranks swap; a program that sends over the same group uses others
 _MAX_BYTES = 2**20  # of a sum; what is gathered may be of any size
+_TOGETHER_BYTES = 25 * 2**20  # of all buffers that one all-gather is of
 _SMALL_BYTES = 2**16  # of one block that is gathered; from there on a send and a receive cost less
 
 
@@ -61,7 +62,11 @@ class SmallSum:
 
 
 class PairGather:
-    """Gathers the ranks' blocks of one buffer, in place; by an all-gather where pairs cannot be formed."""
+    """Gathers the ranks' blocks of one buffer, in place; by an all-gather where pairs cannot be formed.
+
+    One all-gather is of several buffers, of `_TOGETHER_BYTES` or of one larger buffer. gloo takes that much memory for
+    it, NCCL none.
+    """
 
     def __init__(self, group: dist.ProcessGroup, everyone: torch.Tensor) -> None:
         self._group: Any = group
@@ -74,11 +79,15 @@ class PairGather:
     @staticmethod
     def run(gathers: Sequence[PairGather]) -> None:
         """Fill the other ranks' blocks of all these buffers, which belong to one group."""
-        for one in gathers:
-            if not one._rounds:
-                # torch 2.13 gave this a new name and deprecated the old one.
+        for together in _together([one for one in gathers if not one._rounds]):
+            group, everyone = together[0]._group, [one._everyone for one in together]
+            # torch 2.13 gave both new names and deprecated the old ones.
+            if len(together) == 1:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                gather(one._everyone, one.mine, group=one._group)
+                gather(everyone[0], together[0].mine, group=group)
+            else:
+                gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+                gather(everyone, [one.mine for one in together]).wait()
         for exchanges in zip(*(one._rounds for one in gathers), strict=True):
             group, works = gathers[0]._group, []
             for theirs, ours, peer in exchanges:
@@ -89,6 +98,21 @@ class PairGather:
                     works += [group.send([ours], peer, _SWAP_TAG), group.recv([theirs], peer, _SWAP_TAG)]
             for work in works:
                 work.wait()
+
+
+def _together(gathers: Sequence[PairGather]) -> list[list[PairGather]]:
+    """Those that one all-gather does: of one dtype, and up to a size."""
+    found: list[list[PairGather]] = []
+    kind, filled = None, 0
+    for one in gathers:
+        size = one._everyone.nbytes
+        alone = one._everyone.device.type != "cpu" and _is_gloo(one._group)  # gloo packs on the CPU only
+        if alone or one._everyone.dtype != kind or filled + size > _TOGETHER_BYTES:
+            found.append([])
+            kind, filled = one._everyone.dtype, 0
+        found[-1].append(one)
+        filled += size
+    return found
 
 
 def pair_rounds(blocks: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -108,5 +132,9 @@ def in_pairs(group: Any, buffer: torch.Tensor, size: int) -> bool:
     """Whether messages between pairs of ranks can be sent, and cost less than gloo's collectives."""
     if size & (size - 1) or buffer.device.type != "cpu":
         return False
+    return _is_gloo(group)
+
+
+def _is_gloo(group: Any) -> bool:
     # Groups that were made past torch's list of groups, as those of replicas, are backends themselves.
     return (dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else group.name()).endswith("gloo")

@@ -42,7 +42,9 @@ class Transfer(NamedTuple):
 
 
 def transfer(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int) -> None:
-    """Read all blocks, in the order of the files; memory of the CPU is filled by several threads.
+    """Read all blocks, in the order of the files, by several threads.
+
+    What is for an accelerator passes through a pinned block per thread: one thread's copy runs while others read.
 
     Raises:
         CheckpointError: A file does not hold what its entry says.
@@ -51,9 +53,16 @@ def transfer(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int
     """
     ordered = sorted(wanted, key=lambda one: (-one.stored.dtype.itemsize, one.stored.key))  # as `file_head` has it
     rest = iter(ordered)  # of all threads
+    far = {one.out.device.type for one in ordered} - {"cpu"}
+    here = torch.accelerator.current_accelerator() if far and torch.accelerator.is_available() else None
+    if far and (here is None or far != {here.type}):
+        num_threads = 1  # nothing is known of their streams
+    stream = None if here is None else torch.accelerator.current_stream()  # where new memory may still be in use
 
     def work() -> None:
         try:
+            if stream is not None:
+                torch.accelerator.set_stream(stream)
             with torch.no_grad():
                 for one in rest:
                     _read(files, one)
@@ -61,8 +70,6 @@ def transfer(files: TensorFiles, wanted: Iterable[Transfer], *, num_threads: int
             ordered.clear()  # the other threads stop too
             raise
 
-    if any(one.out.device.type != "cpu" for one in ordered):
-        num_threads = 1
     number = min(num_threads, 1 + sum(one.out.nbytes for one in ordered) // _THREAD_BYTES)
     if number == 1:
         work()
@@ -77,12 +84,13 @@ def _read(files: TensorFiles, one: Transfer) -> None:
     if stored.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous():
         files.read(stored.key, stored.entry, block, out)
         return
-    for part, values in in_parts(files, stored, block, out.dtype):
+    pinned = out.device.type != "cpu" and torch.accelerator.is_available()
+    for part, values in in_parts(files, stored, block, out.dtype, pinned=pinned):
         out[part.slices].copy_(values)
 
 
 def in_parts(
-    files: TensorFiles, stored: Stored, block: Block, dtype: torch.dtype
+    files: TensorFiles, stored: Stored, block: Block, dtype: torch.dtype, *, pinned: bool = False
 ) -> Iterator[tuple[Block, torch.Tensor]]:
     """Read a block in parts, in the order of its memory, a few megabytes at a time.
 
@@ -95,7 +103,7 @@ def in_parts(
         OSError: A file cannot be read.
     """
     width = DTYPES[stored.entry.dtype][1]
-    memory = torch.empty(min(block.size, _PART) * width, dtype=torch.uint8)
+    memory = torch.empty(min(block.size, _PART) * width, dtype=torch.uint8, pin_memory=pinned)
     for part in in_order(block.shape, _PART):
         values = memory[: part.size * width].view(stored.dtype).view(part.shape)
         offsets = tuple(a + b for a, b in zip(part.offsets, block.offsets, strict=True))

@@ -6,10 +6,11 @@ logging) finds numbers, and the step does nothing: `resilient` sees to it that t
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 
 __all__ = ["ReplicaAverage"]
+
+_BUCKET_BYTES = 25 * 2**20
 
 
 class ReplicaAverage:
@@ -184,14 +187,14 @@ class ReplicaAverage:
         self._pieces, self._of_gradients = [], []
         if self._alone:
             self._see_arrivals()  # at those that were frozen until now
-        for which in _by_dtype(gradients):
+        for which in _by_kind(gradients):
             same, first = [parameters[index] for index in which], gradients[which[0]]
             if self._alone and first.device.type == "cpu" and self._options.dtype in (None, first.dtype):
                 self._pieces.append(FlatPiece(same, [places[id(p)] for p in same], keeps_values=False, room=1))
             else:
                 self._of_gradients.append(_Flat(gradients, which, self._options.dtype))
         buffers = self._buffers.tensors() if self._shares else []
-        self._of_buffers = [_Flat(buffers, which) for which in _by_dtype(buffers)]
+        self._of_buffers = [_Flat(buffers, which) for which in _by_kind(buffers)]
 
 
 def _arrive(session: BackwardSession, got: bytearray, index: int, parameter: torch.Tensor) -> None:
@@ -214,15 +217,35 @@ def _watch_passes(buffers: SharedBuffers, module: nn.Module, inputs: Any, output
         buffers.watch(output)
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    found: dict[torch.dtype, list[int]] = {}
+def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The indices of tensors of one dtype on one device."""
+    found: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        found.setdefault(tensor.dtype, []).append(index)
+        found.setdefault((tensor.dtype, tensor.device), []).append(index)
     return list(found.values())
+
+
+class _Bucket(NamedTuple):
+    """Tensors on an accelerator that are copied to the CPU and back together.
+
+    Attributes:
+        which: Of the tensors of a `_Flat`.
+        values: Their part of its piece.
+        packed: As much memory on the accelerator.
+        parts: It, in the shapes of the tensors.
+    """
+
+    which: slice
+    values: torch.Tensor
+    packed: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
 
 
 class _Flat:
     """Copies of tensors of one dtype in one piece on the CPU, kept from step to step, with one element at the end.
+
+    Those on an accelerator are packed there, so that one copy moves up to `_BUCKET_BYTES`, for which this takes as much
+    of its memory; a larger tensor is copied as it is. The piece is then pinned.
 
     Attributes:
         values: This piece, one-dimensional.
@@ -232,21 +255,55 @@ class _Flat:
         """Make room for those of the tensors with the indices `which`."""
         self._which = which
         first = tensors[which[0]]
-        kind = dtype or first.dtype
+        kind = torch.uint8 if (dtype or first.dtype) == torch.bool else dtype or first.dtype
         sizes = [tensors[index].numel() for index in which]
-        self.values = torch.zeros(sum(sizes) + 1, dtype=torch.uint8 if kind == torch.bool else kind)
+        self._device, is_far = first.device, first.device.type != "cpu"
+        self.values = torch.zeros(sum(sizes) + 1, dtype=kind, pin_memory=is_far)
         parts = self.values[:-1].split(sizes)
         self._parts = [part.view(tensors[i].shape) for part, i in zip(parts, which, strict=True)]
         self._tensors: list[torch.Tensor] = []
+        self._buckets = list(self._cut(sizes)) if is_far else []
+
+    def _cut(self, sizes: Sequence[int]) -> Iterator[_Bucket]:
+        room = _BUCKET_BYTES // self.values.element_size()
+        places = [0, *itertools.accumulate(sizes)]
+        memory = torch.empty(min(room, places[-1]), dtype=self.values.dtype, device=self._device)
+        first = 0
+        for last in range(1, len(places)):
+            if last == len(sizes) or places[last + 1] - places[first] > room:
+                values = self.values[places[first] : places[last]]
+                packed = memory[: len(values)] if last > first + 1 else memory[:0]
+                shapes = [part.shape for part in self._parts[first:last]]
+                parts = packed.split(sizes[first:last]) if len(packed) else ()
+                views = tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=False))
+                yield _Bucket(slice(first, last), values, packed, views)
+                first = last
 
     def fill(self, tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
         """The values of the tensors, multiplied by a factor."""
         self._tensors = [tensors[index] for index in self._which]
-        torch._foreach_copy_(self._parts, self._tensors)
+        if not self._buckets:
+            torch._foreach_copy_(self._parts, self._tensors)
+        for bucket in self._buckets:
+            if bucket.parts:
+                torch._foreach_copy_(bucket.parts, self._tensors[bucket.which])
+                bucket.values.copy_(bucket.packed, non_blocking=True)
+            else:
+                self._parts[bucket.which.start].copy_(self._tensors[bucket.which.start], non_blocking=True)
+        if self._buckets:
+            torch.accelerator.current_stream(self._device).synchronize()
         if factor == 1:
             return self.values
         return self.values.mul_(factor) if factor else self.values.zero_()
 
     def put_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Give the tensors, or others like them, the values of the piece."""
-        torch._foreach_copy_([tensors[index] for index in self._which] if tensors else self._tensors, self._parts)
+        given = [tensors[index] for index in self._which] if tensors else self._tensors
+        if not self._buckets:
+            torch._foreach_copy_(given, self._parts)
+        for bucket in self._buckets:
+            if bucket.parts:
+                bucket.packed.copy_(bucket.values, non_blocking=True)
+                torch._foreach_copy_(given[bucket.which], bucket.parts)
+            else:
+                given[bucket.which.start].copy_(self._parts[bucket.which.start], non_blocking=True)
