@@ -180,7 +180,7 @@ class Neighbours:
         if world is None or world.store is None:
             return
         for rank in self._dead(world, world.store):
-            if not world.store.has(f"parted/{rank}") and world.store.claim(f"dead/{rank}", str(world.rank)):
+            if not world.store.has(f"parted/{rank}") and world.store.add(f"dead/{rank}", 1) == 1:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
 
     def _dead(self, world: World, store: Board) -> list[int]:
@@ -256,7 +256,7 @@ def _leave_note(world: World, blamed: int, text: str, *, left: bool, over: bool,
         "left": left,
         "over": over,
         "failures": world.failures,
-        "collectives": world.collectives(),
+        "collectives": world.collectives() if of is None else {},
         "ports": listening_ports() if of is None else [],
     }
     world.store.write(f"note/{world.store.add('note/count', 1)}", note)
