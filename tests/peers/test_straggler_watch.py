@@ -228,7 +228,7 @@ def test_a_store_that_is_gone_is_named():
 # -- who is alive ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("machine", "found"), [(liveness._machine(), 1), ("another", None)])
+@pytest.mark.parametrize(("machine", "found"), [(liveness.machine_id(), 1), ("another", None)])
 def test_a_process_id_says_nothing_of_another_machine_of_the_same_name(machine, found):
     board, world = _pair()
     board.write("peer/1", {"host": socket.gethostname(), "machine": machine, "pid": 2**22 + 1, "born": "1"})
@@ -237,12 +237,12 @@ def test_a_process_id_says_nothing_of_another_machine_of_the_same_name(machine, 
 
 
 def test_what_tells_machines_apart_may_be_missing(monkeypatch):
-    assert liveness._machine.__wrapped__() == liveness._machine()
+    assert liveness.machine_id.__wrapped__() == liveness.machine_id()
     monkeypatch.setattr(pathlib.Path, "read_text", _raise_not_found)
     monkeypatch.setattr(pathlib.Path, "readlink", _raise_not_found)
-    alone = liveness._machine.__wrapped__()
+    alone = liveness.machine_id.__wrapped__()
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
-    assert len({alone, liveness._machine(), liveness._machine.__wrapped__()}) == 3
+    assert len({alone, liveness.machine_id(), liveness.machine_id.__wrapped__()}) == 3
 
 
 def _raise_not_found(*_, **__):
@@ -265,11 +265,11 @@ def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatc
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = _rank_of(server, 0)
     announce(world)
-    name = {"this": liveness._machine(), "another": "another"}[machine]
+    name = {"this": liveness.machine_id(), "another": "another"}[machine]
     pid = os.fork()
     if pid == 0:
         os.closerange(3, 1024)  # a rank of another machine has no copies of the connections of this one
-        monkeypatch.setattr(liveness, "_machine", lambda: name)
+        monkeypatch.setattr(liveness, "machine_id", lambda: name)
         announce(_rank_of(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1))
         time.sleep(60)
         os._exit(0)

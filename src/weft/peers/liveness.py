@@ -33,6 +33,7 @@ __all__ = [
     "is_behind",
     "is_communication_error",
     "late",
+    "machine_id",
     "part",
     "report_failure",
     "wait_for_parting",
@@ -55,7 +56,7 @@ def announce(world: World) -> None:
     store = world.store
     if store is None:
         return
-    machine = _machine()
+    machine = machine_id()
     me = {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "born": _born(os.getpid())}
     if world.root is not world or world.group is None:  # a part, or the ranks of a save
         store.write(f"peer/{world.rank}", me)
@@ -184,7 +185,7 @@ class Neighbours:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
 
     def _dead(self, world: World, store: Board) -> list[int]:
-        path = f"machine/{_machine()}"
+        path = f"machine/{machine_id()}"
         while self._known < store.add(f"{path}/count", 0) and store.has(f"{path}/{self._known + 1}"):
             self._known += 1
             rank = int(store.read(f"{path}/{self._known}"))
@@ -321,11 +322,11 @@ def _is_dead(store: Board, rank: int) -> bool:
     if not store.has(key):
         return False
     peer = store.read(key, "machine", "pid", "born")
-    return bool(peer["machine"] == _machine() and _born(peer["pid"]) != peer["born"])
+    return bool(peer["machine"] == machine_id() and _born(peer["pid"]) != peer["born"])
 
 
 @functools.cache
-def _machine() -> str:
+def machine_id() -> str:
     """What processes have in common whose ids mean the same; containers may share a host's name, and its kernel."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # systems without /proc, and sandboxes
