@@ -1,7 +1,10 @@
 """to_device and place_module: values, modules and optimizers on the device of the context."""
 
+import re
+import sys
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +13,9 @@ from torch import nn
 
 import weft
 from weft.context.placement import check_place, place_module
+from weft.engines.torch.device.choose import hardware_of
 from weft.engines.torch.device.prefetch import prefetch
+from weft.testing import RanksFailed, run_ranks
 
 # meta stands for an accelerator: tensors can be moved to it on any machine
 META = replace(weft.local(), device=torch.device("meta"))
@@ -234,3 +239,44 @@ def test_computing_on_a_batch_does_not_wait_for_the_copy_of_the_next_one(monkeyp
         "copy 3", "computing waits for 2 copies", "compute 2", "the host waits for 3 copies",
         "computing waits for 3 copies", "compute 3",
     ]  # fmt: skip
+
+
+# -- ranks that share a device -----------------------------------------------------------------------
+
+
+class _Properties(NamedTuple):
+    uuid: str
+
+
+def _own_device(ctx, devices, hosts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_count", lambda: 3)
+        module = SimpleNamespace(get_device_properties=lambda device: _Properties(devices[ctx.rank]))
+        patch.setattr(torch, "get_device_module", lambda device: module)
+        if hosts:
+            patch.setenv("NCCL_HOSTID", hosts[ctx.rank])
+        sys.modules["weft.context.start"]._check_own_device(ctx.world, ctx.world.store, torch.device("cuda:0"))
+
+
+def test_ranks_that_share_a_device_are_told_on_all_ranks_before_nccl_is():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_own_device, 3, ["GPU-1", "GPU-2", "GPU-1"], None)
+    for error in caught.value.errors.values():
+        assert isinstance(error, weft.errors.ContextError)
+        assert re.search("ranks (0 and 2|2 and 0) on cuda:0 GPU-1.*fix: +weft launch -n 3 ", str(error), re.DOTALL)
+
+
+def test_ranks_with_devices_of_their_own_or_on_other_hosts_for_nccl():
+    run_ranks(_own_device, 3, ["GPU-1", "GPU-2", "GPU-3"], None)  # each sees one alone, as cuda:0
+    run_ranks(_own_device, 3, ["GPU-1"] * 3, ["a", "b", "c"])
+
+
+def test_what_tells_devices_apart(monkeypatch):
+    for properties, name in [
+        (_Properties("GPU-1"), "GPU-1"),
+        (SimpleNamespace(pci_domain_id=0, pci_bus_id=25, pci_device_id=0), "0:25:0"),
+        (SimpleNamespace(), ""),
+    ]:
+        module = SimpleNamespace(get_device_properties=lambda device, properties=properties: properties)
+        monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
+        assert hardware_of(torch.device("cuda:0")) == name

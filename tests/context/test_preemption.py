@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import weft
+from tests.processes import is_alive, until
 from weft.launching.failures import first_failure
 from weft.testing import RanksFailed, fake, run_ranks
 
@@ -134,6 +137,60 @@ def _sends(ctx, steps):
         answers = {preempted(step) for step in range(steps)}
         cost = (time.perf_counter() - start) / steps
     return answers, counter.get_total_counts(), ctx.world.meetings - meetings, cost < 20e-6
+
+
+def _told_in_a_wait(ctx, again):
+    """Rank 1 waits in C++ when it is told, for rank 0, which comes when it knows of that."""
+    with weft.on_preemption(ctx) as preempted:
+        assert not preempted(1)
+        other = ctx.world.store.read("peer/1")["pid"]
+        if ctx.rank == 0:
+            time.sleep(0.3)
+            os.kill(other, signal.SIGTERM)
+            assert until(lambda: preempted._asked, 10)
+            if again:
+                time.sleep(1.2)
+                os.kill(other, signal.SIGTERM)
+                assert until(lambda: not is_alive(other), 10)
+        dist.all_reduce(torch.ones(1))
+        return [preempted(step) for step in (2, 3)], preempted.reason
+
+
+def test_a_signal_is_seen_by_others_during_a_wait():
+    assert run_ranks(_told_in_a_wait, 2, again=False) == [([True, True], "SIGTERM on rank 1")] * 2
+
+
+@pytest.mark.slow
+def test_a_second_signal_during_a_wait_ends_the_process():
+    with pytest.raises(RanksFailed, match="exit code 143"):
+        run_ranks(_told_in_a_wait, 2, again=True, timeout_s=25)
+
+
+def _forks(ctx):
+    """What comes to a fork did not come to the rank; and an event loop keeps its place."""
+    signals = [signal.SIGUSR1]
+    with weft.on_preemption(ctx, signals=signals) as preempted:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(0)
+        assert until(lambda: " S " in Path(f"/proc/{pid}/stat").read_text(), 10)
+        os.kill(pid, signal.SIGUSR1)
+        os.waitpid(pid, 0)
+        assert preempted._arrivals.take() == b"" and not preempted(1)
+        assert signal.set_wakeup_fd(-1) != -1
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno())
+    with weft.on_preemption(ctx, signals=signals) as preempted:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert ours.recv(1) == bytes([signal.SIGUSR1]) and preempted._signal
+    assert signal.set_wakeup_fd(-1) == theirs.fileno()
+    weft.barrier(ctx)
+
+
+def test_only_signals_of_the_rank_count_and_an_event_loop_keeps_its_place():
+    run_ranks(_forks, 2)
 
 
 def test_asking_sends_nothing():

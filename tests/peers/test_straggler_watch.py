@@ -1,7 +1,9 @@
 """What the threads of a rank see: ranks that left or failed while others wait in torch's own collectives."""
 
 import os
+import pathlib
 import re
+import socket
 import sys
 import time
 
@@ -13,7 +15,7 @@ from torch import nn
 import weft
 from tests.variants import slow
 from weft.context import World
-from weft.peers import straggler_watch
+from weft.peers import liveness, straggler_watch
 from weft.peers.agreement import agree, exchange
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import listening_ports
@@ -221,6 +223,71 @@ def test_a_store_that_is_gone_is_named():
     with pytest.raises(StoreLost, match="rank 0 failed: the process that serves the store is gone") as caught:
         board.add("key", 1)
     assert caught.value.rank == 0
+
+
+# -- who is alive ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("machine", "found"), [(liveness.machine_id(), 1), ("another", None)])
+def test_a_process_id_says_nothing_of_another_machine_of_the_same_name(machine, found):
+    board, world = _pair()
+    board.write("peer/1", {"host": socket.gethostname(), "machine": machine, "pid": 2**22 + 1, "born": "1"})
+    blamed = culprit(world)
+    assert (blamed and blamed[0]) == found
+
+
+def test_what_tells_machines_apart_may_be_missing(monkeypatch):
+    assert liveness.machine_id.__wrapped__() == liveness.machine_id()
+    monkeypatch.setattr(pathlib.Path, "read_text", _raise_not_found)
+    monkeypatch.setattr(pathlib.Path, "readlink", _raise_not_found)
+    alone = liveness.machine_id.__wrapped__()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert len({alone, liveness.machine_id(), liveness.machine_id.__wrapped__()}) == 3
+
+
+def _raise_not_found(*_, **__):
+    raise FileNotFoundError
+
+
+class _NoGroup:
+    group_name = "world"
+
+    def _get_sequence_number_for_group(self):
+        return 0
+
+
+def _rank_of(store, rank):
+    return World(ranks=[0, 1], rank=rank, store=Board(store, limit_s=5), group=_NoGroup())
+
+
+@pytest.mark.parametrize("machine", ["this", "another"])
+def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = _rank_of(server, 0)
+    announce(world)
+    name = {"this": liveness.machine_id(), "another": "another"}[machine]
+    pid = os.fork()
+    if pid == 0:
+        os.closerange(3, 1024)  # a rank of another machine has no copies of the connections of this one
+        monkeypatch.setattr(liveness, "machine_id", lambda: name)
+        announce(_rank_of(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1))
+        time.sleep(60)
+        os._exit(0)
+    while not world.store.has(f"machine/{name}/{2 if machine == 'this' else 1}"):
+        time.sleep(0.01)
+    neighbours = liveness.Neighbours(world)
+    neighbours.report_dead()
+    assert world.store.add("note/count", 0) == 0
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    while not world.store.has("note/1"):
+        neighbours.report_dead()
+        time.sleep(0.01)
+    neighbours.report_dead()
+    liveness.Neighbours(world).report_dead()
+    assert world.store.add("note/count", 0) == 1
+    note = world.store.read("note/1")
+    assert note["from"] == note["rank"] == 1 and note["over"] and note["error"].startswith("its process is gone")
 
 
 # -- other things ------------------------------------------------------------------------------------

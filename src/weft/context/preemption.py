@@ -10,7 +10,8 @@ step that another one is past already, so the ranks agree through the store, and
     last         the largest of the steps plus one, the step to stop after; null: nobody stops
 A thread of each rank looks for `asked` now and then, and answers while the main thread is in the middle of
 a step, perhaps waiting for a rank that waits for this answer. From then on the rank may not continue
-before `last` is known.
+before `last` is known. The thread also sees signals of its own rank while the main thread is in C++, as in a wait for
+a device: Python calls no handler before that ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, ClassVar, Self
@@ -127,6 +129,8 @@ class Preemption:
         self._key = f"preemption/{world.meetings}"
         self._signal = ""
         self._signal_s = 0.0
+        self._unhandled = 0  # signals that the thread has seen, and Python's handler not yet
+        self._ending = 0  # the number of one that came again
         self._step = -1
         self._asked = False
         self._last: float | None = None
@@ -136,6 +140,7 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {each: signal.getsignal(each) for each in signals}
         for each in signals:
             signal.signal(each, self._on_signal)
+        self._arrivals = _Arrivals(use=self._store is not None)
         self._thread: threading.Thread | None = None
         if self._store is not None:
             self._thread = threading.Thread(target=self._listen, name="weft preemption", daemon=True)
@@ -176,13 +181,21 @@ class Preemption:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
-        now = time.monotonic()
-        if not self._signal:
-            self._signal = f"{signal.Signals(number).name} on rank {self._world.rank}"
-            self._signal_s = now
-        elif now - self._signal_s > SAME_SIGNAL_S:
+        came = self._arrivals.take()
+        unhandled, self._unhandled = self._unhandled, 0
+        if unhandled and not came and not self._ending:
+            return  # the thread has noted it
+        if self._note(number) or self._ending:
             self._restore()
             signal.raise_signal(number)
+
+    def _note(self, number: int) -> bool:
+        """Note a signal; whether it came again."""
+        now = time.monotonic()
+        if not self._signal:
+            self._signal_s = now
+            self._signal = f"{signal.Signals(number).name} on rank {self._world.rank}"
+        return now - self._signal_s > SAME_SIGNAL_S
 
     def _restore(self) -> None:
         for number, before in self._before.items():
@@ -194,9 +207,14 @@ class Preemption:
     def _listen(self) -> None:
         with contextlib.suppress(StoreLost):  # and with it everybody to agree with
             while not self._end.wait(_PERIOD_S):
-                if self._signal or (self._store is not None and self._store.has(f"{self._key}/asked")):
+                if self._ending and self._unhandled:  # the main thread has not come back from C++
+                    os._exit(128 + self._ending)
+                for number in self._arrivals.take():
+                    if number in self._before:
+                        self._unhandled += 1
+                        self._ending = number if self._note(number) else 0
+                if not self._asked and (self._signal or (self._store and self._store.has(f"{self._key}/asked"))):
                     self._answer()
-                    return
 
     def _answer(self, *, leaving: bool = False) -> None:
         """Write down the last step after which this rank may continue; once."""
@@ -245,6 +263,7 @@ class Preemption:
             self._answer(leaving=True)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _PERIOD_S)
+        self._arrivals.close()
         # The same signal may come once more while the program ends as the first one asked.
         leaving = sys.exc_info()[1]
         if isinstance(leaving, SystemExit) and leaving.code == self.exit_code:
@@ -257,3 +276,40 @@ class Preemption:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+class _Arrivals:
+    """The numbers of signals that came, as C notes them at once; Python calls the handlers later."""
+
+    def __init__(self, *, use: bool) -> None:
+        """`use`: Note them; unless an event loop does, which has the only place for that."""
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._close = weakref.finalize(self, _close_pipe, *self._pipe)
+        if use:
+            before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            if before != -1:
+                signal.set_wakeup_fd(before)
+            # What comes to a fork, such as a worker of a loader, did not come to this process.
+            os.register_at_fork(after_in_child=self._close)
+
+    def take(self) -> bytes:
+        """Those that came since the last call."""
+        with contextlib.suppress(OSError):  # there are none
+            return os.read(self._pipe[0], 4096)
+        return b""
+
+    def close(self) -> None:
+        """Note no more. Idempotent; does nothing in other threads than the main one."""
+        if threading.current_thread() is threading.main_thread():
+            self._close()
+
+
+def _close_pipe(read: int, write: int) -> None:
+    with contextlib.suppress(ValueError):  # in another thread: C may still write there
+        now = signal.set_wakeup_fd(-1)
+        if now != write:
+            signal.set_wakeup_fd(now)
+        os.close(read)
+        os.close(write)

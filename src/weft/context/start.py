@@ -36,6 +36,7 @@ from weft.context.settings import (
 )
 from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, Spmd, engine_for
+from weft.engines.torch.device.choose import hardware_of
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.environments import Topology, topology
 from weft.environments.joined import is_inside_a_rank, note_joined
@@ -43,7 +44,7 @@ from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.board import SECRET_VARIABLE, Board
 from weft.peers.connect import open_store, reach
-from weft.peers.liveness import announce, check_failed, check_first
+from weft.peers.liveness import announce, check_failed, check_first, machine_id
 from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.straggler_watch import watch
@@ -375,9 +376,12 @@ def _connect(
     world.store = board.below("board")
     check_first(world)
     watch(world)
+    backend = settings.backend or engine.backend(device)
+    if "nccl" in backend and device.index is not None:
+        _check_own_device(world, world.store, device)
     with world.store.limited(2 * settings.timeout_s):  # torch waits for the ranks and then for their connections
         dist.init_process_group(
-            backend=settings.backend or engine.backend(device),
+            backend=backend,
             store=board.for_torch("group"),
             rank=place.rank,
             world_size=place.world_size,
@@ -390,6 +394,25 @@ def _connect(
     _joined(world)
     announce(world)
     atexit.register(shutdown.close_at_exit, world)
+
+
+def _check_own_device(world: World, store: Board, device: torch.device) -> None:
+    """Raise on all ranks if two of them have the same device: NCCL would, later, and without saying which."""
+    # With other values of this, NCCL takes ranks for ranks of several machines, which it lets have the same device.
+    host = os.environ.get("NCCL_HOSTID", machine_id())
+    name = hardware_of(device)
+    key = f"device/{host}/{name or device}"
+    first = None if store.claim(key, str(world.rank)) else store.get(key).decode()
+    found = [each for each in exchange(world, "start", first and [first, world.rank, f"{device} {name}"]) if each]
+    if found:
+        one, two, which = found[0]
+        raise ContextError(
+            "start: two ranks have the same device, which NCCL refuses",
+            found=f"ranks {one} and {two} on {which.strip()}",
+            expected="a device for each rank",
+            fix=f"weft launch -n {torch.accelerator.device_count()} for as many ranks as devices, without device=; "
+            'or, through the memory of the host, weft.start(backend="gloo")',
+        )
 
 
 def _joined(world: World) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "is_behind",
     "is_communication_error",
     "late",
+    "machine_id",
     "part",
     "report_failure",
     "wait_for_parting",
@@ -55,7 +56,7 @@ def announce(world: World) -> None:
     store = world.store
     if store is None:
         return
-    machine = _machine()
+    machine = machine_id()
     me = {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "born": _born(os.getpid())}
     if world.root is not world or world.group is None:  # a part, or the ranks of a save
         store.write(f"peer/{world.rank}", me)
@@ -180,11 +181,11 @@ class Neighbours:
         if world is None or world.store is None:
             return
         for rank in self._dead(world, world.store):
-            if not world.store.has(f"parted/{rank}") and world.store.claim(f"dead/{rank}", str(world.rank)):
+            if not world.store.has(f"parted/{rank}") and world.store.add(f"dead/{rank}", 1) == 1:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
 
     def _dead(self, world: World, store: Board) -> list[int]:
-        path = f"machine/{_machine()}"
+        path = f"machine/{machine_id()}"
         while self._known < store.add(f"{path}/count", 0) and store.has(f"{path}/{self._known + 1}"):
             self._known += 1
             rank = int(store.read(f"{path}/{self._known}"))
@@ -256,7 +257,7 @@ def _leave_note(world: World, blamed: int, text: str, *, left: bool, over: bool,
         "left": left,
         "over": over,
         "failures": world.failures,
-        "collectives": world.collectives(),
+        "collectives": world.collectives() if of is None else {},
         "ports": listening_ports() if of is None else [],
     }
     world.store.write(f"note/{world.store.add('note/count', 1)}", note)
@@ -321,11 +322,11 @@ def _is_dead(store: Board, rank: int) -> bool:
     if not store.has(key):
         return False
     peer = store.read(key, "machine", "pid", "born")
-    return bool(peer["machine"] == _machine() and _born(peer["pid"]) != peer["born"])
+    return bool(peer["machine"] == machine_id() and _born(peer["pid"]) != peer["born"])
 
 
 @functools.cache
-def _machine() -> str:
+def machine_id() -> str:
     """What processes have in common whose ids mean the same; containers may share a host's name, and its kernel."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # systems without /proc, and sandboxes

@@ -8,7 +8,7 @@ import torch
 
 from weft.errors import ContextError, MissingExtra
 
-__all__ = ["choose_device", "default_backend", "select_device"]
+__all__ = ["choose_device", "default_backend", "hardware_of", "select_device"]
 
 
 def choose_device(request: str | None, local_rank: int, world_size: int) -> torch.device:
@@ -95,3 +95,10 @@ def default_backend(device: torch.device) -> str:
         return "gloo"
     fast = torch.distributed.get_default_backend_for_device(device.type)
     return f"cpu:gloo,{device.type}:{fast}"
+
+
+def hardware_of(device: torch.device) -> str:
+    """What tells a device apart from all others, whatever a process may see; empty if its driver does not say."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    parts = [getattr(properties, name, "") for name in ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return ":".join(str(part) for part in parts if part != "")
