@@ -190,9 +190,9 @@ def test_a_value_that_no_rank_has_written_is_one_clear_error(key, value):
 @pytest.mark.parametrize("value", ["[1]", "3", '{"no": 1}'])
 def test_a_strange_value_at_a_meeting(value):
     board, world = _pair()
-    board.set("meet/1/1", value)
+    board.set("meet/at/1", value)
     board.add("meet/1/count", 1)
-    with pytest.raises(weft.errors.ContextError, match="no rank has written: meet/1/1"):
+    with pytest.raises(weft.errors.ContextError, match="no rank has written: meet/at/1"):
         agree(world, "a meeting")
 
 

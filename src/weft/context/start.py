@@ -386,6 +386,9 @@ def _connect(
     world.group = dist.group.WORLD
     world.owner = True
     world.serves_store = serves
+    first = place.node_rank * place.local_world_size
+    if first == place.rank - place.local_rank:  # else the nodes differ, or the ranks were dealt out one by one
+        world.near = range(first, min(first + place.local_world_size, world.size))
     _joined(world)
     announce(world)
     atexit.register(shutdown.close_at_exit, world)
@@ -488,6 +491,7 @@ def _place_by_hosts(world: World) -> Topology:
     hosts: list[str] = exchange(world, "adopt", os.uname().nodename if hasattr(os, "uname") else "localhost")
     nodes = list(dict.fromkeys(hosts))
     mine = hosts[world.rank]
+    world.near = [rank for rank, host in enumerate(hosts) if host == mine]
     return Topology(
         rank=world.rank,
         world_size=world.size,

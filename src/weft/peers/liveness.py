@@ -8,13 +8,14 @@ import pathlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from weft.errors import ContextError, PeerError, listed
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import listening_ports
-from weft.peers.world import STUCK_S, World, arrives
+from weft.peers.world import PREEMPTED, STUCK_S, World
 
 __all__ = [
     "absent",
@@ -23,8 +24,8 @@ __all__ = [
     "check_failed",
     "check_first",
     "culprit",
+    "dead_near",
     "exception_text",
-    "failure_at",
     "is_behind",
     "is_communication_error",
     "late",
@@ -63,20 +64,12 @@ def check_first(world: World) -> None:
 
 def absent(world: World) -> tuple[int, str] | None:
     """Find a rank that has already reported to the next meeting that it will not come, and why."""
-    key = f"meet/{world.meetings + 1}"
-    if world.store is None or not world.store.has(f"{key}/done") or world.store.get(f"{key}/done") == b"ok":
+    key = f"meet/{world.meetings + 1}/done"
+    text = None if world.store is None else world.store.come(key, 0)
+    if world.store is None or text is None:
         return None
-    return failure_at(world, key)
-
-
-def failure_at(world: World, key: str) -> tuple[int, str] | None:
-    """The rank that reported to a meeting that it will not come, and why."""
-    for rank in range(world.size):
-        if world.store is not None and world.store.has(f"{key}/{rank}"):
-            entry = world.store.read(f"{key}/{rank}")
-            if isinstance(entry, dict) and "error" in entry:
-                return int(entry["rank"]), str(entry["error"])
-    return None
+    failed = world.store.parsed(key, text, "failed")["failed"]
+    return None if failed is None else (failed["rank"], failed["text"])
 
 
 def late(world: World, what: str) -> tuple[int, str] | None:
@@ -154,6 +147,8 @@ def part(world: World, error: BaseException | None = None) -> None:
     with contextlib.suppress(StoreLost):
         note = {"rank": rank, "error": text, "collectives": world.collectives()}
         world.store.write(f"parted/{world.rank}", note)
+        if world.store.add("parted/count", 1) == world.size:
+            world.store.set("parted/all", "1")
         if error is not None:
             world.store.set(f"gone/{world.rank}", "1")  # and asks nothing any more
         _leave_note(world, rank, text or _LEFT, left=True)
@@ -184,7 +179,7 @@ def check_failed(world: World) -> None:
 
 
 def _leave_note(world: World, blamed: int, text: str, *, left: bool) -> None:
-    if world.store is None or world.group is None:
+    if world.store is None:
         return
     note = {
         "from": world.rank,
@@ -207,16 +202,28 @@ def wait_for_parting(world: World, limit_s: float) -> None:
     if store is None:
         return
     end = time.monotonic() + limit_s
-    waiting = [rank for rank in range(world.size) if rank != world.rank]
     with contextlib.suppress(StoreLost):
-        while waiting and time.monotonic() < end:
-            arrives(store, f"parted/{waiting[0]}", SLICE_S)
-            waiting = [r for r in waiting if not store.has(f"parted/{r}") and not _is_dead(store, r)]
-        # The store lives in one of these processes: it may go only when all have read it.
+        while time.monotonic() < end and store.come("parted/all", min(SLICE_S, limit_s)) is None:
+            died = [rank for rank in dead_near(world) if not store.has(f"parted/{rank}")]
+            if died and store.add("parted/count", 0) + len(died) >= world.size:
+                store.set("parted/all", "1")
         store.set(f"gone/{world.rank}", "1")
-        for rank in range(world.size):
-            while not store.has(f"gone/{rank}") and not _is_dead(store, rank) and time.monotonic() < end:
-                time.sleep(0.01)
+        # The store may live in the process of the first rank: it may go only when all have read it.
+        others = [f"gone/{rank}" for rank in range(1, world.size)]
+        while world.ranks[world.rank] == 0 and time.monotonic() < end and not store.has_all(others):
+            others = [f"gone/{rank}" for rank in range(1, world.size) if rank not in dead_near(world)]
+            time.sleep(0.01)
+
+
+def dead_near(root: World) -> list[int]:
+    """Ranks whose processes ran on this host and do not any more. What does not change is read once."""
+    unknown = [rank for rank in root.near or range(root.size) if rank not in root.peers and rank != root.rank]
+    if unknown and root.store is not None:
+        keys = [f"peer/{rank}" for rank in unknown]
+        for rank, key, text in zip(unknown, keys, root.store.values(keys), strict=True):
+            if text is not None:
+                root.peers[rank] = root.store.parsed(key, text, "host", "pid", "born")
+    return [rank for rank, peer in root.peers.items() if _is_gone(peer)]
 
 
 def exception_text(error: BaseException) -> str:
@@ -248,15 +255,19 @@ def blame(world: World, error: BaseException) -> tuple[int, str]:
     """The global rank that is at fault when this rank fails with `error`: the peer it names, or this one."""
     if isinstance(error, PeerError) and error.rank >= 0:
         return error.rank, error.text
+    if isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED):
+        return world.ranks[world.rank], _LEFT
     return world.ranks[world.rank], exception_text(error)
 
 
 def _is_dead(store: Board, rank: int) -> bool:
     """Whether the process of `rank` ran on this host and does not any more."""
     key = f"peer/{rank}"
-    if not store.has(key):
-        return False
-    peer = store.read(key, "host", "pid", "born")
+    return store.has(key) and _is_gone(store.read(key, "host", "pid", "born"))
+
+
+def _is_gone(peer: Mapping[str, Any]) -> bool:
+    """Whether the process that has written down this of itself ran on this host and does not any more."""
     return bool(peer["host"] == _host() and _born(peer["pid"]) != peer["born"])
 
 

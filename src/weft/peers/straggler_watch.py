@@ -52,6 +52,7 @@ _STUCK_S = 4.0  # how long before it asks whether all the others do, too
 _STUCK_TOGETHER_S = 2.0  # and for how long they have to
 _RANKS_PER_S = 4000.0  # that may ask the store for news
 _CALL_THE_GROUP = ("weft.tensors.pairwise", "weft.engines.torch.ddp.flat_buffer")  # not torch's functions
+_NOT_THE_USER = ("weft", "torch", "contextlib", "threading")
 _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 
 
@@ -65,11 +66,13 @@ def watch(world: World) -> None:
 class Watch:
     """The threads of one rank, and what is known of the others."""
 
+    patience_s = _SURE_S
+
     def __init__(self, world: World) -> None:
         self._world = weakref.ref(world)
         self._seen: dict[int, _Seen] = {}
         self._asked = 0
-        self._notes: list[dict[str, Any]] = []
+        self._notes = world.notes = list[dict[str, Any]]()
         self._still = _Unchanged()
         self._cpu = _Unchanged()
         self._clock = _clock_of_main_thread()
@@ -91,8 +94,8 @@ class Watch:
             if thread is not threading.current_thread():
                 thread.join(timeout=2 * _PERIOD_S)
 
-    def check(self, what: str, missing: Sequence[int], world: World) -> None:
-        """Raise if one of the ranks that are waited for at a meeting waits for this one elsewhere.
+    def check(self, what: str, ranks: Sequence[int], world: World) -> None:
+        """Raise if one of some ranks, of those that are waited for at a meeting, waits for this one elsewhere.
 
         Raises:
             PeerError: It does; the text names the rank and its line.
@@ -101,7 +104,7 @@ class Watch:
         if root is None or root.store is None:
             return
         asked, mine = root.store.add("watch/asked", 1), world.collectives()
-        for rank in missing:
+        for rank in ranks:
             member = root.ranks.index(world.ranks[rank])
             key = f"watch/at/{member}"
             if not root.store.has(key):
@@ -338,7 +341,7 @@ def _clock_of_main_thread() -> int | None:
 
 def _main_line() -> str:
     """`file:line` of what the main thread does, outside this package and torch."""
-    outside = (f for module, f in _calls() if module.partition(".")[0] not in ("weft", "torch", "contextlib"))
+    outside = (f for module, f in _calls() if module.partition(".")[0] not in _NOT_THE_USER)
     frame = next(outside, None)
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
