@@ -42,7 +42,7 @@ from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.board import SECRET_VARIABLE, Board
 from weft.peers.connect import open_store, reach
-from weft.peers.liveness import announce, check_first
+from weft.peers.liveness import announce
 from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.straggler_watch import watch
@@ -372,16 +372,17 @@ def _connect(
     board = _board(store, settings, server=-1 if place.store_served else 0)
     board = board.below(f"weft/{run}/{place.attempt}")
     world.store = board.below("board")
-    check_first(world)
+    announce(world)
     watch(world)
+    backend = settings.backend or engine.backend(device)
     with world.store.limited(2 * settings.timeout_s):  # torch waits for the ranks and then for their connections
         dist.init_process_group(
-            backend=settings.backend or engine.backend(device),
+            backend=backend,
             store=board.for_torch("group"),
             rank=place.rank,
             world_size=place.world_size,
             timeout=limit,
-            device_id=device if device.type not in ("cpu", "xla") and device.index is not None else None,
+            device_id=device if device.index is not None and _is_bound(backend, device.type) else None,
         )
     world.group = dist.group.WORLD
     world.owner = True
@@ -390,8 +391,13 @@ def _connect(
     if first == place.rank - place.local_rank:  # else the nodes differ, or the ranks were dealt out one by one
         world.near = range(first, min(first + place.local_world_size, world.size))
     _joined(world)
-    announce(world)
     atexit.register(shutdown.close_at_exit, world)
+
+
+def _is_bound(backend: str, device_type: str) -> bool:
+    """Whether torch makes smaller groups on such devices by splitting the communicator; others must not be bound."""
+    kinds = dict(each.split(":") for each in backend.split(",")) if ":" in backend else {device_type: backend}
+    return kinds.get(device_type) in ("nccl", "xccl")
 
 
 def _joined(world: World) -> None:
@@ -446,10 +452,10 @@ def _adopted(
         _check_pretended(pretended, dict(mesh[0]))
         place = _place_among(pretended)
     elif world.size > 1:
-        board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
+        board = Board(dist.distributed_c10d._get_default_store(), limit_s=timeout_s)
+        board = board.below(f"weft/adopted/{ranks[0]}-{len(ranks)}")
         # Every adoption gets a board of its own; all members adopt in the same order.
-        number = board.add(f"{ranks[0]}-{len(ranks)}/{me}", 1)
-        world.store = Board(dist.PrefixStore(f"{ranks[0]}-{len(ranks)}/{number}", board), limit_s=timeout_s)
+        world.store = board.below(str(board.add(str(me), 1)))
         watch(world)
         _joined(world)
         announce(world)
@@ -563,4 +569,4 @@ def _make_axis_groups(ctx: DistContext) -> None:
         combinations.append(data)
     for names in combinations:
         if len(rank_groups(ctx, names)) > 1:  # else that is the whole world, whose group exists
-            new_axis_group(ctx, names)
+            new_axis_group(ctx, names, known=True)

@@ -19,6 +19,7 @@ signals handled. A thread that is not needed any more ends when its key comes, o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
@@ -123,6 +124,11 @@ class Board:
         part = object.__new__(Board)
         part.__dict__.update(self.__dict__, _path=f"{self._path}{prefix}/")
         return part
+
+    @property
+    def name(self) -> str:
+        """A text that no other part of the store has."""
+        return hashlib.sha256(self._path.encode()).hexdigest()[:_SEAL]
 
     def for_torch(self, prefix: str) -> dist.Store:
         """A part of the store for torch, which writes into it as it likes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import socket
@@ -22,7 +23,6 @@ __all__ = [
     "announce",
     "blame",
     "check_failed",
-    "check_first",
     "culprit",
     "dead_near",
     "exception_text",
@@ -43,16 +43,14 @@ _LEFT = (
 
 
 def announce(world: World) -> None:
-    """Write down who this rank is, so that the others can see whether it lives."""
-    if world.store is not None:
-        me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
-        world.store.write(f"peer/{world.rank}", me)
+    """Write down who this rank is, so that the others can see whether it lives.
 
-
-def check_first(world: World) -> None:
-    """Raise if another process was this rank before, or is: the others would wait for connections to both."""
+    Raises:
+        ContextError: Another process was this rank before, or is: the others would wait for connections to both.
+    """
     key = f"peer/{world.rank}"
-    if world.store is not None and world.store.has(key):
+    me = {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
+    if world.store is not None and not world.store.claim(key, json.dumps(me)):
         first = world.store.read(key, "host", "pid")
         raise ContextError(
             f"start: rank {world.rank} of this job has been started before",

@@ -150,19 +150,22 @@ class Watch:
                         "in": place,
                     },
                 )
-            for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1):
-                if not store.has(f"note/{number}"):  # is being written
-                    break
-                self._notes.append(
-                    store.read(f"note/{number}", "from", "rank", "error", "left", "failures", "collectives", "ports")
-                )
             if not world.closed:
+                self._read_notes(store)
                 self._look(world, store, place)
         except (StoreLost, ContextError) as error:  # then nobody can be met any more
             if not world.closed and not self._end.is_set():
                 _give_up(world, getattr(error, "rank", -1), getattr(error, "text", str(error)), [])
             return False
         return True
+
+    def _read_notes(self, store: Board) -> None:
+        keys = [f"note/{number}" for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1)]
+        for key, text in zip(keys, store.values(keys) if keys else (), strict=True):
+            if text is None:  # is being written
+                break
+            names = ("from", "rank", "error", "left", "failures", "collectives", "ports")
+            self._notes.append(store.parsed(key, text, *names))
 
     def _place(self) -> str:
         """The collective that the main thread is in, or the backward pass that waits in one; empty if that is not sure.
