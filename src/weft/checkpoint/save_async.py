@@ -261,7 +261,11 @@ def _clear(board: World | None) -> None:
     if board.rank == 0:
         last = range(max(board.meetings - 1, 1), board.meetings + 2)
         keys += [f"meet/{number}/{name}" for number in last for name in ("count", "done")]
-        keys += ["parted/count", "note/count", *(f"note/{each + 1}" for each in range(board.store.add("note/count", 0)))]
+        keys += [
+            "parted/count",
+            "note/count",
+            *(f"note/{each + 1}" for each in range(board.store.add("note/count", 0))),
+        ]
     for key in keys:
         board.store.delete(key)
 

@@ -113,7 +113,7 @@ class Board:
             server: The rank in whose process it lives; -1 if that is another process, or not known.
             secret: What only the processes of the job know; without it, anybody may write.
         """
-        self._store = store
+        self._store: Any = store  # torch's stubs lack methods
         self._connection = _Connection(store, limit_s, server)
         self._secret = secret.encode()
         self._path = f"{self._mac(b'names').hex()[:_SEAL]}/" if secret else ""
