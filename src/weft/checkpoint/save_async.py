@@ -30,6 +30,7 @@ from weft.collectives.on_all_ranks import num_threads, on_all
 from weft.context import DistContext, World
 from weft.context.placement import value_device
 from weft.errors import CheckpointError, PeerError, listed
+from weft.peers.agreement import absentees
 from weft.peers.liveness import announce, exception_text, part
 from weft.peers.pretended import PretendedGroup
 
@@ -164,6 +165,8 @@ def _nothing_to_do(path: Path) -> RunningSave:
 class _Saver:
     """The saves of one process beside its program: one at a time, in the same memory."""
 
+    patience_s = 0.0
+
     def __init__(self) -> None:
         self._staging = Staging()
         self._board: World | None = None
@@ -184,6 +187,8 @@ class _Saver:
         if world.store is not None and world.size > 1:
             self._board.store = world.store.below(f"saving/{world.meetings}")
             announce(self._board)
+            near = world.root.near or range(world.root.size)
+            self._board.near = [rank for rank, member in enumerate(world.members()) if member in near]
         return self._board
 
     def start(self, saving: Saving, second_half: Callable[[], None], board: World) -> RunningSave:
@@ -214,14 +219,14 @@ class _Saver:
                 )
         return running.unseen_error()
 
-    def check(self, what: str, missing: Sequence[int], world: World) -> None:
+    def check(self, what: str, ranks: Sequence[int], world: World) -> None:
         """See `Watcher`; ends the waiting of the thread for its peers.
 
         Raises:
             PeerError: This rank leaves.
         """
-        del world
         if self.leaving:
+            missing = absentees(world)
             text = f"rank {listed(missing)} did not come before this rank left"
             raise PeerError(f"{what}: {text}; nothing was committed", rank=missing[0] if missing else -1, text=text)
 
@@ -251,10 +256,16 @@ def _clear(board: World | None) -> None:
     """Remove what a save left in the store."""
     if board is None or board.store is None:
         return
-    meetings = [f"meet/{number}" for number in range(1, board.meetings + 2)]
-    keys = [f"peer/{board.rank}", f"parted/{board.rank}", *(f"{meeting}/{board.rank}" for meeting in meetings)]
+    kinds = ["peer", "parted", "meet/at"]
+    keys = [f"{kind}/{board.rank}" for kind in kinds]
     if board.rank == 0:
-        keys += [f"{meeting}/{name}" for meeting in meetings for name in ("count", "done")]
+        last = range(max(board.meetings - 1, 1), board.meetings + 2)
+        keys += [f"meet/{number}/{name}" for number in last for name in ("count", "done")]
+        keys += [
+            "parted/count",
+            "note/count",
+            *(f"note/{each + 1}" for each in range(board.store.add("note/count", 0))),
+        ]
     for key in keys:
         board.store.delete(key)
 

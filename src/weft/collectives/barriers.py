@@ -102,10 +102,8 @@ def main_first(ctx: DistContext, *, local: bool = False) -> Iterator[None]:
     main = ctx.rank - ctx.local_rank if local else 0
     key = f"first/{world.next_meeting()}/{main}"
     if not first:
-        wait_for_key(
-            world, key, "main_first", [key if r == main else f"peer/{r}" for r in range(world.size)], patient=True
-        )
-        error = world.store.read(key)
+        text = wait_for_key(world, key, "main_first", lambda: [main], patient=True)
+        error = world.store.parsed(key, text)
         if error is not None:
             raise peer_error("main_first", world.ranks[main], error)
         yield

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.context import DistContext, World
 from weft.context.guards import line_outside
 from weft.errors import ContextError, listed, type_error
-from weft.peers.agreement import compare, exchange
+from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
 from weft.peers.liveness import absent, check_failed, culprit, is_communication_error, late, peer_error
 from weft.tensors.nested import leaves, map_tensors
@@ -125,8 +125,7 @@ def enter(what: str, ctx: DistContext, value: object, facts: dict[str, object]) 
     check_failed(world)
     if ctx.debug and world.store is not None and world.size > 1:
         described = {"value": _describe(what, value)} if value is not None else {}
-        mine = {"call": what, **facts, **described, "at": line_outside()}
-        compare(what, exchange(world, what, mine))
+        agree(world, what, {**facts, **described, "at": line_outside()})
     return world
 
 

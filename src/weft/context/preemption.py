@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Self
 from weft.context.distcontext import DistContext
 from weft.errors import ContractError, listed, value_error
 from weft.peers.agreement import wait_for_key
-from weft.peers.board import StoreLost
+from weft.peers.board import Board, StoreLost
 from weft.peers.world import PREEMPTED, SAME_SIGNAL_S, World
 
 __all__ = ["Preemption", "on_preemption"]
@@ -230,7 +230,8 @@ class Preemption:
             store.claim(f"{self._key}/asked", self._signal)
         store.write(f"{self._key}/at/{world.rank}", mine)
         if store.add(f"{self._key}/count", 1) == world.size:
-            steps = [store.read(f"{self._key}/at/{rank}") for rank in range(world.size)]
+            keys = [f"{self._key}/at/{rank}" for rank in range(world.size)]
+            steps = [store.parsed(key, text) for key, text in zip(keys, store.values(keys), strict=True)]
             last = None if None in steps else max(steps) + 1
             store.write(f"{self._key}/last", last)
 
@@ -240,13 +241,17 @@ class Preemption:
         if store is None:
             self.reason = self._signal
             return self._step + 1
-        expected = [f"{self._key}/at/{rank}" for rank in range(world.size)]
-        wait_for_key(world, f"{self._key}/last", "on_preemption", expected)
-        last = store.read(f"{self._key}/last")
+        found = wait_for_key(world, f"{self._key}/last", "on_preemption", lambda: self._silent(store))
+        last = store.parsed(f"{self._key}/last", found)
         if last is None:
             return math.inf
         self.reason = store.get(f"{self._key}/asked").decode()
         return float(last)
+
+    def _silent(self, store: Board) -> list[int]:
+        """The ranks that have not written down a step."""
+        said = store.values([f"{self._key}/at/{rank}" for rank in range(self._world.size)])
+        return [rank for rank, step in enumerate(said) if step is None and rank != self._world.rank]
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
 from weft.peers.gloo_connections import abort_groups, groups_among
-from weft.peers.liveness import announce, culprit, exception_text, is_communication_error, late, part, wait_for_parting
+from weft.peers.liveness import culprit, exception_text, is_communication_error, late, part, wait_for_parting
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
 
@@ -30,15 +30,16 @@ _LEDGER_LIMIT_S = 2.0  # between their last steps the ranks have met in a collec
 _BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
 
 
-def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str) -> World:
+def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str, *, known: bool = False) -> World:
     """Make process groups for some disjoint sets of ranks, and return the one this rank is in.
 
-    Collectives: makes one process group per set. Every rank of `world` calls it with the same sets.
+    Collectives: makes one process group, of this rank's set. Every rank of `world` calls it with the same sets.
 
     Args:
         world: The larger world.
         groups: Ranks of `world`, each set in ascending order.
         name: For the error text when the ranks do not agree.
+        known: The ranks have met already, and know that the sets are the same on all.
 
     Returns:
         The world of this rank's set; of the first one with rank -1, if it is in none.
@@ -50,38 +51,65 @@ def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str) -> Wo
     number = world.next_number("subgroup")
     if world.group is None:
         return sub
+    backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
     if world.store is None:  # the groups of others are of no use
-        sub.group = _new_group(world, sub.ranks, dist.get_backend(world.group)) if rank >= 0 else None
+        sub.group = dist.new_group(list(sub.ranks), backend=backend) if rank >= 0 else None
         world.root.made.append(sub)
         return sub
-    agree(world, name, {"groups": [list(each) for each in groups]})
-    backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
-    for members in groups:
-        group = _new_group(world, [world.ranks[m] for m in members], backend)
-        if world.rank in members:
-            sub.group = group
+    if not known:
+        agree(world, name, {"groups": [list(each) for each in groups]})
+    store = world.store.below(f"sub/{number}/{sub.ranks[0]}")
+    with _named(store.name):
+        sub.group = _new_group(world, sub, are_all=sum(map(len, groups)) == world.size)
     if rank >= 0:
-        sub.store = world.store.below(f"sub/{number}/{sub.ranks[0]}")
-        announce(sub)
+        sub.store = store
         world.root.made.append(sub)
     return sub
 
 
-def _new_group(world: World, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-    """One process group; None on ranks that are not in it."""
-    # torch wants every rank of the default group to take part in making a group. If only some are
-    # here, its members make it among themselves; such a group has a name that depends on its ranks
-    # alone, so it is never destroyed before the default group (a second one would meet its ghost).
-    all_here = len(world.ranks) == dist.get_world_size()
-    if not all_here and world.ranks[world.rank] not in ranks:
+def _new_group(world: World, sub: World, *, are_all: bool) -> dist.ProcessGroup | None:
+    """The process group of a smaller world; None on ranks that are not in it.
+
+    Its members alone make it, at the same time as others make theirs. Only if torch splits the communicator of the
+    default group, as it does where that has a device, all ranks of that one have to take part: they do so once,
+    those that are in no set as well. If some of them are not here, torch must not split.
+    """
+    default: Any = dist.group.WORLD
+    bound = getattr(default, "bound_device_id", None)
+    source = None if bound is None else default._get_backend(bound)
+    splits = getattr(source, "supports_splitting", False) and hasattr(source, "perform_nocolor_split")
+    alone = are_all or not splits or len(world.ranks) < dist.get_world_size()
+    if alone and sub.rank < 0:
         return None
-    limit = timedelta(seconds=world.timeout_s)
-    made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=not all_here)
+    options: dict[str, Any] = {"backend": dist.get_backend(world.group), "timeout": timedelta(seconds=world.timeout_s)}
+    unbound = bound is not None and not (splits and len(world.ranks) == dist.get_world_size())
+    if unbound:
+        default.bound_device_id = None
+    try:
+        made = dist.new_group(list(sub.ranks), use_local_synchronization=alone, **options)
+    finally:
+        if unbound:
+            default.bound_device_id = bound
     if not isinstance(made, dist.ProcessGroup):
         return None
-    if all_here:
-        world.root.disposable.append(made)
+    world.root.disposable.append(made)
     return made
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let the group that is made have this name, under which its ranks meet.
+
+    That of torch follows from how many groups a process has, and two ranks may have made different numbers of them;
+    and where a group was destroyed, the next one would meet what that has left behind.
+    """
+    c10d: Any = dist.distributed_c10d
+    before = c10d._process_group_name
+    c10d._process_group_name = lambda *_, **__: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = before
 
 
 def device_mesh(world: World, axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh | None:

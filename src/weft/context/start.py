@@ -44,7 +44,7 @@ from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.board import SECRET_VARIABLE, Board
 from weft.peers.connect import open_store, reach
-from weft.peers.liveness import announce, check_failed, check_first, machine_id
+from weft.peers.liveness import announce, check_failed, machine_id
 from weft.peers.pretended import PretendedGroup, check_not_pretended
 from weft.peers.replica_groups import REPLICA_VARIABLE, STORE, ReplicaGroup
 from weft.peers.straggler_watch import watch
@@ -374,7 +374,10 @@ def _connect(
     board = _board(store, settings, server=-1 if place.store_served else 0)
     board = board.below(f"weft/{run}/{place.attempt}")
     world.store = board.below("board")
-    check_first(world)
+    first = place.node_rank * place.local_world_size
+    if first == place.rank - place.local_rank:  # else the nodes differ, or the ranks were dealt out one by one
+        world.near = range(first, min(first + place.local_world_size, world.size))
+    announce(world)
     watch(world)
     backend = settings.backend or engine.backend(device)
     if "nccl" in backend and device.index is not None:
@@ -386,13 +389,12 @@ def _connect(
             rank=place.rank,
             world_size=place.world_size,
             timeout=limit,
-            device_id=device if device.type not in ("cpu", "xla") and device.index is not None else None,
+            device_id=device if device.index is not None and _is_bound(backend, device.type) else None,
         )
     world.group = dist.group.WORLD
     world.owner = True
     world.serves_store = serves
     _joined(world)
-    announce(world)
     atexit.register(shutdown.close_at_exit, world)
 
 
@@ -413,6 +415,12 @@ def _check_own_device(world: World, store: Board, device: torch.device) -> None:
             fix=f"weft launch -n {torch.accelerator.device_count()} for as many ranks as devices, without device=; "
             'or, through the memory of the host, weft.start(backend="gloo")',
         )
+
+
+def _is_bound(backend: str, device_type: str) -> bool:
+    """Whether torch makes smaller groups on such devices by splitting the communicator; others must not be bound."""
+    kinds = dict(each.split(":") for each in backend.split(",")) if ":" in backend else {device_type: backend}
+    return kinds.get(device_type) in ("nccl", "xccl")
 
 
 def _joined(world: World) -> None:
@@ -467,10 +475,10 @@ def _adopted(
         _check_pretended(pretended, dict(mesh[0]))
         place = _place_among(pretended)
     elif world.size > 1:
-        board = dist.PrefixStore("weft/adopted", dist.distributed_c10d._get_default_store())
+        board = Board(dist.distributed_c10d._get_default_store(), limit_s=timeout_s)
+        board = board.below(f"weft/adopted/{ranks[0]}-{len(ranks)}")
         # Every adoption gets a board of its own; all members adopt in the same order.
-        number = board.add(f"{ranks[0]}-{len(ranks)}/{me}", 1)
-        world.store = Board(dist.PrefixStore(f"{ranks[0]}-{len(ranks)}/{number}", board), limit_s=timeout_s)
+        world.store = board.below(str(board.add(str(me), 1)))
         watch(world)
         _joined(world)
         announce(world)
@@ -512,6 +520,7 @@ def _place_by_hosts(world: World) -> Topology:
     hosts: list[str] = exchange(world, "adopt", os.uname().nodename if hasattr(os, "uname") else "localhost")
     nodes = list(dict.fromkeys(hosts))
     mine = hosts[world.rank]
+    world.near = [rank for rank, host in enumerate(hosts) if host == mine]
     return Topology(
         rank=world.rank,
         world_size=world.size,
@@ -595,4 +604,4 @@ def _make_axis_groups(ctx: DistContext) -> None:
         combinations.append(data)
     for names in combinations:
         if len(rank_groups(ctx, names)) > 1:  # else that is the whole world, whose group exists
-            new_axis_group(ctx, names)
+            new_axis_group(ctx, names, known=True)

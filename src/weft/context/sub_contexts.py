@@ -114,9 +114,15 @@ def _dim_name(ctx: Guarded, axes: Sequence[str]) -> str:
     return "+".join(name for name, size in ctx.axes if size > 1 and name in axes) or axes[0]
 
 
-def new_axis_group(ctx: Guarded, names: Sequence[str]) -> World:
-    """Make the groups along these axes, and return this rank's; all ranks of `ctx` call it."""
-    made = new_subgroup(ctx.world, rank_groups(ctx, names), f"axis {tuple(names)}")
+def new_axis_group(ctx: Guarded, names: Sequence[str], *, known: bool = False) -> World:
+    """Make the groups along these axes, and return this rank's; all ranks of `ctx` call it.
+
+    Args:
+        ctx: Of all ranks.
+        names: Axes.
+        known: The ranks have met already, and know that their meshes are the same.
+    """
+    made = new_subgroup(ctx.world, rank_groups(ctx, names), f"axis {tuple(names)}", known=known)
     ctx.world.axis_groups["+".join(names)] = made
     if len(names) > 1:  # along one of its axes the group has the same ranks as the mesh
         made.axis_groups = {name: ctx.world.axis_groups[name] for name in names}

@@ -16,7 +16,7 @@ from weft.contract.marks import marks_of, offered
 from weft.contract.protocols import KeepsParameters, ReducesIn, StreamsParts
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, listed, value_error
-from weft.peers.agreement import compare, exchange
+from weft.peers.agreement import compare, differing, exchange
 from weft.tensors.dtensor import is_fsdp, is_sharded
 from weft.tensors.quantized import quantized_parts
 
@@ -48,7 +48,9 @@ def agree_on_parameters(what: str, module: nn.Module, ctx: DistContext, facts: M
     layout = dict(_layout(module))
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
     world = ctx.require_collective(what)
-    entries = exchange(world, what, {"call": what, **facts, "layout of the module": digest})
+    entries = differing(world, what, {"call": what, **facts, "layout of the module": digest})
+    if entries is None:
+        return
     if any(entry["layout of the module"] != digest for entry in entries):
         # Only now, when something is wrong, send the long form around.
         compare(f"{what} of {type(module).__name__}", exchange(world, what, layout))

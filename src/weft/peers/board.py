@@ -9,17 +9,24 @@ when one has passed. What waits for an answer then ends with an error, as do all
 secret keeps its keys below a prefix that follows from it, and each value begins with an HMAC of name and value. What
 does not fit is taken for absent: it is of a stranger. Messages are in queues of the store, whose names nobody can list:
 they can be neither seen nor removed.
+
+[Note: waiting] Who waits for a key asks once: the store answers when it is there. torch's client holds its connection
+meanwhile, cannot be interrupted, and complains when it gives up. So a thread waits, on a connection of its own, and
+whoever needs the key waits for that thread: as long as it likes, with a look at the peers now and then, and with
+signals handled. A thread that is not needed any more ends when its key comes, or with the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -37,7 +44,8 @@ _SEAL = 32  # bytes of an HMAC
 _DIGITS = 20  # of a number, at most
 _MOST_BYTES = 2**20  # of a message
 _MOST_FORGED = 1000  # messages that are passed over at once, before anything else has its turn
-_PAUSE_S = 0.02  # longest pause between two looks at a queue
+_PAUSE_S = 0.02  # longest pause between two looks at a queue, or a file
+_LONG = timedelta(days=20)  # torch has its timeouts in milliseconds as an int
 
 
 class StoreLost(PeerError):
@@ -54,6 +62,8 @@ class _Connection:
         self.server = server
         self.port = store.port if isinstance(store, dist.TCPStore) else None
         self.deadlines: dict[int, float] = {}  # by thread
+        self.waits: dict[str, _Wait] = {}  # by key
+        self.spare: list[dist.Store] = []  # on which nobody waits
         self.silent = False
         self.warned = False
 
@@ -64,6 +74,25 @@ class _Connection:
         problem = text if self.server < 0 else f"rank {self.server} failed: {text}"
         said = "" if error is None or self.silent else f" ({str(error).partition('Exception raised from')[0].strip()})"
         return StoreLost(problem + said, rank=self.server, text=text)
+
+
+class _Wait(threading.Thread):
+    """Waits for a key; see the note above."""
+
+    def __init__(self, board: Board, key: str) -> None:
+        super().__init__(name="weft wait", daemon=True)
+        self._board, self._key = board, key
+        self.over = threading.Event()
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Wait, and keep what went wrong for whoever asks."""
+        try:
+            self._board._wait_here(self._key)
+        except Exception as error:  # noqa: BLE001  (raised where it is waited for)
+            self.error = error
+        self.over.set()
 
 
 class Board:
@@ -84,7 +113,7 @@ class Board:
             server: The rank in whose process it lives; -1 if that is another process, or not known.
             secret: What only the processes of the job know; without it, anybody may write.
         """
-        self._store = store
+        self._store: Any = store  # torch's stubs lack methods
         self._connection = _Connection(store, limit_s, server)
         self._secret = secret.encode()
         self._path = f"{self._mac(b'names').hex()[:_SEAL]}/" if secret else ""
@@ -95,6 +124,11 @@ class Board:
         part = object.__new__(Board)
         part.__dict__.update(self.__dict__, _path=f"{self._path}{prefix}/")
         return part
+
+    @property
+    def name(self) -> str:
+        """A text that no other part of the store has."""
+        return hashlib.sha256(self._path.encode()).hexdigest()[:_SEAL]
 
     def for_torch(self, prefix: str) -> dist.Store:
         """A part of the store for torch, which writes into it as it likes."""
@@ -118,6 +152,49 @@ class Board:
     def has(self, key: str) -> bool:
         """Whether a key is there."""
         return self._look(key) is not None
+
+    def values(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of some keys, None for those that are not there: in two requests if all are, and torch can."""
+        names = [self._path + key for key in keys]
+        if not self._store.has_extended_api() or not self._request(self._store.check, names):
+            return [self._look(key) for key in keys]
+        found = self._request(self._store.multi_get, names)
+        return [self._opened(key, data) for key, data in zip(keys, found, strict=True)]
+
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """Whether there are such keys, without a look at their values."""
+        return bool(self._request(self._store.check, [self._path + key for key in keys]))
+
+    def come(self, key: str, limit_s: float) -> bytes | None:
+        """Wait for a value, at most so long; None if it does not come. Asks again only what was not answered yet."""
+        connection, name, start = self._connection, self._path + key, time.monotonic()
+        while True:
+            left_s = start + limit_s - time.monotonic()
+            if limit_s > 0 and self._store.has_extended_api():
+                wait = connection.waits.get(name) or connection.waits.setdefault(name, _Wait(self, name))
+                if not wait.over.wait(max(left_s, 0.0)):
+                    if connection.silent:
+                        raise connection.lost()
+                    return None
+                connection.waits.pop(name, None)
+                if wait.error is not None:
+                    raise wait.error
+            value = self._look(key)
+            if value is not None or left_s <= 0:
+                return value
+            time.sleep(min((limit_s - left_s) / 16 + 1e-4, _PAUSE_S, left_s))  # a file, or a value of a stranger
+
+    def _wait_here(self, name: str) -> None:
+        """Wait for a key as long as it takes, on a connection of which nobody else has need."""
+        spare = self._connection.spare
+        store = spare.pop() if spare else self._request(self._store.clone)
+
+        def wait() -> None:
+            self._connection.deadlines.pop(threading.get_ident(), None)
+            store.wait([name], _LONG)
+
+        self._request(wait)
+        spare.append(store)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which begins with 0 and has no seal, and return it."""
@@ -145,7 +222,12 @@ class Board:
         Raises:
             ContextError: It is something else: a stranger has written to the store.
         """
-        text = self.get(key)
+        return self.parsed(key, self.get(key), *names)
+
+    def parsed(self, key: str, text: bytes | None, *names: str) -> Any:
+        """The JSON value of a key that was found to have this text; as `read`."""
+        if text is None:
+            raise _strange(key, "nothing", "what was there before")
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text)
             if not names or (isinstance(value, dict) and all(name in value for name in names)):

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.peers.agreement import agree, compare, exchange
 from weft.peers.liveness import check_failed, report_failure
-from weft.peers.world import World, arrives
+from weft.peers.world import World
 
 __all__ = ["Ledger"]
 
@@ -98,10 +98,14 @@ class Ledger:
             ContextError: It differs from what rank 0 noted.
         """
         store, ranks = self._world.store, self._world.ranks
-        while self._noted and store is not None and arrives(store, self._key(self._noted[0][0]), limit_s):
-            number, what, fix, mine = self._noted.popleft()
+        while self._noted and store is not None:
+            number, what, fix, mine = self._noted[0]
             key = self._key(number)
-            theirs = store.read(key)
+            text = store.come(key, 0) or (store.come(key, limit_s) if limit_s else None)
+            if text is None:
+                return
+            self._noted.popleft()
+            theirs = store.parsed(key, text)
             if store.add(f"{key}/read", 1) == self._world.size - 1:  # the last one to read it
                 store.delete(key)
                 store.delete(f"{key}/read")

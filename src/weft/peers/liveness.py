@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import socket
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from weft.errors import ContextError, PeerError, listed
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import connections, listening_ports
-from weft.peers.world import STUCK_S, World, arrives
+from weft.peers.world import PREEMPTED, STUCK_S, World
 
 __all__ = [
     "Neighbours",
@@ -26,10 +27,9 @@ __all__ = [
     "announce",
     "blame",
     "check_failed",
-    "check_first",
     "culprit",
+    "dead_near",
     "exception_text",
-    "failure_at",
     "is_behind",
     "is_communication_error",
     "late",
@@ -52,25 +52,18 @@ _LEFT = (
 
 
 def announce(world: World) -> None:
-    """Write down who this rank is, so that the others can see whether it lives."""
-    store = world.store
+    """Write down who this rank is, so that the others can see whether it lives.
+
+    Raises:
+        ContextError: Another process was this rank before, or is: the others would wait for connections to both.
+    """
+    store, key, pid = world.store, f"peer/{world.rank}", os.getpid()
     if store is None:
         return
-    machine = machine_id()
-    me = {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "born": _born(os.getpid())}
-    if world.root is not world or world.group is None:  # a part, or the ranks of a save
-        store.write(f"peer/{world.rank}", me)
-        return
+    me: dict[str, Any] = {"host": socket.gethostname(), "machine": machine_id(), "pid": pid, "born": _born(pid)}
     me["ports"] = [local for local, remote in connections() if remote == store.port]
-    store.write(f"peer/{world.rank}", me)
-    store.write(f"machine/{machine}/{store.add(f'machine/{machine}/count', 1)}", world.rank)
-
-
-def check_first(world: World) -> None:
-    """Raise if another process was this rank before, or is: the others would wait for connections to both."""
-    key = f"peer/{world.rank}"
-    if world.store is not None and world.store.has(key):
-        first = world.store.read(key, "host", "pid")
+    if not store.claim(key, json.dumps(me)):
+        first = store.read(key, "host", "pid")
         raise ContextError(
             f"start: rank {world.rank} of this job has been started before",
             found=f"process {first['pid']} on {first['host']}",
@@ -81,20 +74,12 @@ def check_first(world: World) -> None:
 
 def absent(world: World) -> tuple[int, str] | None:
     """Find a rank that has already reported to the next meeting that it will not come, and why."""
-    key = f"meet/{world.meetings + 1}"
-    if world.store is None or not world.store.has(f"{key}/done") or world.store.get(f"{key}/done") == b"ok":
+    key = f"meet/{world.meetings + 1}/done"
+    text = None if world.store is None else world.store.come(key, 0)
+    if world.store is None or text is None:
         return None
-    return failure_at(world, key)
-
-
-def failure_at(world: World, key: str) -> tuple[int, str] | None:
-    """The rank that reported to a meeting that it will not come, and why."""
-    for rank in range(world.size):
-        if world.store is not None and world.store.has(f"{key}/{rank}"):
-            entry = world.store.read(f"{key}/{rank}")
-            if isinstance(entry, dict) and "error" in entry:
-                return int(entry["rank"]), str(entry["error"])
-    return None
+    failed = world.store.parsed(key, text, "failed")["failed"]
+    return None if failed is None else (failed["rank"], failed["text"])
 
 
 def late(world: World, what: str) -> tuple[int, str] | None:
@@ -170,9 +155,7 @@ class Neighbours:
 
     def __init__(self, world: World) -> None:
         self._world = weakref.ref(world)
-        self._pids: dict[int, dict[str, Any]] = {}  # by rank, on this machine
-        self._far: dict[int, dict[str, Any]] | None = None  # by rank, on others; None: not asked yet
-        self._known = 0
+        self._far: dict[int, set[int]] | None = None  # ports by rank, of other machines; None: not asked yet
         self._connected: set[int] = set()
 
     def report_dead(self) -> None:
@@ -180,33 +163,26 @@ class Neighbours:
         world = self._world()
         if world is None or world.store is None:
             return
-        for rank in self._dead(world, world.store):
+        for rank in [*dead_near(world), *self._cut_off(world, world.store)]:
             if not world.store.has(f"parted/{rank}") and world.store.add(f"dead/{rank}", 1) == 1:
                 _leave_note(world, world.ranks[rank], _GONE, left=True, over=True, of=rank)
-
-    def _dead(self, world: World, store: Board) -> list[int]:
-        path = f"machine/{machine_id()}"
-        while self._known < store.add(f"{path}/count", 0) and store.has(f"{path}/{self._known + 1}"):
-            self._known += 1
-            rank = int(store.read(f"{path}/{self._known}"))
-            self._pids[rank] = store.read(f"peer/{rank}", "pid", "born")
-        dead = [rank for rank, peer in self._pids.items() if _born(peer["pid"]) != peer["born"]]
-        return [*dead, *self._cut_off(world, store)]
 
     def _cut_off(self, world: World, store: Board) -> list[int]:
         """Ranks of other machines whose connections to the store, which lives in this process, are closed."""
         if self._far is None:
-            serves = store.port in listening_ports()
-            others = [rank for rank in range(world.size) if serves and rank not in self._pids]
-            if not all(store.has(f"peer/{rank}") for rank in others):
+            keys = [f"peer/{rank}" for rank in range(world.size)] if store.port in listening_ports() else []
+            texts = store.values(keys) if keys else []
+            if None in texts:
                 return []
-            self._far = {rank: store.read(f"peer/{rank}", "ports") for rank in others}
+            found = [store.parsed(key, text, "machine", "ports") for key, text in zip(keys, texts, strict=True)]
+            mine = machine_id()
+            self._far = {rank: set(peer["ports"]) for rank, peer in enumerate(found) if peer["machine"] != mine}
         if not self._far:
             return []
         alive = {remote for local, remote in connections() if local == store.port}
-        found = {rank for rank, peer in self._far.items() if alive.intersection(peer["ports"])}
-        self._connected |= found  # where addresses are translated on the way, none is ever found
-        return sorted(self._connected - found)
+        connected = {rank for rank, ports in self._far.items() if alive & ports}
+        self._connected |= connected  # where addresses are translated on the way, none is ever found
+        return sorted(self._connected - connected)
 
 
 def part(world: World, error: BaseException | None = None) -> None:
@@ -217,6 +193,8 @@ def part(world: World, error: BaseException | None = None) -> None:
     with contextlib.suppress(StoreLost):
         note = {"rank": rank, "error": text, "collectives": world.collectives()}
         world.store.write(f"parted/{world.rank}", note)
+        if world.store.add("parted/count", 1) == world.size:
+            world.store.set("parted/all", "1")
         if error is not None:
             world.store.set(f"gone/{world.rank}", "1")  # and asks nothing any more
         _leave_note(world, rank, text or _LEFT, left=True, over=text is not None)
@@ -248,7 +226,7 @@ def check_failed(world: World) -> None:
 
 def _leave_note(world: World, blamed: int, text: str, *, left: bool, over: bool, of: int | None = None) -> None:
     """Tell of this rank, or of one that cannot; `over`: the job cannot continue, whoever waits for whom."""
-    if world.store is None or world.group is None:
+    if world.store is None:
         return
     note = {
         "from": world.rank if of is None else of,
@@ -272,16 +250,28 @@ def wait_for_parting(world: World, limit_s: float) -> None:
     if store is None:
         return
     end = time.monotonic() + limit_s
-    waiting = [rank for rank in range(world.size) if rank != world.rank]
     with contextlib.suppress(StoreLost):
-        while waiting and time.monotonic() < end:
-            arrives(store, f"parted/{waiting[0]}", SLICE_S)
-            waiting = [r for r in waiting if not store.has(f"parted/{r}") and not _is_dead(store, r)]
-        # The store lives in one of these processes: it may go only when all have read it.
+        while time.monotonic() < end and store.come("parted/all", min(SLICE_S, limit_s)) is None:
+            died = [rank for rank in dead_near(world) if not store.has(f"parted/{rank}")]
+            if died and store.add("parted/count", 0) + len(died) >= world.size:
+                store.set("parted/all", "1")
         store.set(f"gone/{world.rank}", "1")
-        for rank in range(world.size):
-            while not store.has(f"gone/{rank}") and not _is_dead(store, rank) and time.monotonic() < end:
-                time.sleep(0.01)
+        # The store may live in the process of the first rank: it may go only when all have read it.
+        others = [f"gone/{rank}" for rank in range(1, world.size)]
+        while world.ranks[world.rank] == 0 and time.monotonic() < end and not store.has_all(others):
+            others = [f"gone/{rank}" for rank in range(1, world.size) if rank not in dead_near(world)]
+            time.sleep(0.01)
+
+
+def dead_near(root: World) -> list[int]:
+    """Ranks whose processes ran on this machine and do not any more. What does not change is read once."""
+    unknown = [rank for rank in root.near or range(root.size) if rank not in root.peers and rank != root.rank]
+    if unknown and root.store is not None:
+        keys = [f"peer/{rank}" for rank in unknown]
+        for rank, key, text in zip(unknown, keys, root.store.values(keys), strict=True):
+            if text is not None:
+                root.peers[rank] = root.store.parsed(key, text, "machine", "pid", "born")
+    return [rank for rank, peer in root.peers.items() if _is_gone(peer)]
 
 
 def exception_text(error: BaseException) -> str:
@@ -313,15 +303,19 @@ def blame(world: World, error: BaseException) -> tuple[int, str]:
     """The global rank that is at fault when this rank fails with `error`: the peer it names, or this one."""
     if isinstance(error, PeerError) and error.rank >= 0:
         return error.rank, error.text
+    if isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED):
+        return world.ranks[world.rank], _LEFT
     return world.ranks[world.rank], exception_text(error)
 
 
 def _is_dead(store: Board, rank: int) -> bool:
     """Whether the process of `rank` ran on this machine and does not any more."""
     key = f"peer/{rank}"
-    if not store.has(key):
-        return False
-    peer = store.read(key, "machine", "pid", "born")
+    return store.has(key) and _is_gone(store.read(key, "machine", "pid", "born"))
+
+
+def _is_gone(peer: Mapping[str, Any]) -> bool:
+    """Whether the process that has written down this of itself ran on this machine and does not any more."""
     return bool(peer["machine"] == machine_id() and _born(peer["pid"]) != peer["born"])
 
 

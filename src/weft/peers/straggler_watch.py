@@ -52,6 +52,7 @@ _STUCK_S = 4.0  # how long before it asks whether all the others do, too
 _STUCK_TOGETHER_S = 2.0  # and for how long they have to
 _RANKS_PER_S = 4000.0  # that may ask the store for news
 _CALL_THE_GROUP = ("weft.tensors.pairwise", "weft.engines.torch.ddp.flat_buffer")  # not torch's functions
+_NOT_THE_USER = ("weft", "torch", "contextlib", "threading")
 _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 
 
@@ -65,11 +66,13 @@ def watch(world: World) -> None:
 class Watch:
     """The threads of one rank, and what is known of the others."""
 
+    patience_s = _SURE_S
+
     def __init__(self, world: World) -> None:
         self._world = weakref.ref(world)
         self._seen: dict[int, _Seen] = {}
         self._asked = 0
-        self._notes: list[dict[str, Any]] = []
+        self._notes = world.notes = list[dict[str, Any]]()
         self._neighbours = Neighbours(world)
         self._still = _Unchanged()
         self._cpu = _Unchanged()
@@ -92,8 +95,8 @@ class Watch:
             if thread is not threading.current_thread():
                 thread.join(timeout=2 * _PERIOD_S)
 
-    def check(self, what: str, missing: Sequence[int], world: World) -> None:
-        """Raise if one of the ranks that are waited for at a meeting waits for this one elsewhere.
+    def check(self, what: str, ranks: Sequence[int], world: World) -> None:
+        """Raise if one of some ranks, of those that are waited for at a meeting, waits for this one elsewhere.
 
         Raises:
             PeerError: It does; the text names the rank and its line.
@@ -102,7 +105,7 @@ class Watch:
         if root is None or root.store is None:
             return
         asked, mine = root.store.add("watch/asked", 1), world.collectives()
-        for rank in missing:
+        for rank in ranks:
             member = root.ranks.index(world.ranks[rank])
             key = f"watch/at/{member}"
             if not root.store.has(key):
@@ -148,21 +151,22 @@ class Watch:
                         "in": place,
                     },
                 )
-            for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1):
-                if not store.has(f"note/{number}"):  # is being written
-                    break
-                self._notes.append(
-                    store.read(
-                        f"note/{number}", "from", "rank", "error", "left", "over", "failures", "collectives", "ports"
-                    )
-                )
             if not world.closed:
+                self._read_notes(store)
                 self._look(world, store, place)
         except (StoreLost, ContextError) as error:  # then nobody can be met any more
             if not world.closed and not self._end.is_set():
                 _give_up(world, getattr(error, "rank", -1), getattr(error, "text", str(error)), [])
             return False
         return True
+
+    def _read_notes(self, store: Board) -> None:
+        keys = [f"note/{number}" for number in range(len(self._notes) + 1, store.add("note/count", 0) + 1)]
+        for key, text in zip(keys, store.values(keys) if keys else (), strict=True):
+            if text is None:  # is being written
+                break
+            names = ("from", "rank", "error", "left", "over", "failures", "collectives", "ports")
+            self._notes.append(store.parsed(key, text, *names))
 
     def _place(self) -> str:
         """The collective that the main thread is in, or the backward pass that waits in one; empty if that is not sure.
@@ -342,7 +346,7 @@ def _clock_of_main_thread() -> int | None:
 
 def _main_line() -> str:
     """`file:line` of what the main thread does, outside this package and torch."""
-    outside = (f for module, f in _calls() if module.partition(".")[0] not in ("weft", "torch", "contextlib"))
+    outside = (f for module, f in _calls() if module.partition(".")[0] not in _NOT_THE_USER)
     frame = next(outside, None)
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

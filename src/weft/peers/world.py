@@ -8,11 +8,14 @@ collective instead is looked after by a thread, see straggler_watch.py.
 
 [Note: the board] Keys, below the prefix of the world:
     peer/<rank>         machine, process id and its start time, written once
-    machine/<m>/<k>     a rank on a machine; the counter machine/<m>/count says how many have written that; on a root
     dead/<rank>         how many have seen that a rank has died, of whom the first reports it; on a root
     parted/<rank>       written by a rank that leaves: what made it fail, if it did, and how far it had come
-    meet/<n>/<rank>     what the rank brings to meeting n; counters make n equal on all ranks
-    meet/<n>/count      how many have come; the last one compares and writes meet/<n>/done
+    parted/count        how many have left; the last one writes parted/all
+    gone/<rank>         written by a rank that asks nothing any more
+    meet/at/<rank>      the last meeting to which the rank has come, and what it brought; each is over before the next
+    meet/<n>/count      how many have come to meeting n; counters make n equal on all ranks
+    meet/<n>/done       what all have brought, by the last one; or who is to blame, by the first one who knows
+    meet/<n>/all        what all have brought, for the one rank that is to get it
     note/count          how many ranks have left, failed or died; on a root
     note/<k>            which one, why, and how far it had come
 """
@@ -21,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +36,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.peers.board import Board
 from weft.peers.pretended import PretendedGroup
 
-__all__ = ["PREEMPTED", "SAME_SIGNAL_S", "STUCK_S", "Background", "Holder", "Watcher", "World", "arrives"]
+__all__ = ["PREEMPTED", "SAME_SIGNAL_S", "STUCK_S", "Background", "Holder", "Watcher", "World"]
 
 SAME_SIGNAL_S = 1.0  # a scheduler and a launcher may send the same signal both, one right after the other
 PREEMPTED = 75  # exit code of a job that was asked to end and can be resumed; EX_TEMPFAIL of sysexits.h
-_PAUSE_S = 0.02  # longest pause between two looks at the store
 STUCK_S = 1.0  # how far apart the ranks may notice that a collective timed out
 
 
@@ -50,10 +51,16 @@ class Holder(Protocol):
 
 
 class Watcher(Holder, Protocol):
-    """Knows of ranks that will not come to a meeting because they wait elsewhere; see straggler_watch.py."""
+    """Knows of ranks that will not come to a meeting because they wait elsewhere; see straggler_watch.py.
 
-    def check(self, what: str, missing: Sequence[int], world: World) -> None:
-        """Raise `PeerError` if one of `missing`, ranks of `world`, does."""
+    Attributes:
+        patience_s: How long somebody waits before it is asked.
+    """
+
+    patience_s: float
+
+    def check(self, what: str, ranks: Sequence[int], world: World) -> None:
+        """Raise `PeerError` if one of `ranks`, of `world`, does."""
 
 
 class Background(Protocol):
@@ -93,6 +100,9 @@ class World:
         meetings: How many meetings there were.
         numbers: How many smaller worlds and ledgers were made of it, by kind.
         watch: On a root, separates late ranks from those that took another path.
+        near: On a root, the ranks that may be on this host; empty if that is not known.
+        peers: On a root, what those have written down of themselves, as far as it was read.
+        notes: On a root, what ranks that left or failed have said, as far as its watch has read it; None without one.
         failures: On a root, how many errors this rank has reported to the others; see `report_failure`.
         failure: On a root, the rank for which this one would wait in vain in a collective, and why.
         process: Which one this is; a fork of it has nothing to do with the job.
@@ -134,6 +144,9 @@ class World:
     frozen: int | None = None
     reductions: int = 0
     watch: Watcher | None = None
+    near: Sequence[int] = ()
+    peers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    notes: list[dict[str, Any]] | None = None
     failures: int = 0
     failure: tuple[int, str] | None = None
     process: int = field(default_factory=os.getpid)
@@ -204,17 +217,3 @@ class World:
     def _begun(self, group: Any) -> int:
         """How many collectives this rank has begun on its group."""
         return int(group._get_sequence_number_for_group()) - self.uncounted if self.frozen is None else self.frozen
-
-
-def arrives(store: Board, key: str, limit_s: float) -> bool:
-    """Wait for `key` at most `limit_s`; say whether it is there.
-
-    Not by `Store.wait`: torch prints two warnings whenever the time of that is over.
-    """
-    start = time.monotonic()
-    while not store.has(key):
-        waited = time.monotonic() - start
-        if waited >= limit_s:
-            return False
-        time.sleep(min(waited / 16 + 1e-4, _PAUSE_S, limit_s - waited))
-    return True
