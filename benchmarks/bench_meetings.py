@@ -22,11 +22,13 @@ import torch.distributed as dist
 
 from weft.peers.agreement import agree
 from weft.peers.board import Board
+from weft.peers.connect import listen_at
 from weft.peers.liveness import announce
 from weft.peers.world import World
 
 PROMISE_S = 5.0  # a start of 1,024 ranks
 MEETINGS = 5
+NODE = 8  # ranks that look after each other
 FACTS = {"mesh": {"replica": 128, "shard": 8}, "data_axes": ["replica", "shard"], "seed": 0, "version": "0.0.0"}
 
 
@@ -55,7 +57,13 @@ def some_ranks(port: int, ranks: range, n: int, ready: Any, results: Any) -> Non
         # Connecting is not measured: torch looks up a name for each connection, at a server of names that may be slow.
         board._connection.spare.append(store.clone())  # type: ignore[attr-defined]
     worlds = [
-        World(ranks=tuple(names), rank=rank, store=board, notes=[], near=ranks)
+        World(
+            ranks=tuple(names),
+            rank=rank,
+            store=board,
+            notes=[],
+            near=range(rank // NODE * NODE, rank // NODE * NODE + NODE),
+        )
         for rank, board in zip(ranks, boards, strict=True)
     ]
     parts: list[tuple[float, float, int, int]] = []
@@ -85,7 +93,8 @@ def some_ranks(port: int, ranks: range, n: int, ready: Any, results: Any) -> Non
 
 def measured(n: int, processes: int) -> dict[str, float]:
     """A start of `n` ranks, and a meeting of them."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    fd = listen_at("127.0.0.1", 0)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     spawn = multiprocessing.get_context("spawn")
     ready, results = spawn.Barrier(processes), spawn.Queue()
     bounds = [n * each // processes for each in range(processes + 1)]

@@ -51,9 +51,9 @@ def new_subgroup(world: World, groups: Sequence[Sequence[int]], name: str, *, kn
     number = world.next_number("subgroup")
     if world.group is None:
         return sub
-    backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
     if world.store is None:  # the groups of others are of no use
-        sub.group = dist.new_group(list(sub.ranks), backend=backend) if rank >= 0 else None
+        made = dist.new_group(list(sub.ranks), backend=dist.get_backend(world.group)) if rank >= 0 else None
+        sub.group = made if isinstance(made, dist.ProcessGroup) else None
         world.root.made.append(sub)
         return sub
     if not known:
@@ -81,7 +81,8 @@ def _new_group(world: World, sub: World, *, are_all: bool) -> dist.ProcessGroup 
     alone = are_all or not splits or len(world.ranks) < dist.get_world_size()
     if alone and sub.rank < 0:
         return None
-    options: dict[str, Any] = {"backend": dist.get_backend(world.group), "timeout": timedelta(seconds=world.timeout_s)}
+    backend = dist.get_backend(world.group)  # not that of the device: ranks may share one, by gloo
+    options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=world.timeout_s)}
     unbound = bound is not None and not (splits and len(world.ranks) == dist.get_world_size())
     if unbound:
         default.bound_device_id = None

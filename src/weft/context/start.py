@@ -53,6 +53,7 @@ from weft.version import __version__
 
 __all__ = ["adopt", "launched", "local", "start"]
 
+_MANY_RANKS = 256  # above, gloo beside another backend connects two ranks when they first need it, not all at once
 _made_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # a fork has the group of its rank
 _Mesh = tuple[tuple[tuple[str, int], ...], tuple[str, ...]]  # the axes with their sizes, and the names of the data axes
 
@@ -84,7 +85,8 @@ def start(
     left. What another launcher starts inside of a rank joins its own job.
 
     Changes: creates torch's default process group; makes the device of this rank, if it is an accelerator,
-    the current one; sets `WEFT_JOINED` in `os.environ` until the context is closed, if there are several ranks.
+    the current one; sets `WEFT_JOINED` in `os.environ` until the context is closed, if there are several ranks; and
+    `TORCH_GLOO_LAZY_INIT`, unless it is set, if there are more than 256 and their device is an accelerator.
     Collectives: the rendezvous; one group per mesh axis if there are several.
 
     Args:
@@ -382,6 +384,8 @@ def _connect(
     backend = settings.backend or engine.backend(device)
     if "nccl" in backend and device.index is not None:
         _check_own_device(world, world.store, device)
+    if device.type != "cpu" and world.size > _MANY_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     with world.store.limited(2 * settings.timeout_s):  # torch waits for the ranks and then for their connections
         dist.init_process_group(
             backend=backend,

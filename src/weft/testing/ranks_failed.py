@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class RanksFailed(WeftError):
 
 def _waits(stack: str) -> bool:
     """Whether a rank is in this package or in torch.distributed, where it waits for other ranks."""
-    innermost = stack.partition("\n")[0]
+    innermost = next((line for line in stack.splitlines() if f'File "{threading.__file__}"' not in line), "")
     return any(f'File "{place}' in innermost for place in (Path(__file__).parents[1], Path(dist.__file__).parent))
 
 
