@@ -264,18 +264,18 @@ def _rank_of(store, rank):
 def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = _rank_of(server, 0)
-    announce(world)
+    neighbours = liveness.Neighbours(world, world.store)
     name = {"this": liveness.machine_id(), "another": "another"}[machine]
     pid = os.fork()
     if pid == 0:
         os.closerange(3, 1024)  # a rank of another machine has no copies of the connections of this one
         monkeypatch.setattr(liveness, "machine_id", lambda: name)
-        announce(_rank_of(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1))
+        other = _rank_of(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1)
+        liveness.Neighbours(other, other.store)
         time.sleep(60)
         os._exit(0)
     while not world.store.has(f"machine/{name}/{2 if machine == 'this' else 1}"):
         time.sleep(0.01)
-    neighbours = liveness.Neighbours(world)
     neighbours.report_dead()
     assert world.store.add("note/count", 0) == 0
     os.kill(pid, 9)
@@ -284,7 +284,6 @@ def test_a_rank_that_died_is_reported_once_by_its_neighbours(machine, monkeypatc
         neighbours.report_dead()
         time.sleep(0.01)
     neighbours.report_dead()
-    liveness.Neighbours(world).report_dead()
     assert world.store.add("note/count", 0) == 1
     note = world.store.read("note/1")
     assert note["from"] == note["rank"] == 1 and note["over"] and note["error"].startswith("its process is gone")

@@ -53,17 +53,9 @@ _LEFT = (
 
 def announce(world: World) -> None:
     """Write down who this rank is, so that the others can see whether it lives."""
-    store = world.store
-    if store is None:
-        return
-    machine = machine_id()
-    me = {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "born": _born(os.getpid())}
-    if world.root is not world or world.group is None:  # a part, or the ranks of a save
-        store.write(f"peer/{world.rank}", me)
-        return
-    me["ports"] = [local for local, remote in connections() if remote == store.port]
-    store.write(f"peer/{world.rank}", me)
-    store.write(f"machine/{machine}/{store.add(f'machine/{machine}/count', 1)}", world.rank)
+    if world.store is not None:
+        me = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid(), "born": _born(os.getpid())}
+        world.store.write(f"peer/{world.rank}", me)
 
 
 def check_first(world: World) -> None:
@@ -168,7 +160,12 @@ class Neighbours:
     Asked while this rank stands still: a few requests for each of them, once.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, store: Board) -> None:
+        """Write down how the others see whether this rank lives."""
+        ports = [local for local, remote in connections() if remote == store.port]
+        store.write(f"alive/{world.rank}", {"pid": os.getpid(), "born": _born(os.getpid()), "ports": ports})
+        path = f"machine/{machine_id()}"
+        store.write(f"{path}/{store.add(f'{path}/count', 1)}", world.rank)
         self._world = weakref.ref(world)
         self._pids: dict[int, dict[str, Any]] = {}  # by rank, on this machine
         self._far: dict[int, dict[str, Any]] | None = None  # by rank, on others; None: not asked yet
@@ -189,7 +186,7 @@ class Neighbours:
         while self._known < store.add(f"{path}/count", 0) and store.has(f"{path}/{self._known + 1}"):
             self._known += 1
             rank = int(store.read(f"{path}/{self._known}"))
-            self._pids[rank] = store.read(f"peer/{rank}", "pid", "born")
+            self._pids[rank] = store.read(f"alive/{rank}", "pid", "born")
         dead = [rank for rank, peer in self._pids.items() if _born(peer["pid"]) != peer["born"]]
         return [*dead, *self._cut_off(world, store)]
 
@@ -198,9 +195,9 @@ class Neighbours:
         if self._far is None:
             serves = store.port in listening_ports()
             others = [rank for rank in range(world.size) if serves and rank not in self._pids]
-            if not all(store.has(f"peer/{rank}") for rank in others):
+            if not all(store.has(f"alive/{rank}") for rank in others):
                 return []
-            self._far = {rank: store.read(f"peer/{rank}", "ports") for rank in others}
+            self._far = {rank: store.read(f"alive/{rank}", "ports") for rank in others}
         if not self._far:
             return []
         alive = {remote for local, remote in connections() if local == store.port}

@@ -58,19 +58,19 @@ _BETWEEN_PAIRS = ("send", "recv", "isend", "irecv")  # functions of torch
 def watch(world: World) -> None:
     """Start the threads of this rank. They end with the context."""
     if world.store is not None and world.size > 1:
-        world.watch = Watch(world)
+        world.watch = Watch(world, world.store)
         world.holders.add(world.watch)
 
 
 class Watch:
     """The threads of one rank, and what is known of the others."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, store: Board) -> None:
         self._world = weakref.ref(world)
         self._seen: dict[int, _Seen] = {}
         self._asked = 0
         self._notes: list[dict[str, Any]] = []
-        self._neighbours = Neighbours(world)
+        self._neighbours = Neighbours(world, store)
         self._still = _Unchanged()
         self._cpu = _Unchanged()
         self._clock = _clock_of_main_thread()

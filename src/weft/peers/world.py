@@ -8,6 +8,7 @@ collective instead is looked after by a thread, see straggler_watch.py.
 
 [Note: the board] Keys, below the prefix of the world:
     peer/<rank>         machine, process id and its start time, written once
+    alive/<rank>        process id, its start time, and ports of its connections to the store; on a root
     machine/<m>/<k>     a rank on a machine; the counter machine/<m>/count says how many have written that; on a root
     dead/<rank>         how many have seen that a rank has died, of whom the first reports it; on a root
     parted/<rank>       written by a rank that leaves: what made it fail, if it did, and how far it had come
