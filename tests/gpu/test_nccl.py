@@ -1,51 +1,107 @@
-"""Groups of NCCL, or of what the device has; with a launcher's variables in the environment."""
+"""Groups of NCCL, or of what the device has: of one process, and of several that share the device.
+
+NCCL refuses two ranks of one machine on one card, and takes ranks with other values of NCCL_HOSTID for ranks of other
+machines. On a CPU a group stands for it that waits as NCCL does; see tests/peers/waiting_group.py.
+"""
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.gpu.device import BACKEND, DEVICE
+from tests.gpu.device import DEVICE, DRY
 
 pytestmark = pytest.mark.gpu
 
 
-def _place(rank, n):
+def _port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(n),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(n),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+        return str(probe.getsockname()[1])
 
 
 def test_gradients_and_shards_travel_through_a_group_of_the_device():
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port()}
     script = pathlib.Path(__file__).with_name("one_rank.py")
     command = [sys.executable, str(script), DEVICE]
-    environment = {**os.environ, **_place(0, 1)}
+    environment = {**os.environ, **place}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "all ok" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(BACKEND != "nccl", reason="NCCL alone splits a communicator, and can be told of other hosts")
+_LIMIT_S = 60 if DRY else 40  # most of it is the import of torch, by all ranks at once
+_CASES = [(2, "none"), (2, "raise"), (2, "kill"), (4, "raise"), (4, "kill")][: 2 if DRY else None]
+
+
+def _start(ranks, fault, folder):
+    """The ranks of one job; each writes into a file."""
+    script = pathlib.Path(__file__).with_name("nccl_ranks.py")
+    root = str(pathlib.Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(), "PYTHONPATH": path}
+    started = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        with (folder / f"{ranks}_{fault}_{rank}").open("wb") as file:
+            command = [sys.executable, str(script), fault, DEVICE, str(ranks)]
+            environment = {**os.environ, **place, **own}
+            started.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    return started
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """All jobs, started at once: what they do is to wait."""
+    folder = tmp_path_factory.mktemp("nccl")
+    started = {case: _start(*case, folder) for case in _CASES}
+    end = time.monotonic() + _LIMIT_S
+    codes = {}
+    for case, processes in started.items():
+        codes[case] = []
+        for process in processes:
+            try:
+                codes[case].append(process.wait(max(end - time.monotonic(), 0.1)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                codes[case].append("still running")
+    outputs = {
+        case: [(folder / f"{case[0]}_{case[1]}_{rank}").read_text() for rank in range(case[0])] for case in codes
+    }
+    return codes, outputs
+
+
+@pytest.mark.parametrize(("ranks", "fault"), _CASES)
+def test_several_ranks_step_as_one_process_does_and_end_in_seconds_when_one_fails(jobs, ranks, fault):
+    codes, outputs = (each[ranks, fault] for each in jobs)
+    said = "\n".join(f"---- rank {rank}: exit code {codes[rank]}\n{outputs[rank]}" for rank in range(ranks))
+    assert all(" s: equal\n" in each for each in outputs), said
+    if fault == "none":
+        assert codes == [0] * ranks, said
+        return
+    text = {"raise": "ValueError: bad data", "kill": "its process is gone"}[fault]
+    for rank in range(ranks):
+        if rank != 1:
+            found = re.search(rf"([0-9.]+) s: PeerError of rank 1: {text}", outputs[rank])
+            assert found and float(found[1]) < 10, said
+            assert codes[rank] == 1 and "has changed" not in outputs[rank], said
+
+
+@pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="NCCL alone splits a communicator")
 def test_groups_of_four_ranks_on_one_device():
-    place = _place(0, 4)
+    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port()}
     command = [sys.executable, str(pathlib.Path(__file__).with_name("groups_of_four.py")), DEVICE]
     ranks = []
     for rank in range(4):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks.append(subprocess.Popen(command, env={**os.environ, **place, **own}, **pipes))
     try:
-        said = [each.communicate(timeout=90)[0] for each in ranks]
+        said = [each.communicate(timeout=50)[0] for each in ranks]
     finally:
         for each in ranks:
             each.kill()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -349,3 +350,30 @@ def test_two_contexts_side_by_side_leave_nothing_behind(tmp_path):
     path.write_text(SIDE_BY_SIDE)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "fine\n", done.stderr
+
+
+ENDS = """
+import atexit, signal, sys, time
+import weft
+from weft.context import shutdown
+from tests.peers.waiting_group import NAME, register
+
+register()
+atexit.register(time.sleep, 60)  # in place of a destructor of NCCL
+shutdown._END_LIMIT_S = 1
+with weft.start(backend=NAME, device="cpu") as ctx:
+    weft.barrier(ctx)
+    if ctx.rank == 1:
+        raise ValueError("bad data")
+    weft.barrier(ctx)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_after_a_failure_whatever_waits_at_its_end(tmp_path, monkeypatch):
+    (tmp_path / "ends.py").write_text(ENDS)
+    root = pathlib.Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")])))
+    codes, outputs = _end(_start(tmp_path / "ends.py", 2), limit_s=50)
+    assert codes == [-signal.SIGALRM] * 2, outputs
+    assert "PeerError: barrier: rank 1 failed: ValueError: bad data" in outputs[0]

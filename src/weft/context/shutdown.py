@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ __all__ = ["close", "close_after", "close_at_exit", "device_mesh", "new_subgroup
 
 _CLOSE_LIMIT_S = 30.0  # peers that take longer to come to the end are not waited for, but where they meet
 _LEDGER_LIMIT_S = 2.0  # between their last steps the ranks have met in a collective
+_END_LIMIT_S = 30  # of the process, after the program ended by a failure
 _BLAME_LIMIT_S = 4.0  # a peer that died needs a moment until that can be seen
 
 
@@ -225,8 +227,14 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
 
 
 def close_at_exit(world: World) -> None:
-    """The end of a program that never called `close`; says which peer failed, if one did."""
-    if world.closed or _is_forked(world):
+    """The end of a program, also of one that never called `close`: says which peer failed, if one did."""
+    if _is_forked(world):
+        return
+    if world.abandoned and world.closed and hasattr(signal, "alarm"):
+        # Destructors of NCCL may wait for minutes after a failure; what the program registered meanwhile has run.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_END_LIMIT_S)
+    if world.closed:
         return
     # The first is there if `multiprocessing` ends this process, the second if the interpreter printed an exception.
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -273,7 +281,9 @@ def _release(world: World, *, failed: bool = False) -> None:
     if group is None or not dist.is_initialized():
         return
     with contextlib.suppress(RuntimeError):  # peers that are gone cannot say goodbye
-        destroy = _forget_aborted if failed and dist.get_backend(group) != "gloo" else dist.destroy_process_group
+        aborted = failed and dist.get_backend(group) != "gloo"
+        world.abandoned = world.abandoned or aborted
+        destroy = _forget_aborted if aborted else dist.destroy_process_group
         for made in [None] if world.owner else disposable:
             destroy(made)
     forget_groups()

@@ -6,7 +6,7 @@ liveness.py          which ranks live, which left, and which is to blame
 board.py             the store, whose requests have a time limit and whose values no stranger can write
 connect.py           can the address be reached at which ranks meet?
 straggler_watch.py   the threads that see who waits in vain
-gloo_connections.py  where this process listens, and cutting its connections
+gloo_connections.py  what ends a wait in vain: connections that are cut, groups that are aborted
 quorum.py            which replicas of an elastic job make the next steps together
 replica_groups.py    one of these replicas: it meets the others, and loses them
 pretended.py         a group whose other ranks are only pretended
