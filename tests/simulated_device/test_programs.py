@@ -10,7 +10,7 @@ from tests.simulated_device.device import load
 from tests.simulated_device.ranks import needs_compiler, on_cpu, on_ranks
 from tests.variants import slow, slow_cases
 from weft.engines.torch.streaming.slots import Slots, Wanted
-from weft.testing import run_ranks
+from weft.testing import RanksFailed, run_ranks
 
 pytestmark = [needs_compiler, pytest.mark.timeout(400)]
 
@@ -173,6 +173,7 @@ def _placed(ctx):
     return [unit.name for unit in plan.streamed], expected, found
 
 
+@pytest.mark.xfail(raises=RanksFailed, reason="`parameter.data = ...` across devices: torch allows it to built-in ones")
 def test_streamed_blocks_compute_as_on_the_cpu():
     ((streamed, expected, found),) = on_ranks(_placed, 1)
     assert streamed

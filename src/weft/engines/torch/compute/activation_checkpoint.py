@@ -102,7 +102,7 @@ class Checkpoint:
                 around.enter_context(no_cached_casts())
             if self.offload:  # only the inputs: what is saved within is not kept at all
                 present = torch.accelerator.current_accelerator(check_available=True)
-                kind = {} if present is None else {"pin_memory": True, "device_type": present.type}
+                kind: dict[str, Any] = {} if present is None else {"pin_memory": True, "device_type": present.type}
                 around.enter_context(save_on_cpu(**kind))
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
 
