@@ -264,7 +264,7 @@ with weft.start(mesh={"replica": 2, "shard": 1}) as ctx:
     assert str(ctx.device) == f"sim:{ctx.local_rank}" and torch.accelerator.device_count() == 2
     model, ctx = weft.replicate(torch.nn.Linear(3, 2), ctx)
     model(torch.ones(4, 3, device=ctx.device)).sum().backward()
-    print(f"{weft.reduce(model.weight.grad.sum(), ctx).item()}\n", end="")
+    print(f"{weft.reduce(model.weight.grad.sum(), ctx).item()} ", end="")
 """
 
 

@@ -14,6 +14,7 @@ from weft.collectives.tensors import reduce
 from weft.context import DistContext
 from weft.peers.agreement import disagree, wait_for_key
 from weft.peers.liveness import exception_text, peer_error
+from weft.tensors.control import control_device
 
 __all__ = ["all_or_none", "any_rank", "barrier", "main_first", "on_rank"]
 
@@ -136,7 +137,8 @@ def any_rank(flag: bool, ctx: DistContext) -> bool:
         >>> any_rank(True, weft.local())
         True
     """
-    return bool(reduce(torch.tensor(bool(flag), device=ctx.device), ctx, "max").item())
+    flags = torch.tensor(bool(flag), device=control_device(ctx.group, ctx.device))
+    return bool(reduce(flags, ctx, "max").item())
 
 
 def on_rank(fn: Callable[P, R], ctx: DistContext, rank: int | str = 0) -> Callable[P, R | None]:

@@ -163,12 +163,13 @@ def row_gather(rows: torch.Tensor, world: World) -> Callable[[], None]:
     return lambda: finish(gather(everything, mine, group=group, async_op=True), world)
 
 
-def finish(work: dist.Work | None, world: World) -> None:
+def finish(work: dist.Work | None, world: World, *, on_cpu: bool = False) -> None:
     """Wait for a collective, and look after the peers meanwhile.
 
     A peer that failed elsewhere never comes; on gloo the wait is cut into slices to notice that. What it sent before
     may still arrive: it takes two looks to blame a peer.
-    On other backends this only orders the current stream after the collective, as `work.wait()`; see `peers_named`.
+    On other backends this only orders the current stream after the collective, as `work.wait()`, see `peers_named`;
+    but for tensors `on_cpu`, which are gloo's in any group.
 
     Raises:
         PeerError: A peer failed or died.
@@ -177,7 +178,7 @@ def finish(work: dist.Work | None, world: World) -> None:
     """
     if work is None:
         return
-    if dist.get_backend(world.group) != "gloo":
+    if not on_cpu and dist.get_backend(world.group) != "gloo":
         work.wait()
         return
     _wait_in_slices(work, world)

@@ -104,7 +104,8 @@ def _reduce_packed(inputs: list[torch.Tensor], op: str, world: World) -> list[to
         dtype = packed.dtype
         packed = packed.to(_CARRIERS.get(dtype, dtype))
         sent = torch.view_as_real(packed) if packed.is_complex() and op in ("sum", "mean") else packed
-        finish(dist.all_reduce(sent, op=_OPS[op], group=world.group, async_op=True), world)
+        work = dist.all_reduce(sent, op=_OPS[op], group=world.group, async_op=True)
+        finish(work, world, on_cpu=sent.device.type == "cpu")
         packed = packed.to(dtype)
         packed = packed / world.size if op == "mean" else packed
         for i, part in zip(indices, packed.split([inputs[i].numel() for i in indices]), strict=True):

@@ -1,8 +1,9 @@
 """`watch_health`: a loss that is NaN, infinite or jumps is known on all ranks in the same step, with its origin.
 
 [Note: what it costs] In a step in which all is well: one all-reduce of three numbers, the norms of the gradients in
-one call, and with `origin=True` one sum over the output of each innermost module, and over its gradient, without
-waiting for the device. Only when a rank has found something are these sums looked at, and reported to the others.
+one call, for which the device is waited for once, with the loss; and with `origin=True` one sum over the output of each
+innermost module, and over its gradient, without waiting for the device. Only when a rank has found something are
+these sums looked at, and reported to the others.
 
 [Note: where it arose] The sums are kept in the order in which they were made. The first that is not finite is where
 it arose: forward passes come before backward ones, and a gradient is looked at before it is averaged over ranks,
@@ -26,6 +27,7 @@ from weft.checks import check_count
 from weft.collectives import gather_objects, reduce
 from weft.context import DistContext
 from weft.errors import value_error
+from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
 from weft.tensors.nested import leaves
 
@@ -147,14 +149,15 @@ class Health:
         """
         sums = list(self._sums)
         self._sums.clear()
-        value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        value, norms_are_finite = self._read(loss)
         kind = self._kind(value)
-        found = kind is not None or not self._gradients_are_finite()
+        found = kind is not None or not norms_are_finite
         ctx = self._ctx
         total, finite, bad = (value, 1.0, float(found)) if math.isfinite(value) else (0.0, 0.0, 1.0)
         if ctx.world_size > 1:
-            facts = torch.tensor([total, finite, bad], dtype=torch.float64)
-            total, finite, bad = reduce(facts.to(ctx.device), ctx).tolist()
+            device = control_device(ctx.group, ctx.device)
+            facts = torch.tensor([total, finite, bad], dtype=torch.float64, device=device)
+            total, finite, bad = reduce(facts, ctx).tolist()
         self.loss = total / finite if finite else math.nan
         if kind is None:
             self._losses.append(value)
@@ -176,13 +179,20 @@ class Health:
         # Losses that hardly differ, as at the end of a training, are not measured by their rounding.
         return "spike" if value - middle > self._spike * max(deviation, 1e-3 * abs(middle)) else None
 
-    def _gradients_are_finite(self) -> bool:
+    def _read(self, loss: torch.Tensor | float) -> tuple[float, bool]:
+        """The loss, and whether all gradients are finite: the device is waited for once."""
         grads = [local(p.grad).detach() for p in self._parameters().values() if p.grad is not None]
         dense = [grad for grad in grads if not grad.is_sparse and grad.numel()]
         largest = list(torch._foreach_norm(dense, math.inf)) if dense else []
         largest += [grad.coalesce().values().norm(math.inf) for grad in grads if grad.is_sparse]
-        device = self._ctx.device
-        return not largest or bool(torch.stack([each.to(device, torch.float32) for each in largest]).isfinite().all())
+        device, is_tensor = self._ctx.device, isinstance(loss, torch.Tensor)
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        numbers = [loss.detach().reshape(()), *largest] if isinstance(loss, torch.Tensor) else largest
+        if not numbers:
+            return float(loss), True
+        first, *norms = torch.stack([each.to(device, wide) for each in numbers]).tolist()
+        value, norms = (first, norms) if is_tensor else (float(loss), [first, *norms])
+        return value, all(map(math.isfinite, norms))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         module = self._module()

@@ -16,6 +16,7 @@ from weft.errors import ContextError, listed, value_error
 from weft.monitoring.flops import peak_flops as peak_of_device
 from weft.monitoring.peak_memory import used_bytes
 from weft.monitoring.values import seal_of
+from weft.tensors.control import control_device
 
 __all__ = ["Throughput", "throughput"]
 
@@ -209,7 +210,7 @@ class Throughput:
         if ctx.world_size > 1:
             table = torch.zeros(ctx.world_size, len(_COUNTS) + _PARTS, dtype=torch.float64)
             table[ctx.rank, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
-            rows = reduce(table.to(ctx.device), ctx).tolist()
+            rows = reduce(table.to(control_device(ctx.group, ctx.device)), ctx).tolist()
             rows = [mine] * ctx.world_size if ctx.world.pretended else rows
         if len(names) > _PARTS or any(row[0] != seal for row in rows):
             raise ContextError(

@@ -8,5 +8,6 @@ elsewhere.py       tensors on meta that stand for what another rank has
 sharded_grad.py    a gradient that lies in the memory of another library
 quantized.py       weights that other libraries have quantized
 pairwise.py        small tensors, summed and gathered between pairs of ranks
+control.py         where numbers travel that the host waits for
 rng_state.py       the random states of this process
 """

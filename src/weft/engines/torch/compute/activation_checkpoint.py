@@ -101,7 +101,9 @@ class Checkpoint:
             if "context_fn" in self._settings:
                 around.enter_context(no_cached_casts())
             if self.offload:  # only the inputs: what is saved within is not kept at all
-                around.enter_context(save_on_cpu(pin_memory=torch.accelerator.is_available()))
+                present = torch.accelerator.current_accelerator(check_available=True)
+                kind: dict[str, Any] = {} if present is None else {"pin_memory": True, "device_type": present.type}
+                around.enter_context(save_on_cpu(**kind))
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:

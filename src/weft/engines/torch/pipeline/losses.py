@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.engines.torch.pipeline.stage_parameters import Kept
 from weft.errors import ContractError, type_error
+from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors
 
@@ -49,14 +50,14 @@ class Result(NamedTuple):
         scale: What gradients are multiplied by.
         form: Index into `FORMS`: what the call returns.
         is_mean: Whether it is the mean over the micro-batches.
-        whole: The loss that the last stage computed of the whole batch at once; the same as `loss` if it did not.
+        whole: The loss that the last stage computed of the whole batch at once; None if it did not.
     """
 
     loss: torch.Tensor
     scale: torch.Tensor
     form: int
     is_mean: bool
-    whole: torch.Tensor
+    whole: torch.Tensor | None
 
 
 def loss_of(output: Any, part: Inputs, function: LossFunction | None, device: torch.device) -> Loss:
@@ -115,28 +116,37 @@ def combined(losses: Sequence[Loss], whole: torch.Tensor | None, *, is_sum: bool
         scale = torch.full((), 1 / len(total), device=total.device, dtype=torch.float64)
     loss = (total.sum() * scale).to(total.dtype)
     is_mean = not is_sum and counts[0] is None
-    return Result(loss, scale, losses[0].form, is_mean, loss if whole is None else whole.to(loss.dtype))
+    return Result(loss, scale, losses[0].form, is_mean, None if whole is None else whole.to(loss.dtype))
 
 
 def share_result(found: Result | None, device: torch.device, group: dist.ProcessGroup, source: int) -> Result:
-    """Tell all ranks what the last stage found, on the rank `source` of the group. Collectives: one broadcast."""
+    """Tell all ranks what the last stage found, on the rank `source` of the group.
+
+    Collectives: one broadcast; and one of what the host reads, where the CPU has a backend beside the device's.
+    """
     wide = torch.float32 if device.type == "mps" else torch.float64
-    words = torch.zeros(6, dtype=wide, device=device)
+    control = control_device(group, device)
+    words = torch.zeros(7, dtype=wide, device=device)
+    numbers, facts = words[:3], words[3:] if control == device else torch.zeros(4, dtype=wide, device=control)
     if found is not None:
-        words[0], words[1], words[2], words[3] = found.loss, found.scale, found.form, found.whole
-        words[4], words[5] = _DTYPES.index(found.loss.dtype), found.is_mean
-    dist.broadcast(words, group=group, group_src=source)
-    _, _, form, _, dtype, is_mean = words.tolist()
-    loss, whole = (words[n].to(_DTYPES[int(dtype)]) for n in (0, 3))
-    return Result(loss, words[1], int(form), bool(is_mean), whole)
+        numbers[0], numbers[1], numbers[2] = found.loss, found.scale, found.loss if found.whole is None else found.whole
+        facts[0], facts[1] = found.form, _DTYPES.index(found.loss.dtype)
+        facts[2], facts[3] = found.is_mean, found.whole is not None
+    for message in (words,) if control == device else (numbers, facts):
+        dist.broadcast(message, group=group, group_src=source)
+    form, dtype, is_mean, has_whole = map(int, facts.tolist())
+    loss, whole = (numbers[n].to(_DTYPES[dtype]) for n in (0, 2))
+    return Result(loss, numbers[1], form, bool(is_mean), whole if has_whole else None)
 
 
 def check_whole(result: Result) -> None:
-    """Raise if the mean over the micro-batches is not the loss of the whole batch.
+    """Raise if the mean over the micro-batches is not the loss of the whole batch, where that was computed.
 
     Raises:
         ContractError: It is not.
     """
+    if result.whole is None:
+        return
     loss, whole = float(result.loss), float(result.whole)
     low = result.loss.dtype in _DTYPES[2:]
     if abs(loss - whole) > (0.05 if low else 1e-3) * max(abs(loss), abs(whole)):

@@ -167,6 +167,8 @@ class Slots:
         """Stop reading, and let go of the memory."""
         self._drop(0)
         self._drop(1)
+        if self._stream is not None:
+            self._memory.record_stream(self._stream)  # may still write what was read ahead
         self._memory = self._memory.new_empty(0)
 
     def _at(self, side: int) -> _Loaded:

@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.engines.torch.parallel.experts.all_to_all import Line, Route, send_rows
 from weft.engines.torch.parallel.experts.expert_stand_ins import DTYPES, Answering, Call, End, Noting, StandIn
+from weft.tensors.control import control_device
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.nested import map_tensors, tensors
 
@@ -194,10 +195,10 @@ def _exchange_plans(experts: nn.ModuleList, calls: list[Call], line: Line) -> _P
     tracked = any(one.rows.requires_grad for one in calls)
     kind = [0, 0, 0] if first is None else [first.shape[-1], DTYPES.index(first.dtype), int(tracked)]
     device = next(p.device for expert in experts for p in expert.parameters() if not p.is_meta)
-    mine = torch.tensor([[*kind, *counts, *called]] * size, device=device)
+    mine = torch.tensor([[*kind, *counts, *called]] * size, device=control_device(line.group, device))
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=line.group)
-    heard: list[list[int]] = theirs.tolist()  # the one read of the host: messages have sizes
+    heard: list[list[int]] = theirs.tolist()  # messages have sizes
     width, dtype, _ = max(each[:3] for each in heard)
     if not width:
         return None

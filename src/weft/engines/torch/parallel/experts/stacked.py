@@ -38,8 +38,8 @@ class StackedExperts:
         hidden, index, weights = self._arguments(part, *args, **kwargs)
         experts = next(len(p) for p in part._parameters.values() if p is not None)
         held = experts // self._line.size
-        order, per_expert = self._sorted(index, experts)
-        route, chosen = _exchange_counts(per_expert.view(-1, held), self._line.group)
+        order, per_expert, unknown = _sorted(index, experts)
+        route, chosen = self._exchange_counts(per_expert.view(-1, held), unknown, index)
         order = order[: sum(route.sent)]
         tokens = hidden[order // index.shape[-1]]
         rows, weight = send_rows(route, tokens, weights.reshape(-1, 1)[order])
@@ -56,32 +56,39 @@ class StackedExperts:
         _, hidden, index, weights = bound.args
         return hidden, index, weights
 
-    def _sorted(self, index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows in the order of their experts, and how many each has; `experts` itself stands for none."""
-        flat = index.reshape(-1)
-        counts = torch.bincount(flat, minlength=experts + 1)
-        if len(counts) > experts + 1:
+    def _exchange_counts(
+        self, counts: torch.Tensor, unknown: torch.Tensor, index: torch.Tensor
+    ) -> tuple[Route, torch.Tensor]:
+        """Tell each rank how many rows each of its experts will get: counts [ranks, experts per rank].
+
+        Returns the route of rows, and the expert of each row that is received.
+        """
+        group, theirs = self._line.group, torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        # The one read of the host: messages have sizes.
+        sent, received, (num_unknown, *_) = torch.stack(
+            [counts.sum(1), theirs.sum(1), unknown.expand(len(counts))]
+        ).tolist()
+        if num_unknown:
             raise value_error(
                 f"expert_parallel: {self._name!r} is asked for an expert that there is not",
-                found=f"expert {len(counts) - 1}",
-                expected=f"0 to {experts - 1}",
+                found=f"experts {int(index.min())} to {int(index.max())}",
+                expected=f"0 to {counts.numel() - 1}",
                 fix="a router that chooses among the experts of its layer",
             )
-        return torch.argsort(flat, stable=True), counts[:experts]
+        size, held = counts.shape
+        experts = torch.arange(held, device=counts.device).repeat(size)
+        return Route(group, sent, received), experts.repeat_interleave(theirs.view(-1), output_size=sum(received))
 
 
-def _exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[Route, torch.Tensor]:
-    """Tell each rank how many rows each of its experts will get: counts [ranks, experts per rank].
+def _sorted(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows in the order of their experts, how many each has, and how many are for an expert that there is not.
 
-    Returns the route of rows, and the expert of each row that is received.
+    `experts` itself stands for none. Counted by where each begins: `bincount` lets the host wait for a device.
     """
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
-    # The one read of the host: messages have sizes.
-    sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
-    size, held = counts.shape
-    experts = torch.arange(held, device=counts.device).repeat(size)
-    return Route(group, sent, received), experts.repeat_interleave(theirs.view(-1), output_size=sum(received))
+    experts_of_rows, order = index.reshape(-1).sort(stable=True)
+    begins = torch.searchsorted(experts_of_rows, torch.arange(experts + 2, device=index.device))
+    return order, begins[1:-1] - begins[:-2], len(order) - (begins[-1] - begins[0])
 
 
 def _never_empty(
