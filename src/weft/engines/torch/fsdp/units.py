@@ -120,7 +120,7 @@ class Units:
             last.post_forward_mesh_info, self._freed_to = self._freed_to, None
         called, self._calls = self._calls[self._place :], []
         self._left = weakref.WeakSet(one for one in called if not one.is_sharded)
-        if torch.is_grad_enabled():
+        if called and torch.is_grad_enabled():
             self._expect_last(called, module)
 
     def _expect_last(self, called: Iterable[Any], module: Any) -> None:
