@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_OF_PLAIN = (
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)  # torch has kernels for plain tensors only
 
 
 def choose(how):
@@ -30,7 +34,8 @@ def _fused(init):
         told = any(kwargs.get(name) is not None for name in ("foreach", "fused", "differentiable"))
         groups = [entry["params"] if isinstance(entry, dict) else [entry] for entry in params]
         tensors = [one for group in groups for one in ([group] if isinstance(group, torch.Tensor) else list(group))]
-        if not told and all(isinstance(one, torch.Tensor) and one.is_floating_point() for one in tensors):
+        plain = not isinstance(self, _OF_PLAIN) or not any(hasattr(one, "device_mesh") for one in tensors)
+        if not told and plain and all(isinstance(one, torch.Tensor) and one.is_floating_point() for one in tensors):
             kwargs["fused"] = True
         init(self, params, *args, **kwargs)
 
