@@ -322,3 +322,37 @@ def _cleared(ctx):
 
 def test_state_that_was_cleared_is_gone():
     run_ranks(_cleared, 2)
+
+
+def _by_columns(layers=10):
+    """Small enough to be reduced in a flat buffer; with matrices that lie column by column in memory."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 5), *(nn.Linear(5, 5) for _ in range(layers)))
+    for layer in list(model)[:3]:
+        layer.weight.data = layer.weight.data.t().contiguous().t()
+    return model.double()
+
+
+def _train_by_columns(ctx):
+    found = {}
+    for strategy in ("replicate", "flat", "fully_shard", 1, 2):
+        for how, options in HOW.items():
+            model, make = _by_columns(), lambda m, o=options: torch.optim.AdamW(m.parameters(), 0.02, eps=1e-3, **o)
+            if isinstance(strategy, int):
+                model, optimizer, _ = weft.zero_partition(model, make(model), ctx, stage=strategy)
+            else:
+                model, _ = TWO[strategy][3](model, ctx)
+                optimizer = make(model)
+            _train(model, optimizer, [x.chunk(2)[ctx.rank] for x in _x()])
+            found[strategy, how] = _whole(model)
+    return found
+
+
+def test_matrices_that_lie_column_by_column_are_stepped_on_as_they_lie():
+    """torch's fused kernels take for granted that parameters, gradients and state lie alike in memory."""
+    model = _by_columns()
+    _train(model, torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3), _x())
+    for found in run_ranks(_train_by_columns, 2):
+        for case, result in found.items():
+            assert largest_difference(result, _whole(model)) < 1e-12, case

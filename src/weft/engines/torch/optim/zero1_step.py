@@ -62,6 +62,9 @@ class Part:
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Give it the parameter's gradient, and its state in the optimizer."""
         self.follow()
+        gradient = self.values.grad
+        if gradient is not None and not gradient.is_sparse and gradient.stride() != self.values.stride():
+            self.values.grad = torch.empty_like(self.values).copy_(gradient)  # fused kernels look at memory alone
         state = optimizer.state.pop(self.parameter, None)
         if state:
             optimizer.state[self.values] = self._taken(state)
@@ -142,7 +145,10 @@ class _Rows(Part):
         self.whole = self._held(parameter.data)
         total = self.whole.shape[0]
         self.per_rank = -(-total // mesh.size())  # as torch.chunk and FSDP2 cut
-        super().__init__(parameter, layout.mine(self.whole))
+        mine = layout.mine(self.whole)
+        # Rows of a matrix that lies column by column have gaps, which torch's fused kernels do not know of.
+        self.is_copied = not mine.is_contiguous()
+        super().__init__(parameter, mine.contiguous())
         self.nbytes = self.whole.numel() * self.whole.element_size()
         # Whether all ranks hold as many rows, enough of them to be sent without packing.
         self.is_large = (
@@ -161,7 +167,8 @@ class _Rows(Part):
             whole = self._held(self.parameter.data)
             if self.place != whole.data_ptr():
                 self.whole, self.place = whole, whole.data_ptr()
-                self.values.data = self._layout.mine(whole)
+                if not self.is_copied:
+                    self.values.data = self._layout.mine(whole)
         gradient = self.parameter.grad
         if gradient is None:
             self.values.grad = None
@@ -174,6 +181,17 @@ class _Rows(Part):
             # A view of a bucket comes back step after step; anything else is to be freed.
             is_kept = gradient._is_view() and not self._is_cut
             self._gradient = (gradient.data_ptr(), self.values.grad) if is_kept else None
+
+        if self.is_copied:
+            self.values.data.copy_(self._layout.mine(self.whole))
+
+    @torch.no_grad()
+    def leave(self, optimizer: torch.optim.Optimizer) -> bool:
+        """As for every part; and write rows that are stepped on in memory of their own."""
+        is_stepped = super().leave(optimizer)
+        if is_stepped and self.is_copied:
+            self._layout.mine(self.whole).copy_(self.values)
+        return is_stepped
 
     def exchange(self, group: dist.ProcessGroup) -> PairGather:
         """Fills the other ranks' rows in place, where `is_large`."""
