@@ -23,10 +23,6 @@ VARIANTS = {
     "amsgrad": {"amsgrad": True, "maximize": True},
 }
 LOOK_AT_WHOLE = ("Adafactor", "Muon")
-ON_PLAIN_ONLY = {("Rprop", "default"), ("Rprop", "foreach"), ("Rprop", "loop"), ("Adagrad", "fused")} | {
-    ("SGD", "fused"),
-    ("SGD", "fused momentum"),
-}
 
 
 def _net():
@@ -111,8 +107,7 @@ def _refusal(name, variant, strategy):
     if strategy == "fuse_step":
         return "cannot step on a flat buffer" if not takes_closures else "closure"
     if strategy == "fully_shard":
-        plain_only = (name, variant) in ON_PLAIN_ONLY
-        return "weft.gather_step(optimizer, ctx)" if plain_only or not takes_closures else None
+        return None if takes_closures else "weft.gather_step(optimizer, ctx)"
     return "closure" if strategy not in ("replicate", "flat") and not takes_closures else None
 
 
@@ -132,7 +127,7 @@ def _check(cases, strategies):
                 assert largest_difference(result, expected[name, variant]) < 1e-12, (name, variant, strategy)
 
 
-def test_what_torch_cannot_do_on_shards_works_or_is_refused():
+def test_what_torch_has_for_plain_tensors_only_works_on_shards():
     cases = [("Rprop", "default"), ("SGD", "fused momentum"), ("Adagrad", "fused"), ("LBFGS", "default")]
     _check(cases, ("fully_shard", "gather_step", "zero1", "zero2", "zero3"))
 
@@ -157,17 +152,21 @@ def _train_sparse(model, optimizer, rows):
     return [p.detach().clone() for p in model.parameters()]
 
 
+def _without_fused(name, model):
+    """torch has its fused kernels for dense gradients only."""
+    options = {} if name == "SparseAdam" else {"foreach": False}
+    return KINDS[name](model.parameters(), lr=0.1, **options)
+
+
 def _on_sparse_gradients(ctx):
     rows, found = ROWS.chunk(ctx.world_size)[ctx.rank], {}
     for name in ("SparseAdam", "SGD", "Adagrad"):
         model, _ = weft.replicate(_sparse(), ctx)
-        found[name, "replicate"] = _train_sparse(model, KINDS[name](model.parameters(), lr=0.1), rows)
+        found[name, "replicate"] = _train_sparse(model, _without_fused(name, model), rows)
         for stage in (1, 2, 3):
             model = _sparse()
             try:
-                model, optimizer, _ = weft.zero_partition(
-                    model, KINDS[name](model.parameters(), lr=0.1), ctx, stage=stage
-                )
+                model, optimizer, _ = weft.zero_partition(model, _without_fused(name, model), ctx, stage=stage)
                 found[name, stage] = _train_sparse(model, optimizer, rows)
             except ValueError as error:
                 assert stage > 1 and "weight, of embeddings with sparse=True" in str(error)
@@ -185,7 +184,7 @@ def test_sparse_gradients_equal_one_process_or_are_refused():
         assert {how for _, how in found} == {"replicate", 1}
         for (name, how), result in found.items():
             model = _sparse()
-            expected = _train_sparse(model, KINDS[name](model.parameters(), lr=0.1), ROWS)
+            expected = _train_sparse(model, _without_fused(name, model), ROWS)
             assert largest_difference(result, expected) < 1e-12, (name, how)
 
 

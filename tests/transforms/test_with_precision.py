@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import os
 import pickle
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -1600,3 +1602,51 @@ def test_code_outside_of_a_module_computes_by_its_policy():
     with torch.no_grad(), weft.precision.autocast("fp16", ctx):
         assert (x @ x).dtype is f16
     assert (x @ x).dtype is f32
+
+
+class _Allocated(TorchDispatchMode):
+    """Bytes per element of new tensors of this many elements."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.bytes = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        held = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.numel() == self.elements:
+            self.bytes += made.element_size() * (made.untyped_storage().data_ptr() not in held)
+        return made
+
+
+def test_the_gradient_of_logits_takes_no_more_than_with_grad_scaler():
+    rows, classes = 64, 500
+    x, y = torch.randn(rows, 16), torch.randint(classes, (rows,))
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, classes))
+
+    plain, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with torch.autocast("cpu", f16):
+        scaled = scaler.scale(nn.functional.cross_entropy(plain(x), y))
+    with _Allocated(rows * classes) as theirs:
+        scaled.backward()
+    model, _ = _precise(FP16, net())
+    loss = nn.functional.cross_entropy(model(x), y)
+    with _Allocated(rows * classes) as ours:
+        loss.backward()
+    assert 0 < ours.bytes <= theirs.bytes == 10
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad * 1024, q.grad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
+def test_what_came_in_is_seen_wherever_it_is(bad):
+    for place in (0, 3, 6):
+        model, _ = _precise(FP16, nn.Linear(3, 7))
+        gradient = torch.full((1, 7), torch.finfo(f32).max if bad is None else 0.0)
+        gradient[0, place] = gradient[0, place] if bad is None else bad
+        model(torch.ones(1, 3)).backward(gradient)
+        (scale,) = [one for one in gc.get_objects() if type(one).__name__ == "LossScale" and one._module() is model]
+        assert bool(scale.came_in) == (bad is not None)

@@ -24,9 +24,8 @@ def gather_step(optimizer: O, ctx: DistContext, *, by: Literal["all", "owner"] =
 
     For optimizers whose update of an element depends on others, such as Adafactor and Muon, after `fully_shard`: each
     parameter and its gradient are gathered on every rank, stepped as in one process, and sharded again. State with the
-    parameter's shape is kept in shards; other state is kept whole. Optimizers of single elements (SGD, Adam, AdamW,
-    ...) step on the shards, as plain tensors and without communication. Most of them can do so without this transform;
-    those that use an operation torch does not have for DTensors need it: Rprop, and SGD and Adagrad with `fused=True`.
+    parameter's shape is kept in shards; other state is kept whole. Torch's optimizers of single elements (SGD, Adam,
+    AdamW, ...) step on the shards, as plain tensors and without communication, and do so without this transform, too.
     Where nothing is sharded, an optimizer of the first kind steps parameter by parameter.
 
     With `by="owner"` each parameter is made whole on one rank only, which steps on it: N ranks do

@@ -17,6 +17,7 @@ from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.shared_buffers import SharedBuffers
 from weft.engines.torch.optim.step_watch import Steps, settings_of
 from weft.errors import NotSynchronized, UnusedParameters, listed
+from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Strategy", "as_sent", "broadcast"]
 
@@ -99,7 +100,11 @@ class Strategy:
         return ()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Full parameters: any optimizer will do."""
+        """Raise if an optimizer cannot step on shards, or would come to other numbers."""
+        if any(is_sharded(p) for entry in optimizer.param_groups for p in entry["params"]):
+            from weft.engines.torch.optim import full_param_step  # noqa: PLC0415  (DTensors are there)
+
+            full_param_step.check_steps_on_shards(self._what, optimizer)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""

@@ -94,11 +94,9 @@ class PreciseModule:
         outermost = self._calls.depth == 1
         self._leave()
         options = self._options
-        if options.outputs is not None:
-            output = _cast(output, options.outputs)
         if self.scale is not None and outermost:
-            output = self.scale.at_outputs(output)
-        return output
+            return self.scale.at_outputs(output, options.outputs)
+        return output if options.outputs is None else _cast(output, options.outputs)
 
     def _leave(self) -> None:
         """Switch autocast back to what it was before the call."""

@@ -75,32 +75,36 @@ class LossScale:
         """Divide the gradient that leaves through these tensors by S."""
         return self._mark(value, entering=False)
 
-    def at_outputs(self, value: Any) -> Any:
-        """Multiply the gradient that enters through these tensors by S."""
+    def at_outputs(self, value: Any, dtype: torch.dtype | None) -> Any:
+        """Multiply the gradient that enters through these tensors by S; cast the tensors, if a dtype is given."""
         self.mend()
-        return self._mark(value, entering=True)
+        return self._mark(value, entering=True, dtype=dtype)
 
-    def _mark(self, value: Any, *, entering: bool) -> Any:
-        if not torch.is_grad_enabled():
-            return value
-        return map_tensors(lambda t: _Border.apply(t, self, entering) if _carries_gradient(t) else t, value)  # type: ignore[no-untyped-call]
+    def _mark(self, value: Any, *, entering: bool, dtype: torch.dtype | None = None) -> Any:
+        def mark(tensor: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled() and _carries_gradient(tensor):
+                marked: torch.Tensor = _Border.apply(tensor, self, entering, dtype)  # type: ignore[no-untyped-call]
+                return marked
+            return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-    def enter(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient comes in through an output."""
+        return map_tensors(mark, value)
+
+    def enter(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A gradient comes in through an output, which had this dtype before it was cast."""
         try:
             self._session.enter()
         except ContractError:
             self._session.flag[0] = 0  # refused before anything was scaled
             raise
         self.came_in = torch.maximum(self.came_in, _is_bad(gradient))
-        return _times(gradient, self.value)
+        return _times(gradient, self.value, dtype)
 
     def leave(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient goes out through an input."""
         if not self._session.flag[0]:
             return gradient  # that of a gradient (double backward): it never entered, so it is in true units
         self.went_out = torch.maximum(self.went_out, _is_bad(gradient))
-        return _times(gradient, 1 / self.value)
+        return _times(gradient, 1 / self.value, gradient.dtype)
 
     # -- one backward pass -----------------------------------------------------------------------
 
@@ -244,17 +248,25 @@ def _check_wide(class_name: str, parameters: list[nn.Parameter]) -> None:
 
 
 class _Border(torch.autograd.Function):
-    """The identity; on the way back, into or out of the scaled world of one module."""
+    """The identity, or a cast; on the way back, into or out of the scaled world of one module.
+
+    The cast is part of it because logits are large: their gradient is scaled and cast in one pass, and nothing of its
+    size lies in between in 32 bits.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scale: LossScale, entering: bool) -> torch.Tensor:
-        ctx.scale, ctx.entering = scale, entering
+    def forward(
+        ctx: Any, tensor: torch.Tensor, scale: LossScale, entering: bool, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.scale, ctx.entering, ctx.dtype = scale, entering, tensor.dtype
         # Not a view for autograd, which would forbid to change the module's output in place.
-        return tensor.detach()
+        inside = tensor.detach()
+        return inside if dtype is None or not tensor.is_floating_point() else inside.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (ctx.scale.enter(gradient) if ctx.entering else ctx.scale.leave(gradient)), None, None
+        passed = ctx.scale.enter(gradient, ctx.dtype) if ctx.entering else ctx.scale.leave(gradient)
+        return passed, None, None, None
 
 
 def check_finite(gradients: list[torch.Tensor], no: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -285,10 +297,13 @@ def _dense(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.view_as_real(g) if g.is_complex() else g for g in values]
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    if gradient.dtype is torch.float16:  # 2**16 is infinite in float16
-        return (gradient.float() * factor).to(torch.float16)
-    return gradient * factor.to(gradient.dtype)
+def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in this dtype, rounded once."""
+    wide = gradient.float() if gradient.dtype is torch.float16 else gradient  # 2**16 is infinite in float16
+    factor = factor.to(wide.dtype)
+    if dtype == wide.dtype or torch.is_grad_enabled() or is_sharded(wide):
+        return (wide * factor).to(dtype)
+    return torch.mul(wide, factor, out=torch.empty(0, dtype=dtype, device=wide.device))  # in one pass
 
 
 def _carries_gradient(tensor: torch.Tensor) -> bool:
@@ -296,4 +311,8 @@ def _carries_gradient(tensor: torch.Tensor) -> bool:
 
 
 def _is_bad(gradient: torch.Tensor) -> torch.Tensor:
-    return (~torch.isfinite(gradient).all()).float()
+    """1 if an element that lies here is not finite: a nan is the least and the greatest one."""
+    (values,) = _dense([gradient.detach()])
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    return (~torch.stack(torch.aminmax(values)).isfinite().all()).float()  # nothing of the size of the gradient

@@ -68,7 +68,9 @@ class FlatPiece:
                 self.values[part].copy_(parameter.detach().reshape(-1))
                 parameter.data = self.values[part].view(parameter.shape)
             # `.data`: autograd need not know that these are views; adding to them is far cheaper.
-            self.views.append(self.gradients[part].view(parameter.shape).data)
+            # In the order of the parameter's elements in memory: torch's fused optimizers take that for granted.
+            order = torch.empty_like(parameter).stride()
+            self.views.append(self.gradients[part].as_strided(parameter.shape, order).data)
             start = part.stop
         self._pairs = list(zip(self.parameters, self.views, strict=True))
         self.without: set[int] = set()

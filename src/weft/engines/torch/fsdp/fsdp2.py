@@ -41,7 +41,6 @@ from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
-from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
 from weft.tensors.dtensor import spec_of
@@ -243,10 +242,6 @@ class ShardedModule(Strategy):
     def reduced_in_backward(self) -> list[torch.Tensor]:
         """The sharded parameters; none if those that nobody used get their gradient taken away when backward ends."""
         return [] if self.finds_unused else [one.sharded_param for one in self._units.parameters()]
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer cannot step on shards, or would come to other numbers."""
-        check_steps_on_shards(self._what, optimizer, self._trained.uneven_complex)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never leaves gradients out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.refusals import check_loaded
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.parameter_watch import ParameterWatch
-from weft.engines.torch.optim.full_param_step import uneven_complex
 from weft.engines.torch.optim.step_watch import Steps
 from weft.engines.torch.reduced_apart import ReducedApart
 from weft.tensors.elsewhere import is_elsewhere
@@ -52,11 +50,6 @@ class Trained:
         """The parameters an optimizer sees, by name."""
         sharded = {one._param_fqn: one.sharded_param for one in self._units.parameters()}
         return {name: p for name, p in {**sharded, **self.unsharded.named}.items() if p.requires_grad}
-
-    @functools.cached_property
-    def uneven_complex(self) -> set[int]:
-        """Ids of complex parameters that most optimizers cannot step on; see `uneven_complex`."""
-        return uneven_complex(one.sharded_param for one in self._units.parameters())
 
     def first(self) -> nn.Parameter | None:
         """The first of them."""

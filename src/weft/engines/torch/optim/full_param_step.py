@@ -8,7 +8,7 @@ other, stepped as in one process, and cut again. State of the parameter's shape 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -18,17 +18,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.checks import is_of
 from weft.engines.options import StepMeshes
+from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.optim.state_layout import state_layout
 from weft.engines.torch.optim.swapped_step import Groups, SwappedStep
-from weft.engines.torch.optim.zero1_step import PartitionedStep
 from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
 
-__all__ = ["WholeStep", "check_steps_on_shards", "uneven_complex"]
+__all__ = ["WholeStep", "check_steps_on_shards"]
 
 _LOOK_AT_WHOLE = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
-_FUSED_ON_PLAIN = (torch.optim.SGD, torch.optim.Adagrad)  # torch has these kernels for plain tensors only
 
 
 class WholeStep(SwappedStep):
@@ -91,13 +90,14 @@ class WholeStep(SwappedStep):
         return like(value, parameter) if layout is None else layout.dtensor(layout.part(value))
 
 
-def uneven_complex(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """Find the complex parameters whose shards differ in size, and return their ids.
+def _is_uneven(parameter: torch.Tensor) -> bool:
+    """Whether a complex parameter has shards that differ in size.
 
-    Most optimizers of torch step on `view_as_real`. It gathers such shards, so that the step changes a copy.
+    Optimizers step on `view_as_real`, as torch's do. It gathers such shards, so that the step changes a copy.
     """
-    cut = [p for p in parameters if p.is_complex() and isinstance(p, DTensor)]
-    return {id(p) for p in cut if any(p.shape[dim] % size for dim, size in _cuts(p))}
+    if not parameter.is_complex() or not isinstance(parameter, DTensor):
+        return False
+    return any(parameter.shape[dim] % size for dim, size in _cuts(parameter))
 
 
 def _cuts(parameter: DTensor) -> Iterator[tuple[int, int]]:
@@ -107,25 +107,25 @@ def _cuts(parameter: DTensor) -> Iterator[tuple[int, int]]:
             yield cast("Shard", placement).dim, parameter.device_mesh.size(axis)
 
 
-def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer, uneven: Collection[int]) -> None:
+def check_steps_on_shards(what: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer is known not to step on DTensors, or to come to other numbers on them.
 
     Args:
         what: Name of the strategy, for the error text.
         optimizer: Over sharded parameters.
-        uneven: See `uneven_complex`.
 
     Raises:
         OrderError: `gather_step` is missing.
     """
+    if is_elementwise(optimizer):
+        return  # steps on what this rank holds; see `one_kind.py`
     kind: Any = type(optimizer)  # mypy does not know that a class has a hash
     problem = _problem_of(kind)
-    if isinstance(optimizer, _FUSED_ON_PLAIN) and any(entry.get("fused") for entry in optimizer.param_groups):
-        problem = "with fused=True cannot step on shards: torch has its kernel for plain tensors only"
-    elif problem is None and uneven and kind is not torch.optim.SGD and _holds(optimizer, uneven):
+    if problem is None and any(_is_uneven(p) for entry in optimizer.param_groups for p in entry["params"]):
         problem = "cannot step on complex shards that differ in size: torch would lose its steps"
-    hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    if problem is None or any(isinstance(one, (SwappedStep, PartitionedStep)) for one in hooks):
+    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    gathers = any(isinstance(one, SwappedStep) or getattr(one, "by_request", False) for one in hooks)
+    if problem is None or gathers:
         return
     name = kind.__name__
     couples_all = issubclass(kind, torch.optim.LBFGS)
@@ -146,15 +146,9 @@ def _problem_of(kind: type[Any]) -> str | None:
     """Why no optimizer of a class can step on shards."""
     if issubclass(kind, _LOOK_AT_WHOLE):
         return "looks at whole tensors, and would step on shards"
-    if issubclass(kind, torch.optim.Rprop):
-        return "cannot step on shards: torch has its operations for plain tensors only"
     if is_of(kind, "bitsandbytes"):
         return "cannot step on shards: bitsandbytes has its kernels for plain tensors only"
     return None
-
-
-def _holds(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
-    return any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"])
 
 
 def _whole(value: Any) -> Any:

@@ -57,7 +57,7 @@ class StateLayout(NamedTuple):
             return value.to_local()
         whole = full_tensor(value)
         held = local(cut_like(whole, self.parameter)) if isinstance(self.parameter, DTensor) else whole
-        return self.mine(held).clone()
+        return self.mine(held).clone(memory_format=torch.contiguous_format)
 
 
 def state_layout(parameter: torch.Tensor, rows: DeviceMesh | None, cut: DeviceMesh | None) -> StateLayout | None:

@@ -25,7 +25,7 @@ from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.hooks.no_file import refuse_file
 from weft.engines.torch.optim.closures import replace_closure
 from weft.errors import ContractError, NotSynchronized, listed
-from weft.tensors.dtensor import local
+from weft.tensors.dtensor import is_sharded, local
 
 __all__ = ["StepOwner", "Steps", "check_same_gradients", "optimizers_of", "raise_step_inside", "settings_of"]
 
@@ -98,7 +98,7 @@ class Steps:
         self._searches_left = _MAX_SEARCHES
         self._looked = False
         self._version = self._number = 0  # of a parameter, and of steps, at the last look
-        self._ignore_first_steps = None if module is None else _see_first_steps(self, module)
+        self._ignore_all_steps = None if module is None else _see_all_steps(self, module)
 
     def search(self, parameters: Iterable[nn.Parameter]) -> None:
         """Find the optimizers that hold `parameters`, all those of the strategy."""
@@ -133,6 +133,14 @@ class Steps:
             optimizer._optimizer_step_pre_hooks.move_to_end(steps.id, last=False)  # type: ignore[attr-defined]
             self._seen[optimizer] = _Seen((steps, optimizer.register_state_dict_post_hook(self._refuse_file)))
 
+    def arrange(self, optimizer: torch.optim.Optimizer) -> None:
+        """One whose steps are seen is about to step, and no hook on it has run: let it step on tensors of one kind."""
+        seen = self._seen.get(optimizer)
+        if seen is not None and any(is_sharded(p) for entry in optimizer.param_groups for p in entry["params"]):
+            from weft.engines.torch.stepping.one_kind import step_on_one_kind  # noqa: PLC0415  (DTensors are there)
+
+            seen.handles += step_on_one_kind(optimizer)
+
     def check_other(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Raise if an optimizer that holds nothing of the module was meant for it.
 
@@ -158,8 +166,8 @@ class Steps:
             for handle in seen.handles:
                 handle.remove()
         self._seen.clear()
-        if self._ignore_first_steps is not None:
-            self._ignore_first_steps()
+        if self._ignore_all_steps is not None:
+            self._ignore_all_steps()
         self._group = None
 
     def _refuse_file(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -218,23 +226,25 @@ class _Seen:
     steps: int = 0
 
 
-def _see_first_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:
+def _see_all_steps(steps: Steps, module: nn.Module) -> Callable[[], Any]:
     """Attach the optimizers that hold parameters of the module, each before its first step; returns what ends that."""
     to, of = weakref.ref(steps), weakref.ref(module)
     known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def first_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         watching, whole = to(), of()
-        if watching is None or whole is None or optimizer in known:
+        if watching is None or whole is None:
             return
-        known.add(optimizer)
-        wanted = {id(p) for p in whole.parameters()}
-        if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
-            watching.attach(optimizer)
-        else:
-            watching.check_other(optimizer, whole)
+        if optimizer not in known:
+            known.add(optimizer)
+            wanted = {id(p) for p in whole.parameters()}
+            if any(id(p) in wanted for entry in optimizer.param_groups for p in entry["params"]):
+                watching.attach(optimizer)
+            else:
+                watching.check_other(optimizer, whole)
+        watching.arrange(optimizer)
 
-    return before_every_step(steps, first_step)
+    return before_every_step(steps, step)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:

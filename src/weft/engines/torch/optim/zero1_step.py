@@ -2,7 +2,7 @@
 
 Of a whole parameter these are its rows; then the others' are gathered (ZeRO stage 1). Of a sharded
 parameter it is the shard, and nothing is sent: torch lacks some operations of its optimizers for
-DTensors, and takes longer for the others.
+DTensors, takes longer for the others, and refuses lists of DTensors and plain tensors.
 
 Between steps everything looks as always: the optimizer's groups hold the module's parameters. Its
 state holds DTensors, cut as sharded parameters are and else along the first dimension, so that
@@ -13,7 +13,7 @@ update of an element depends on that element alone; see `WholeStep` for the othe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
 from weft.tensors.pairwise import PairGather, as_real
 
-__all__ = ["PartitionedStep"]
+__all__ = ["Part", "PartitionedStep", "shard_of"]
 
 _BUCKET_BYTES = 25 * 2**20
 _LARGE_BYTES = 2**17
@@ -38,15 +38,14 @@ _FEW_RANKS = 16
 _KEPT_BYTES = 2**20  # messages of small parameters, kept from step to step
 
 
-class _Part:
+class Part:
     """What this rank updates of one parameter."""
 
     def __init__(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         self.parameter = parameter
         self.values = nn.Parameter(values, parameter.requires_grad)  # the same memory
         self.place = 0
-        self.state: dict[str, Any] = {}
-        self._shown: dict[str, tuple[Any, Any]] = {}
+        self._known: dict[str, tuple[Any, Any]] = {}  # state as the step sees it, and as others do
 
     def follow(self) -> None:
         """Take this rank's part as it is now: somebody may have given the parameter other memory."""
@@ -60,16 +59,54 @@ class _Part:
         """State as the step sees it: this rank's part."""
         raise NotImplementedError
 
-    def shown(self) -> dict[str, Any]:
-        """The state as others see it; optimizers update it in place, so a DTensor is made once."""
-        for key, value in self.state.items():
-            if key not in self._shown or self._shown[key][0] is not value:
-                cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == self.values.shape
-                self._shown[key] = (value, self.as_dtensor(value) if cut else value)
-        return {key: self._shown[key][1] for key in self.state}
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give it the parameter's gradient, and its state in the optimizer."""
+        self.follow()
+        gradient = self.values.grad
+        if gradient is not None and not gradient.is_sparse and gradient.stride() != self.values.stride():
+            self.values.grad = torch.empty_like(self.values).copy_(gradient)  # fused kernels look at memory alone
+        state = optimizer.state.pop(self.parameter, None)
+        if state:
+            optimizer.state[self.values] = self._taken(state)
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Give the state back; returns whether there was a gradient."""
+        state = optimizer.state.pop(self.values, None)
+        if state:
+            optimizer.state[self.parameter] = self._shown(state)
+        had_gradient = self.values.grad is not None
+        self.values.grad = None
+        return had_gradient
+
+    def cut_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this rank's part only of state that is there."""
+        state = optimizer.state.get(self.parameter)
+        if state:
+            optimizer.state[self.parameter] = self._shown(self._taken(state))
+
+    def _taken(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state that others see, as the step sees it."""
+        known = self._known
+        return {
+            key: known[key][0] if key in known and known[key][1] is value else self.hidden(value)
+            for key, value in state.items()
+        }
+
+    def _shown(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """State of a step as others see it; optimizers update it in place, so a DTensor is made once."""
+        known = self._known
+        self._known = {
+            key: known[key] if key in known and known[key][0] is value else (value, self._show(value))
+            for key, value in state.items()
+        }
+        return {key: value for key, (_, value) in self._known.items()}
+
+    def _show(self, value: Any) -> Any:
+        cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == self.values.shape
+        return self.as_dtensor(value) if cut else value
 
 
-class _Shard(_Part):
+class _Shard(Part):
     """The shard of one parameter that is a DTensor."""
 
     def __init__(self, parameter: DTensor) -> None:
@@ -98,7 +135,7 @@ class _Shard(_Part):
         return local(value if alike else like(value, self.parameter))
 
 
-class _Rows(_Part):
+class _Rows(Part):
     """The rows of what this rank holds of one parameter: of all of it, or of its part of a DTensor."""
 
     def __init__(self, parameter: nn.Parameter, layout: StateLayout, mesh: DeviceMesh) -> None:
@@ -108,7 +145,10 @@ class _Rows(_Part):
         self.whole = self._held(parameter.data)
         total = self.whole.shape[0]
         self.per_rank = -(-total // mesh.size())  # as torch.chunk and FSDP2 cut
-        super().__init__(parameter, layout.mine(self.whole))
+        mine = layout.mine(self.whole)
+        # Rows of a matrix that lies column by column have gaps, which torch's fused kernels do not know of.
+        self.is_copied = not mine.is_contiguous()
+        super().__init__(parameter, mine.contiguous())
         self.nbytes = self.whole.numel() * self.whole.element_size()
         # Whether all ranks hold as many rows, enough of them to be sent without packing.
         self.is_large = (
@@ -127,7 +167,8 @@ class _Rows(_Part):
             whole = self._held(self.parameter.data)
             if self.place != whole.data_ptr():
                 self.whole, self.place = whole, whole.data_ptr()
-                self.values.data = self._layout.mine(whole)
+                if not self.is_copied:
+                    self.values.data = self._layout.mine(whole)
         gradient = self.parameter.grad
         if gradient is None:
             self.values.grad = None
@@ -140,6 +181,17 @@ class _Rows(_Part):
             # A view of a bucket comes back step after step; anything else is to be freed.
             is_kept = gradient._is_view() and not self._is_cut
             self._gradient = (gradient.data_ptr(), self.values.grad) if is_kept else None
+
+        if self.is_copied:
+            self.values.data.copy_(self._layout.mine(self.whole))
+
+    @torch.no_grad()
+    def leave(self, optimizer: torch.optim.Optimizer) -> bool:
+        """As for every part; and write rows that are stepped on in memory of their own."""
+        is_stepped = super().leave(optimizer)
+        if is_stepped and self.is_copied:
+            self._layout.mine(self.whole).copy_(self.values)
+        return is_stepped
 
     def exchange(self, group: dist.ProcessGroup) -> PairGather:
         """Fills the other ranks' rows in place, where `is_large`."""
@@ -161,7 +213,13 @@ class _Rows(_Part):
 
 
 class PartitionedStep:
-    """The hooks on one optimizer."""
+    """The hooks on one optimizer.
+
+    Attributes:
+        by_request: Of a transform.
+    """
+
+    by_request = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, others: StepMeshes) -> None:
         """Hang it on.
@@ -172,10 +230,11 @@ class PartitionedStep:
             others: Parameters for which that is otherwise.
         """
         self._released = False
-        self._parts = [[_part(p, mesh, others) for p in entry["params"]] for entry in optimizer.param_groups]
+        self._mesh, self._others = mesh, others
+        self._parts: list[list[Part | None]] = []
+        self._take_groups(optimizer)
         found = [part.mesh for part in self._all() if isinstance(part, _Rows)]
         self._meshes = list({id(one): one for one in found}.values())  # over which rows are gathered
-        self._held = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
         self._plain: list[list[torch.Tensor]] | None = None
         self._kept: dict[int, tuple[list[int], _Message]] = {}
         self._take_state(optimizer)
@@ -207,19 +266,22 @@ class PartitionedStep:
         self._parts = []
         self.release()
 
-    def _all(self) -> Iterator[_Part]:
+    def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        self._held = _ids(optimizer)
+        self._parts = [[self._part_of(p) for p in entry["params"]] for entry in optimizer.param_groups]
+
+    def _part_of(self, parameter: nn.Parameter) -> Part | None:
+        """What is stepped on in the place of a parameter; None: itself."""
+        return _part(parameter, self._mesh, self._others)
+
+    def _all(self) -> Iterator[Part]:
         for group in self._parts:
             yield from (part for part in group if part is not None)
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut whole state into this rank's parts, and show it cut."""
         for part in self._all():
-            state = optimizer.state.get(part.parameter)
-            if state:
-                part.state = {key: part.hidden(value) for key, value in state.items()}
-                optimizer.state[part.parameter] = part.shown()
-            else:
-                part.state = {}
+            part.cut_state(optimizer)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._plain is not None:
@@ -228,12 +290,10 @@ class PartitionedStep:
 
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer hold this rank's parts."""
-        self._check_groups(optimizer)
+        if _ids(optimizer) != self._held:
+            self._take_other_groups(optimizer)
         for part in self._all():
-            part.follow()
-            optimizer.state.pop(part.parameter, None)
-            if part.state:
-                optimizer.state[part.values] = part.state
+            part.enter(optimizer)
         self._plain = [entry["params"] for entry in optimizer.param_groups]
         for entry, group in zip(optimizer.param_groups, self._parts, strict=True):
             entry["params"] = [
@@ -246,35 +306,24 @@ class PartitionedStep:
         # The parameters changed without torch noticing: their version is what tells others.
         torch.autograd.graph.increment_version([part.parameter for part in stepped])
 
-    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[_Part]:
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[Part]:
         """Let the optimizer hold whole parameters again; returns what was stepped."""
         assert self._plain is not None
         for entry, plain in zip(optimizer.param_groups, self._plain, strict=True):
             entry["params"] = plain
         self._plain = None
-        stepped = []
-        for part in self._all():
-            state = optimizer.state.pop(part.values, None)
-            if state:
-                part.state = state
-            if part.state:
-                optimizer.state[part.parameter] = part.shown()
-            if part.values.grad is not None:
-                stepped.append(part)
-                part.values.grad = None
-        return stepped
+        return [part for part in self._all() if part.leave(optimizer)]
 
-    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if the optimizer holds other parameters than it did."""
-        now = [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
-        if now != self._held:
-            raise ContractError(
-                "zero_partition: the optimizer got other parameters after it was partitioned",
-                found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
-                f"before {len(self._held)} of {listed(map(len, self._held))}, or other ones",
-                expected="add_param_group before zero_partition",
-                fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
-            )
+    def _take_other_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer holds other parameters than it did."""
+        now = _ids(optimizer)
+        raise ContractError(
+            "zero_partition: the optimizer got other parameters after it was partitioned",
+            found=f"{len(now)} groups of {listed(map(len, now))} parameters, "
+            f"before {len(self._held)} of {listed(map(len, self._held))}, or other ones",
+            expected="add_param_group before zero_partition",
+            fix="optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)",
+        )
 
     def _gather(self, stepped: list[_Rows]) -> None:
         if not stepped:
@@ -303,7 +352,16 @@ class PartitionedStep:
                 self._kept[id(mesh)] = (places, sent)
 
 
-def _part(parameter: nn.Parameter, mesh: DeviceMesh | None, others: StepMeshes) -> _Part | None:
+def shard_of(parameter: torch.Tensor) -> Part:
+    """The shard of a DTensor, to step on."""
+    return _Shard(cast("DTensor", parameter))
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(p) for p in entry["params"]] for entry in optimizer.param_groups]
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh | None, others: StepMeshes) -> Part | None:
     rows, cut = others.get(parameter, (mesh, None))
     if isinstance(parameter, DTensor) and (rows is None or cut is None or not parameter.dim()):
         return _Shard(parameter)

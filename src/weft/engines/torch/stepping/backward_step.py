@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.engines.torch.optim.swapped_step import plain_step
 from weft.errors import ContractError, OrderError
 from weft.tensors.dtensor import is_sharded
@@ -23,11 +24,13 @@ class BackwardStep:
     """The hooks on the parameters of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        self._shards: dict[int, Any] = {}  # on which the step is made, as plain tensors
         if any(is_sharded(p) for p in parameters):
-            from weft.engines.torch.optim import full_param_step  # noqa: PLC0415  (torch.distributed.tensor)
+            from weft.engines.torch.optim import full_param_step, zero1_step  # noqa: PLC0415  (torch.distributed.tensor)
 
-            uneven = full_param_step.uneven_complex(parameters)
-            full_param_step.check_steps_on_shards("step_in_backward", optimizer, uneven)
+            full_param_step.check_steps_on_shards("step_in_backward", optimizer)
+            if is_elementwise(optimizer):
+                self._shards = {id(p): zero1_step.shard_of(p) for p in parameters if is_sharded(p)}
         self._optimizer = weakref.ref(optimizer)
         self._step = plain_step(optimizer)
         self._places = {id(p): place for place, entry in enumerate(optimizer.param_groups) for p in entry["params"]}
@@ -63,13 +66,20 @@ class BackwardStep:
             )
         self._stepped.add(id(parameter))
         groups = [entry["params"] for entry in optimizer.param_groups]
+        shard = self._shards.get(id(parameter))
+        if shard is not None:
+            shard.enter(optimizer)
+        stepped = parameter if shard is None else shard.values
         for place, entry in enumerate(optimizer.param_groups):
-            entry["params"] = [parameter] if place == self._places[id(parameter)] else []
+            entry["params"] = [stepped] if place == self._places[id(parameter)] else []
         try:
             self._step(optimizer)
         finally:
             for entry, parameters in zip(optimizer.param_groups, groups, strict=True):
                 entry["params"] = parameters
+            if shard is not None:
+                shard.leave(optimizer)
+            torch.autograd.graph.increment_version(parameter)  # steps on shards and fused ones do not
         parameter.grad = None
 
 

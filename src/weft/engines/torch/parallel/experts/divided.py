@@ -8,7 +8,7 @@ axis: the all-to-all's backward has brought them. Numbers are those of one proce
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,13 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
 
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
+from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.parallel.experts.all_to_all import Line
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
+from weft.engines.torch.stepping.one_kind import step_on_one_kind
 from weft.engines.torch.strategy import broadcast
 from weft.tensors.elsewhere import empty_elsewhere
 
@@ -66,6 +70,16 @@ class DividedExperts:
             layer = ListedExperts(name, part, own, experts, self._line)
             attach(part, self._removable, around=layer, methods=["forward"])
         refuse_local_losses("expert_parallel", module, self._removable)
+        self._hooks: list[RemovableHandle] = []
+        self._removable.add(before_every_step(self, _before_step(weakref.ref(self))))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps, which no strategy may see: the ranks of the axis can have the same batches."""
+        module = self._module()
+        held = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+        if module is not None and any(id(module.get_parameter(name)) in held for name in self._packed):
+            check_steps_on_shards("expert_parallel", optimizer)
+            self._hooks += step_on_one_kind(optimizer)
 
     def release(self) -> None:
         """Let the process group go."""
@@ -75,6 +89,8 @@ class DividedExperts:
         """Give every rank all experts again. Collectives: an all-gather per stacked parameter, a broadcast per rank."""
         module = self._module()
         self._removable.remove()
+        for hook in self._hooks:
+            hook.remove()
         if module is not None:
             cut = [p for name, p in module.named_parameters() if name in self._packed]
             replace_parameters(module, {p: unsharded_parameter(p, None) for p in cut if isinstance(p, DTensor)})
@@ -93,6 +109,15 @@ class DividedExperts:
         dist._broadcast_coalesced(self._line.group, [p.detach() for p in whole.values()], 250 * 2**20, owner)
         if not own:
             replace_parameters(module, whole)
+
+
+def _before_step(divided: weakref.ref[DividedExperts]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = divided()
+        if alive is not None:
+            alive.before_step(optimizer)
+
+    return step
 
 
 def _owners(module: nn.Module, name: str, ranks: int) -> dict[nn.Module, int]:
