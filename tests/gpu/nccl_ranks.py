@@ -11,7 +11,9 @@ from torch import nn
 
 import weft
 
-FAULT, DEVICE, HAS_MESH = sys.argv[1], torch.device(sys.argv[2]), sys.argv[3] == "4"
+IS_RUN = __name__ == "__main__"
+FAULT, DEVICE, RANKS = sys.argv[1:4] if IS_RUN else ("none", "cpu", "2")
+DEVICE, HAS_MESH = torch.device(DEVICE), RANKS == "4"
 STEPS = 4
 clock = {"start": time.monotonic()}
 
@@ -78,17 +80,22 @@ def main(ctx):
         assert all(map(torch.equal, before, values(mine))), "a parameter has changed"
 
 
-backend = None
-if DEVICE.type == "cpu":
-    from tests.peers.waiting_group import NAME, register
+def run():
+    backend = None
+    if DEVICE.type == "cpu":
+        from tests.peers.waiting_group import NAME, register
 
-    backend = NAME
-    register()
-say("imported")
-try:
-    with weft.start(device=DEVICE, backend=backend, mesh={"replica": 2, "shard": 2} if HAS_MESH else None) as ctx:
-        main(ctx)
-except weft.errors.PeerError as error:
-    say(f"PeerError of rank {error.rank}: {error.text}")
-    raise
-say("done")
+        backend = NAME
+        register()
+    say("imported")
+    try:
+        with weft.start(device=DEVICE, backend=backend, mesh={"replica": 2, "shard": 2} if HAS_MESH else None) as ctx:
+            main(ctx)
+    except weft.errors.PeerError as error:
+        say(f"PeerError of rank {error.rank}: {error.text}")
+        raise
+    say("done")
+
+
+if IS_RUN:
+    run()
