@@ -62,6 +62,9 @@ class StackedExperts:
         """Tell each rank how many rows each of its experts will get: counts [ranks, experts per rank].
 
         Returns the route of rows, and the expert of each row that is received.
+
+        Raises:
+            ValueError: Rows are for an expert that there is not.
         """
         group, theirs = self._line.group, torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
