@@ -55,6 +55,7 @@ class _OneKind(PartitionedStep):
         self._elementwise = is_elementwise(optimizer)
         self._copied_over: DeviceMesh | None = None
         super().__init__(optimizer, None, {})
+        self._handles.pop().remove()  # state that is loaded is taken in the next step, and may be read in place
         self.handles = tuple(self._handles)
         self.come_last(optimizer)
 
