@@ -29,11 +29,9 @@ from tests.laws.table import (
 )
 from tests.simulated_device.ranks import needs_compiler, on_ranks
 from tests.variants import slow_cases
-from weft.testing import RanksFailed, largest_difference, laws
+from weft.testing import largest_difference, laws
 
 pytestmark = [needs_compiler, pytest.mark.timeout(400)]  # of which building the device may take the most
-# One optimizer over whole and cut parameters, with CUDA's default `foreach`: torch refuses that.
-mixed = pytest.mark.xfail(raises=RanksFailed, reason="foreach over tensors and DTensors: torch refuses it")
 
 
 def _check(rows, ranks, mesh=None):
@@ -51,11 +49,7 @@ def _check(rows, ranks, mesh=None):
         assert difference <= tolerance, f"rank {rank} of {ranks} differs by {difference}"
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[mixed] if row in (EXPERTS, TENSOR) else []) for row in TABLE],
-    ids=lambda row: row.name,
-)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_two_devices_train_as_the_cpu(row):
     _check([*row.needs, row], 2, row.mesh)
 
@@ -65,8 +59,8 @@ def test_two_devices_train_as_the_cpu(row):
     [
         ([HYBRID], HYBRID.mesh),
         ([STAGES], STAGES.mesh),
-        pytest.param([TENSOR, REPLICATE], {"data": 2, "tensor": 2}, marks=mixed),
-        pytest.param([EXPERTS, REPLICATE], {"data": 2, "expert": 2}, marks=mixed),
+        ([TENSOR, REPLICATE], {"data": 2, "tensor": 2}),
+        ([EXPERTS, REPLICATE], {"data": 2, "expert": 2}),
         *slow_cases(
             ([CONTEXT, REPLICATE], CONTEXT.mesh),
             ([FULLY, SHARD], {"data": 2, "shard": 2}),
