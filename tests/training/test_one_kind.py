@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import slow, slow_cases
 from weft.testing import largest_difference, run_ranks
 
 HOW = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -176,6 +176,45 @@ def _check(ranks, cases, name, hows):
 @pytest.mark.parametrize(("ranks", "cases"), [(2, list(TWO)), (4, list(FOUR))], ids=("2", "2 x 2"))
 def test_every_strategy_steps_as_one_process(ranks, cases):
     _check(ranks, cases, "AdamW", ["foreach", "fused"])
+
+
+def _gradients(model):
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for p in model.parameters()]
+
+
+def _clip(ctx, cases):
+    """The gradients that torch's function clips, or what is said instead, and those that weft's clips then."""
+    found = {}
+    for case in cases:
+        for foreach in (None, True, False):
+            model, _, batches, ours = _make(ctx, {**TWO, **FOUR}[case], lambda p: torch.optim.AdamW(p))
+            model(batches[0]).square().mean().backward()
+            said = ""
+            try:
+                with weft.local():
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=foreach)
+            except weft.errors.ContractError as error:
+                said = str(error)
+                weft.clip_grads(model, ours, max_norm=0.01)
+            found[case, foreach] = _gradients(model), said
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, list(TWO)), *slow_cases((4, list(FOUR)))], ids=("2", "2 x 2"))
+def test_clipping_by_torch_is_right_or_says_what_to_write(ranks, cases):
+    expected = {}
+    for block in (Block, Routed):
+        model = _net(block)
+        model(_x()[0]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        expected[block] = _gradients(model)
+    for found in run_ranks(_clip, ranks, cases):
+        for (case, foreach), (result, said) in found.items():
+            assert largest_difference(result, expected[{**TWO, **FOUR}[case][1]]) < 1e-12, (case, foreach, said)
+            assert "weft.clip_grads(model, ctx, max_norm=1.0)" in said or not said, said
+        if ranks == 2:
+            refused = {"fully_shard, a layer ignored", "tensor", "experts"}
+            assert {case for (case, _), (_, said) in found.items() if said} == refused
 
 
 @pytest.mark.parametrize("name", slow(*list(OPTIMIZERS)[1:]))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.environments.joined import forget_joined
-from weft.errors import ContextError, PeerError
+from weft.errors import ContextError, ContractError, PeerError
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
 from weft.peers.gloo_connections import abort_groups, groups_among
@@ -184,6 +185,7 @@ def close_after(world: World, error: BaseException | None) -> None:
 
     Raises:
         PeerError: `error` is only the echo of a peer that failed; names that peer.
+        ContractError: `error` is torch's of clipping gradients that lie on different meshes; says what clips them.
     """
     if _is_forked(world):
         return
@@ -211,6 +213,13 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
     After an abort anything may be such an echo, also that all seems to be well; see `abort_groups`.
     """
     blamed = world.failure
+    if error is not None and blamed is None and _is_of_torchs_clipping(error):
+        return ContractError(
+            "torch.nn.utils clips gradients of one kind: all whole, or all DTensors over one mesh",
+            found=str(error).splitlines()[0],
+            expected="a function that knows which gradients are sharded over which ranks",
+            fix="weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step()",
+        )
     if error is not None and (isinstance(error, PeerError) or world.store is None):
         return error
     if error is not None and is_communication_error(error):
@@ -224,6 +233,16 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
     if rank == mine:
         problem = f"others waited for this rank, {rank}, and left: it {text}"
     return PeerError(problem, rank=rank, text=text)
+
+
+def _is_of_torchs_clipping(error: BaseException) -> bool:
+    """Whether torch refused, in `clip_grad_norm_` or `clip_grad_value_`, a list of tensors and DTensors."""
+    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in ("DTensor", "DeviceMesh")):
+        return False
+    return any(
+        frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def close_at_exit(world: World) -> None:
