@@ -40,7 +40,8 @@ _CASES = [(2, "none"), (2, "raise"), (2, "kill"), (4, "raise"), (4, "kill")][: 2
 
 def _start(ranks, fault, folder):
     """The ranks of one job; each writes into a file."""
-    script = pathlib.Path(__file__).with_name("nccl_ranks.py")
+    name = "groups_of_four.py" if fault == "groups" else "nccl_ranks.py"
+    script = pathlib.Path(__file__).with_name(name)
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(), "PYTHONPATH": path}
@@ -48,7 +49,7 @@ def _start(ranks, fault, folder):
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
         with (folder / f"{ranks}_{fault}_{rank}").open("wb") as file:
-            command = [sys.executable, str(script), fault, DEVICE, str(ranks)]
+            command = [sys.executable, str(script), *([] if fault == "groups" else [fault]), DEVICE, str(ranks)]
             environment = {**os.environ, **place, **own}
             started.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
     return started
@@ -58,7 +59,8 @@ def _start(ranks, fault, folder):
 def jobs(tmp_path_factory):
     """All jobs, started at once: what they do is to wait."""
     folder = tmp_path_factory.mktemp("nccl")
-    started = {case: _start(*case, folder) for case in _CASES}
+    cases = [*_CASES, (4, "groups")] if DEVICE.startswith("cuda") else _CASES
+    started = {case: _start(*case, folder) for case in cases}
     end = time.monotonic() + _LIMIT_S
     codes = {}
     for case, processes in started.items():
@@ -92,17 +94,6 @@ def test_several_ranks_step_as_one_process_does_and_end_in_seconds_when_one_fail
 
 
 @pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="NCCL alone splits a communicator")
-def test_groups_of_four_ranks_on_one_device():
-    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port()}
-    command = [sys.executable, str(pathlib.Path(__file__).with_name("groups_of_four.py")), DEVICE]
-    ranks = []
-    for rank in range(4):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(command, env={**os.environ, **place, **own}, **pipes))
-    try:
-        said = [each.communicate(timeout=50)[0] for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-    assert all("all ok" in text for text in said), "\n".join(said)
+def test_groups_of_four_ranks_on_one_device(jobs):
+    codes, outputs = (each[4, "groups"] for each in jobs)
+    assert codes == [0] * 4 and all("all ok" in text for text in outputs), "\n".join(outputs)

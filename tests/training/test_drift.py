@@ -658,6 +658,7 @@ def _collected_in_a_step(ctx):
         cycle = [model, loader]
         cycle.append(cycle)
 
+    of_context = len(every_optimizer._running)
     gc.disable()
     program()
     handle = register_optimizer_step_pre_hook(lambda *_: print(gc.collect()))
@@ -665,7 +666,7 @@ def _collected_in_a_step(ctx):
     handle.remove()
     gc.enable()
     gc.collect()
-    return len(every_optimizer._running)
+    return len(every_optimizer._running) - of_context
 
 
 def test_objects_may_be_collected_in_a_step():

@@ -167,7 +167,7 @@ def _check(ranks, cases, name, hows):
             model = _net(block)
             _train(model, OPTIMIZERS[name](model.parameters(), HOW[how]), _x())
             expected[block, how] = _whole(model)
-    for found in run_ranks(_on_ranks, ranks, cases, name, hows):
+    for found in run_ranks(_on_ranks, ranks, cases, name, hows, timeout_s=110):
         for (case, how), result in found.items():
             block = {**TWO, **FOUR}[case][1]
             assert largest_difference(result, expected[block, how]) < 1e-12, (case, how)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -284,7 +285,9 @@ def _release(world: World, *, failed: bool = False) -> None:
     if world.joined:
         forget_joined(os.environ)  # noqa: TID251
     if failed:  # NCCL destroys a group when its collectives have ended, to which nobody comes; others' groups stay
-        abort_groups(groups_among(world.ranks) if world.owner else world.disposable)
+        groups = groups_among(world.ranks) if world.owner else list(world.disposable)
+        abort_groups(groups)
+        _never_destroy([each for each in groups if dist.get_backend(each) != "gloo"])
     for holder in list(world.holders):
         holder.release()
     world.meshes.clear()
@@ -306,6 +309,20 @@ def _release(world: World, *, failed: bool = False) -> None:
         for made in [None] if world.owner else disposable:
             destroy(made)
     forget_groups()
+
+
+def _never_destroy(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Keep groups until the process ends: the destructor of NCCL's waits for its watchdog, and that for half a minute.
+
+    A thread that never ends holds them, so that the end of the interpreter does not destroy them either.
+    """
+    if groups:
+        threading.Thread(target=_hold, args=(groups,), name="weft aborted groups", daemon=True).start()
+
+
+def _hold(groups: Sequence[dist.ProcessGroup]) -> None:
+    threading.Event().wait()
+    del groups
 
 
 def _forget_aborted(group: dist.ProcessGroup | None) -> None:

@@ -120,6 +120,8 @@ class _Shard(Part):
             self.values.data = values
             self.place = values.data_ptr()
         gradient = self.parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != self._sharded.placements:  # of a sum over ranks
+            gradient = gradient.redistribute(placements=self._sharded.placements)
         self.values.grad = None if gradient is None else local(gradient)
 
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
