@@ -113,16 +113,19 @@ class _Shard(Part):
         self._sharded = parameter
         super().__init__(cast("nn.Parameter", parameter), local(parameter).detach())
 
-    @torch.no_grad()
+    @torch.no_grad()  # in which `to_local` costs nothing
     def follow(self) -> None:
-        values = local(self.parameter)
+        sharded = self._sharded
+        values = sharded.to_local()
         if self.place != values.data_ptr():
             self.values.data = values
             self.place = values.data_ptr()
         gradient = self.parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != self._sharded.placements:  # of a sum over ranks
-            gradient = gradient.redistribute(placements=self._sharded.placements)
-        self.values.grad = None if gradient is None else local(gradient)
+        if isinstance(gradient, DTensor):
+            if gradient.placements != sharded.placements:  # of a sum over ranks
+                gradient = gradient.redistribute(placements=sharded.placements)
+            gradient = gradient.to_local()
+        self.values.grad = gradient
 
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:
         whole = self._sharded
