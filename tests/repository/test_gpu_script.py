@@ -102,6 +102,7 @@ def test_a_part_that_is_ended_says_which_tests_had_ended():
     assert found["counts"] == {"passed": 1, "failed": 1} and found["failed"] == ["test_a.py::test_b - why"]
 
 
+@pytest.mark.slow
 def test_who_ends_the_script_keeps_what_it_had(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path)}
     command = [sys.executable, str(SCRIPT), "--dry", "--only", "device", "--only", "step", "--only", "memory"]

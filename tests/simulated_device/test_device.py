@@ -268,6 +268,7 @@ with weft.start(mesh={"replica": 2, "shard": 1}) as ctx:
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_is_launched_takes_the_devices(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(_PROGRAM)

@@ -28,7 +28,7 @@ from tests.laws.table import (
     needs_torch,
 )
 from tests.simulated_device.ranks import needs_compiler, on_ranks
-from tests.variants import slow_cases
+from tests.variants import slow, slow_cases
 from weft.testing import largest_difference, laws
 
 pytestmark = [needs_compiler, pytest.mark.timeout(400)]  # of which building the device may take the most
@@ -49,7 +49,10 @@ def _check(rows, ranks, mesh=None):
         assert difference <= tolerance, f"rank {rank} of {ranks} differs by {difference}"
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+QUICK = (FULLY, ZERO1, ZERO2, ZERO3, TENSOR, EXPERTS, *(row for row in TABLE if row.name in ("replicate", "place")))
+
+
+@pytest.mark.parametrize("row", [*QUICK, *slow(*(row for row in TABLE if row not in QUICK))], ids=lambda row: row.name)
 def test_two_devices_train_as_the_cpu(row):
     _check([*row.needs, row], 2, row.mesh)
 
