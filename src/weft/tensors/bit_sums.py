@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
-__all__ = ["can_be_read", "sum_of_bits"]
+__all__ = ["can_be_read", "sum_of_bits", "sums_of_bits"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -20,3 +22,10 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the elements, read as integers, modulo 2**64: it does not depend on the order of the additions."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     return real.contiguous().view(_INTEGERS[real.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`sum_of_bits` of each; waits for a device once, if they lie on one."""
+    sums = [sum_of_bits(each) for each in tensors]
+    numbers: list[int] = torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
+    return numbers

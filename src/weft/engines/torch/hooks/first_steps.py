@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
-from weft.tensors.bit_sums import can_be_read, sum_of_bits
+from weft.tensors.bit_sums import can_be_read, sums_of_bits
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 
@@ -106,17 +106,16 @@ class FirstSteps:
         Raises:
             ContextError: At the next call, or when the context is closed: they had other values on another rank.
         """
-        sums = [sum_of_bits(p).cpu() for p in weights.values() if can_be_read(p)]
+        total = sum(sums_of_bits(p for p in weights.values() if can_be_read(p)))
         self._peers.compare(
             f"weights of {self._class_name}, which no optimizer has changed",
-            {"a sum of their bits": torch.stack(sums).sum().item() if sums else 0},
+            {"a sum of their bits": total},
             fix="loss.backward() and optimizer.step(); or gradient = weft.reduce(gradient, ctx, 'mean') after "
             "torch.autograd.grad. With weft.contract.no_sync around what is meant to differ, nothing is compared",
         )
 
     def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        sums = [sum_of_bits(p) for p in weights.values()]
-        mine = torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+        mine = sums_of_bits(weights.values())
         digest = hashlib.sha256(repr(mine).encode()).hexdigest()
         if len(set(self._peers.meet("weights before the first step", digest))) == 1:
             return
