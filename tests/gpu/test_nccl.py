@@ -34,7 +34,8 @@ def test_gradients_and_shards_travel_through_a_group_of_the_device():
     assert done.returncode == 0 and "all ok" in done.stdout, done.stdout + done.stderr
 
 
-_LIMIT_S = 60 if DRY else 40  # most of it is the import of torch, by all ranks at once
+_LIMIT_S = 400 if DRY else 40  # most of it is the import of torch, by all ranks at once
+_RAISES_S = 60 if DRY else 10  # in miniature beside other tests
 _CASES = [(2, "none"), (2, "raise"), (2, "kill"), (4, "raise"), (4, "kill")][: 2 if DRY else None]
 
 
@@ -89,7 +90,7 @@ def test_several_ranks_step_as_one_process_does_and_end_in_seconds_when_one_fail
     for rank in range(ranks):
         if rank != 1:
             found = re.search(rf"([0-9.]+) s: PeerError of rank 1: {text}", outputs[rank])
-            assert found and float(found[1]) < 10, said
+            assert found and float(found[1]) < _RAISES_S, said
             assert codes[rank] == 1 and "has changed" not in outputs[rank], said
 
 
