@@ -1,5 +1,6 @@
 """Every transform trains on the simulated device as plain torch does on the CPU."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -83,3 +84,15 @@ def test_meshes_of_four_devices_train_as_the_cpu(rows, mesh):
 def test_strategies_with_other_transforms(strategy, rows):
     after = [row for row in rows if row in (ACCUMULATE, AVERAGE)]
     _check([*(row for row in rows if row not in after), strategy, *after], 2)
+
+
+def _process_after(ctx, rows, job):
+    laws.train(ctx, rows, job)
+    return os.getpid()
+
+
+def test_a_second_job_of_the_same_processes_computes_with_its_own_groups():
+    rows, mesh = [TENSOR, REPLICATE], {"data": 2, "tensor": 2}
+    job = laws.Job(dtype=torch.float64)
+    first, second = (on_ranks(_process_after, 4, rows, job, mesh=mesh) for _ in range(2))
+    assert first == second  # else nothing is shown: torch's memories are those of a process and its threads

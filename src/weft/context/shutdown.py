@@ -308,7 +308,7 @@ def _release(world: World, *, failed: bool = False) -> None:
         destroy = _forget_aborted if aborted else dist.destroy_process_group
         for made in [None] if world.owner else disposable:
             destroy(made)
-    forget_groups()
+    forget_groups(is_device_usable=not failed)
 
 
 def _never_destroy(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -7,7 +7,7 @@ the answers here come from `sys.modules`; what works on DTensors in earnest is i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -197,11 +197,14 @@ def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [shards.get(id(p), p) for p in parameters]
 
 
-def forget_groups() -> None:
+def forget_groups(*, is_device_usable: bool = True) -> None:
     """Let DTensor forget the process groups it has seen.
 
     It remembers how operations are cut up by mesh, and takes a mesh with new groups for the old one of
-    the same ranks, whose groups are gone.
+    the same ranks, whose groups are gone. It does so in each thread, of which backward has one per accelerator.
+
+    Args:
+        is_device_usable: Whether the accelerator may be asked: after a failure, it may wait for ever.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor, debug  # noqa: PLC0415  (see above)
@@ -215,3 +218,16 @@ def forget_groups() -> None:
             clear = memory.cache.cache_clear
         if clear is not None:
             clear()
+            if is_device_usable:
+                _call_in_backward(clear)
+
+
+def _call_in_backward(call: Callable[[], object]) -> None:
+    """Call a function in the thread in which backward runs on the accelerator."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None or not torch.get_device_module(device).is_initialized():
+        return
+    with torch.enable_grad():
+        number = torch.zeros((), device=device, requires_grad=True)
+        number.register_hook(lambda _: call() and None)
+        number.backward()
