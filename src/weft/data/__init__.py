@@ -1,5 +1,6 @@
 """Batches: how they are read, split over the ranks, put together and grouped into windows.
 
+order/             the order in which an epoch reads its samples
 split/             which rank reads which samples: the machinery of `shard_data`
 windows/           groups of micro-batches, one for each optimizer step: the machinery of `accumulate_grads`
 loader_copy.py     a loader with other settings

@@ -21,9 +21,9 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.data.equal_cost import Cost, Costs
 from weft.data.loader_copy import length_of
-from weft.data.split.epoch_order import epoch_order
+from weft.data.order.epoch_order import EpochOrder, epoch_order
 from weft.data.split.loader_checks import check_balance, check_divisible, check_loader, check_uneven, warn_of_no_steps
-from weft.data.split.map_samples import Epoch, EpochOrder
+from weft.data.split.map_samples import Epoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import Plan, Uneven

@@ -1,7 +1,6 @@
 """A loader split over the ranks.
 
 split_plan.py      which rank gets which samples of an epoch, in which step: pure arithmetic
-epoch_order.py     the order of an epoch, a function of (seed, epoch)
 read_plan.py       what a sharded loader reads
 sharded_loader.py  the loader that `shard_data` returns
 position.py        where it stands, and its state

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from weft.data.equal_cost import Costs, alike_together
-from weft.data.split.epoch_order import epoch_order, tell_epoch
+from weft.data.order.epoch_order import EpochOrder, tell_epoch
 from weft.data.split.split_plan import Plan, Span
 from weft.environments import end_with_parent
-from weft.errors import ContractError, listed
+from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
 
-__all__ = ["BatchInfo", "Epoch", "EpochOrder", "Samples", "StepIndices", "WorkerStart", "at_sample", "name_samples"]
+__all__ = ["BatchInfo", "Epoch", "Samples", "StepIndices", "WorkerStart", "at_sample", "name_samples"]
 
 
 class BatchInfo(NamedTuple):
@@ -146,47 +145,6 @@ class WorkerStart:
             object.__setattr__(info, "dataset", getattr(info.dataset, "dataset", info.dataset))
         if self.user is not None:
             self.user(worker)
-
-
-class EpochOrder:
-    """The order of each epoch of a map-style dataset: of samples, or of whole batches.
-
-    Attributes:
-        source: The user's sampler or batch sampler.
-        known: How many units it says there are; None if it does not tell.
-        costs: What samples cost, if ranks are to have equal costs.
-    """
-
-    def __init__(self, source: Any, known: int | None, costs: Costs | None = None) -> None:
-        self.source = source
-        self.known = known
-        self.costs = costs
-        self._last: tuple[tuple[int, int], Sequence[Any]] | None = None
-
-    def order(self, seed: int, epoch: int) -> Sequence[Any]:
-        """All units of an epoch.
-
-        Raises:
-            ContractError: They are not as many as the sampler says.
-        """
-        if self._last is not None and self._last[0] == (seed, epoch):
-            return self._last[1]
-        order = epoch_order(self.source, seed, epoch)
-        if self.known is not None and len(order) != self.known:
-            raise ContractError(
-                "shard_data: the sampler does not yield what its length says",
-                found=f"{len(order)} in epoch {epoch}, {self.known} at set-up",
-                expected="the same number in every epoch",
-                fix="give the sampler a __len__ that is true, or none",
-            )
-        if self.costs is not None:
-            order = alike_together(order, self.costs)
-        self._last = ((seed, epoch), order)
-        return order
-
-    def total(self, seed: int, epoch: int) -> int:
-        """Number of units of an epoch."""
-        return len(self.order(seed, epoch)) if self.known is None else self.known
 
 
 class StepIndices(Sampler[Any]):

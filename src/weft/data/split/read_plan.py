@@ -11,7 +11,8 @@ from typing import Any, Literal
 from torch.utils.data import BatchSampler, DataLoader
 
 from weft.data.loader_copy import Size
-from weft.data.split.map_samples import Epoch, EpochOrder
+from weft.data.order.epoch_order import EpochOrder
+from weft.data.split.map_samples import Epoch
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
+from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.epoch_order import tell_epoch
 from weft.data.split.map_samples import BatchInfo, name_samples
 from weft.data.split.position import Cursor, checked_position, position
 from weft.data.split.read_plan import ReadPlan

@@ -23,7 +23,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from weft.context import DistContext
 from weft.contract import Stateful
-from weft.data.split.epoch_order import generators_of, tell_epoch
+from weft.data.order.epoch_order import generators_of, tell_epoch
 from weft.data.split.map_samples import BatchInfo, Epoch, at_sample
 from weft.data.split.split_plan import Plan, warn_of_no_step
 from weft.errors import ContractError, value_error

@@ -8,9 +8,52 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from weft.data.equal_cost import Costs, alike_together
+from weft.errors import ContractError
 from weft.rng import mix, seeded
 
-__all__ = ["epoch_order", "generators_of", "tell_epoch"]
+__all__ = ["EpochOrder", "epoch_order", "generators_of", "tell_epoch"]
+
+
+class EpochOrder:
+    """The order of each epoch of a map-style dataset: of samples, or of whole batches.
+
+    Attributes:
+        source: The user's sampler or batch sampler.
+        known: How many units it says there are; None if it does not tell.
+        costs: What samples cost, if ranks are to have equal costs.
+    """
+
+    def __init__(self, source: Any, known: int | None, costs: Costs | None = None) -> None:
+        self.source = source
+        self.known = known
+        self.costs = costs
+        self._last: tuple[tuple[int, int], Sequence[Any]] | None = None
+
+    def order(self, seed: int, epoch: int) -> Sequence[Any]:
+        """All units of an epoch.
+
+        Raises:
+            ContractError: They are not as many as the sampler says.
+        """
+        if self._last is not None and self._last[0] == (seed, epoch):
+            return self._last[1]
+        order = epoch_order(self.source, seed, epoch)
+        if self.known is not None and len(order) != self.known:
+            raise ContractError(
+                "shard_data: the sampler does not yield what its length says",
+                found=f"{len(order)} in epoch {epoch}, {self.known} at set-up",
+                expected="the same number in every epoch",
+                fix="give the sampler a __len__ that is true, or none",
+            )
+        if self.costs is not None:
+            order = alike_together(order, self.costs)
+        self._last = ((seed, epoch), order)
+        return order
+
+    def total(self, seed: int, epoch: int) -> int:
+        """Number of units of an epoch."""
+        return len(self.order(seed, epoch)) if self.known is None else self.known
 
 
 def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
