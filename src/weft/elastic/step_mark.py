@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from weft.checkpoint.state.collect import Checkpoint
-from weft.checkpoint.state.random_states import generator_state, is_generator, prepare_generator
 from weft.context import DistContext
 from weft.contract import GradSync, offered
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import local
+from weft.tensors.generator_state import generator_state, is_generator, prepare_generator
 from weft.tensors.rng_state import RngState
 
 __all__ = ["StepMark", "averaged_parameters"]

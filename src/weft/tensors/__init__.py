@@ -10,4 +10,5 @@ quantized.py       weights that other libraries have quantized
 pairwise.py        small tensors, summed and gathered between pairs of ranks
 control.py         where numbers travel that the host waits for
 rng_state.py       the random states of this process
+generator_state.py the states of random generators as JSON
 """

@@ -5,5 +5,5 @@ adapters.py       adapters of PEFT: their configuration, and which tensors are t
 apply.py          from the files into the objects, all or nothing
 json_values.py    plain values as JSON, and back
 other_ranks.py    what only some ranks have, as in a pipeline
-random_states.py  random states, also of the user's own generators
+random_states.py  random states of the ranks
 """

@@ -41,6 +41,7 @@ from weft.context.placement import values_replaced
 from weft.contract import KeepsOrder, OwnsState, StepsApart, offered
 from weft.errors import CheckpointError, listed
 from weft.tensors.dtensor import cut_like, is_sharded, local
+from weft.tensors.generator_state import generator_kind, generator_state, is_generator, prepare_generator
 
 __all__ = ["Plan", "Source", "check_values", "load_objects", "put_weights", "request"]
 
@@ -208,7 +209,7 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Source, ctx: 
     try:
         if isinstance(obj, torch.optim.Optimizer):
             return _requested_optimizer(key, state, live, reader)
-        if random_states.is_generator(obj):
+        if is_generator(obj):
             return _prepared_generator(key, obj, reader, ctx)
         found = decode(saved, tensor)
         if isinstance(obj, nn.Module) and not all(isinstance(found[k], dict) for k in ("extra", "transforms")):
@@ -288,14 +289,14 @@ def _requested_optimizer(key: str, state: Checkpoint, live: Content, reader: Sou
 
 
 def _prepared_generator(key: str, generator: Any, reader: Source, ctx: DistContext) -> Callable[[], object]:
-    manifest, kind = reader.manifest, random_states.generator_kind(generator)
+    manifest, kind = reader.manifest, generator_kind(generator)
     if manifest.values[key] != {"generator": kind}:
         raise ValueError(f"{manifest.values[key]!r:.80} for a {kind}")
     states = [rank["generators"][key] for rank in manifest.ranks]
     if None in states:
         raise ValueError(f"no state of rank {states.index(None)}")
     found = random_states.restored_from(states, ctx.rank, ctx.world_size)
-    return random_states.prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
+    return prepare_generator(generator, found, new=(ctx.seed, manifest.step, ctx.rank, key))
 
 
 def _random(state: Checkpoint, reader: Source, ctx: DistContext) -> Callable[[], None] | None:
@@ -333,8 +334,8 @@ def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> No
 
 
 def _load_object(obj: Any, loaded: Any, undo: contextlib.ExitStack) -> None:
-    if random_states.is_generator(obj):
-        undo.callback(random_states.prepare_generator(obj, random_states.generator_state(obj), new=(0, 0, 0, "")))
+    if is_generator(obj):
+        undo.callback(prepare_generator(obj, generator_state(obj), new=(0, 0, 0, "")))
         loaded()
     elif isinstance(obj, torch.optim.Optimizer):  # what it holds is replaced and not overwritten: no copy is needed
         held = _OptimizerState(obj.state_dict(), set())

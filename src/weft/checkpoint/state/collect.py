@@ -20,7 +20,6 @@ from torch import nn
 from weft.checkpoint.format.tensor_blocks import Held, hold
 from weft.checkpoint.state.adapters import adapters_of
 from weft.checkpoint.state.json_values import check_tensor, check_values, encode
-from weft.checkpoint.state.random_states import generator_kind, generator_state, is_generator
 from weft.checks import is_of
 from weft.collectives.on_all_ranks import on_all
 from weft.context import Applied, DistContext
@@ -36,6 +35,7 @@ from weft.contract import (
 )
 from weft.errors import listed, type_error, value_error
 from weft.tensors.dtensor import resting_parameters
+from weft.tensors.generator_state import generator_kind, generator_state, is_generator
 from weft.tensors.quantized import quantization_state
 
 __all__ = [
