@@ -217,7 +217,7 @@ def test_windows_of_a_resumed_loader_that_is_left_early():
     loader.load_state_dict({**loader.state_dict(), "samples": 8})
     _, windows, _ = weft.accumulate_grads(nn.Linear(1, 1), loader, ctx, steps=2)
     for window in windows:
-        assert len(windows) == 1 and [b.tolist() for b in window] == [[8, 9], [10, 11]]
+        assert len(windows) == 3 and windows.remaining == 0 and [b.tolist() for b in window] == [[8, 9], [10, 11]]
         break
     assert _contents(windows) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
 

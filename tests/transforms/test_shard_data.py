@@ -320,12 +320,14 @@ def test_position_goes_on_at_another_world_size(workers):
     zero, _ = weft.shard_data(make(), fake(0, 2, seed=1))
     one, _ = weft.shard_data(make(), fake(1, 2, seed=1))
     seen = [next(iter(zero)).tolist(), next(iter(one)).tolist()]
-    assert zero.state_dict() == one.state_dict() == {"seed": 1, "epoch": 0, "samples": 4, "length": 24}
+    digest = zero.state_dict()["order"]
+    expected = {"seed": 1, "epoch": 0, "samples": 4, "length": 24, "order": digest}
+    assert zero.state_dict() == one.state_dict() == expected and digest[0][0] == 0
     left = []
     for rank in range(4):
         loader, _ = weft.shard_data(make(), fake(rank, 4))
         loader.load_state_dict(zero.state_dict())
-        assert len(loader) == 3
+        assert (len(loader), loader.remaining) == (3, 3)
         left.append([b.tolist() for b in loader])
         assert loader.state_dict() == {"seed": 1, "epoch": 1, "samples": 0} and len(loader) == 3
     rest = [i for step in zip(*left, strict=True) for batch in step for i in batch]

@@ -33,10 +33,17 @@ class Seekable(Protocol):
         """Its `state_dict` as it was so many batches ago, in the running iteration."""
         ...
 
-    def weft_hold_back(self, count: int) -> bool:
-        """Leave the last batches of the iteration that was just begun for the next one, which begins with them.
+    def weft_leave_out(self, count: int, *, carry: bool) -> bool:
+        """Do not read the last batches of the iteration that was just begun; `carry` lets the next one begin with them.
 
         Returns False, and changes nothing, if it cannot.
+        """
+        ...
+
+    def weft_lengths(self) -> tuple[int | None, int | None]:
+        """Batches that are left of the running or next iteration, and of its whole epoch with what it began with.
+
+        None where nobody knows.
         """
         ...
 

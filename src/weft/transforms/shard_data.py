@@ -21,12 +21,13 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.data.equal_cost import Cost, Costs
 from weft.data.loader_copy import length_of
-from weft.data.order.epoch_order import EpochOrder, epoch_order
+from weft.data.order.epoch_order import EpochOrder
+from weft.data.order.place import place_of
 from weft.data.split.loader_checks import check_balance, check_divisible, check_loader, check_uneven, warn_of_no_steps
 from weft.data.split.map_samples import Epoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
-from weft.data.split.split_plan import Plan, Uneven
+from weft.data.split.split_plan import UNKNOWN, Plan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, with_own_shards
 from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
 from weft.loop_watch import watch_loop
@@ -182,7 +183,15 @@ def shard_data(
     size, rank = (1, 0) if already_sharded else (ctx.data_size, ctx.data_rank)
     units = None if iterable else _units_of(loader, whole=whole, single=single)
     total = length_of(loader.dataset) if iterable else length_of(units)
-    chosen = _seed_of(loader.dataset if iterable else units, loader, ctx) if seed is None else seed
+    source = loader.dataset if iterable else units
+    place = place_of(
+        ctx.world,
+        loader.dataset,
+        source,
+        seed=_seed_of(source, loader, ctx) if seed is None else seed,
+        given=seed is not None,
+    )
+    chosen = place.seed
     reads_here = mode != "dispatch" or ctx.rank == 0
     per_rank = 1 if whole or single else _per_rank(loader, mode, size * _most_replicas(ctx))
     facts: dict[str, object] = {
@@ -205,9 +214,10 @@ def shard_data(
         plan._replace(size=size * _most_replicas(ctx)).check(total, "batches" if whole else "samples")
     if not already_sharded:
         facts |= {"length": total, "seed": chosen, "batch size per rank": per_rank, "drop_last": drop_last}
+        facts["epoch"] = place.epoch
         facts["sampler" if not iterable else "dataset"] = type(loader.dataset if iterable else units).__name__
     if costs is not None and units is not None:
-        facts["costs"] = costs.digest(epoch_order(units, chosen, 0))
+        facts["costs"] = costs.digest(EpochOrder(units, total, loader.dataset).peek(chosen, place.epoch))
     if mode == "dispatch":
         facts.pop("sampler", None)
         facts.pop("dataset", None)
@@ -223,7 +233,7 @@ def shard_data(
     reading = ReadPlan(
         plan=plan,
         readers=readers,
-        units=None if units is None or not reads_here else EpochOrder(units, total, costs),
+        units=None if units is None or not reads_here else EpochOrder(units, total, loader.dataset, costs),
         stream=stream,
         seed=chosen,
         single=single,
@@ -231,6 +241,8 @@ def shard_data(
         keyed=keyed,
         uneven_ranks=uneven_ranks,
         epochs=epochs,
+        place=place,
+        serial=ctx.world.next_number("loader"),
         split_for=ctx.data_size if already_sharded else None,
         scattered=mode == "dispatch",
         total=total,
@@ -310,6 +322,7 @@ def _plan_of(loader: DataLoader[Any], reading: ReadPlan, mode: str, uneven: str 
     kind: Any = "seekable stream" if iterable and seekable else "stream" if iterable else "samples"
     kind = "batches" if reading.whole else kind
     copies = max(loader.num_workers, 1) * (1 if mode == "dispatch" else reading.plan.size)
+    first = reading.epoch(0)
     whole_stream = iterable and not (seekable and reading.total is not None)
     return DataPlan(
         source="split already" if reading.split_for is not None else kind,
@@ -318,7 +331,7 @@ def _plan_of(loader: DataLoader[Any], reading: ReadPlan, mode: str, uneven: str 
         per_rank=reading.plan.per_rank,
         per_step=reading.plan.per_rank * (reading.split_for or reading.plan.size),
         uneven=uneven or ("error" if reading.split_for is not None else "balance"),
-        steps=None if reading.endless else reading.steps_in((reading.epoch(0),)),
+        steps=None if first.stop == UNKNOWN else reading.steps_in((first,)),
         reads=copies if whole_stream else 1,
         resumes="jumps" if jumps else "state" if has_state(loader.dataset) else "reads again",
         any_ranks=reading.split_for is None,

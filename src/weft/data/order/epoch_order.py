@@ -1,22 +1,48 @@
-"""The order of an epoch as a pure function of (seed, epoch), whatever sampler the user brought."""
+"""The order of each epoch of a map-style dataset, whatever sampler the user brought.
+
+[Note: orders] An order is made once, where an iteration over its epoch begins, with the global random states set to a
+function of (seed, epoch). What else a sampler draws from or counts, its state, is as the epoch before left it; it is
+kept in the position, and put back when a run resumes. Whether that suffices is not assumed: a digest of the order is
+compared between the ranks, and on resume with the one in the position.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from weft.data.equal_cost import Costs, alike_together
-from weft.errors import ContractError
+from weft.data.order.digest import digest_of
+from weft.data.order.endless_order import EndlessOrder
+from weft.data.order.sampler_state import SamplerState
+from weft.errors import ContractError, message, value_error
 from weft.rng import mix, seeded
+from weft.tensors.rng_state import RngState
 
-__all__ = ["EpochOrder", "epoch_order", "generators_of", "tell_epoch"]
+__all__ = ["EpochOrder", "OtherOrder", "generators_of", "tell_epoch"]
+
+_READ_AHEAD = 2**16  # units beyond those expected, after which an order counts as endless
+
+
+class OtherOrder(ValueError):
+    """An epoch has another order now than when a position in it was saved."""
+
+
+@dataclass
+class _Made:
+    units: Sequence[Any]
+    start: dict[str, Any]  # the state of the sampler before
+    first: Sequence[Any]  # what the digest is of
+    digest: str | None = None
 
 
 class EpochOrder:
-    """The order of each epoch of a map-style dataset: of samples, or of whole batches.
+    """The order of each epoch of a map-style dataset: of samples, or of whole batches; see [Note: orders].
 
     Attributes:
         source: The user's sampler or batch sampler.
@@ -24,11 +50,16 @@ class EpochOrder:
         costs: What samples cost, if ranks are to have equal costs.
     """
 
-    def __init__(self, source: Any, known: int | None, costs: Costs | None = None) -> None:
+    def __init__(self, source: Any, known: int | None, dataset: object, costs: Costs | None = None) -> None:
         self.source = source
         self.known = known
         self.costs = costs
-        self._last: tuple[tuple[int, int], Sequence[Any]] | None = None
+        expected = known if known is not None else 2 * len(dataset) if isinstance(dataset, Sized) else 0
+        self._most = expected + _READ_AHEAD
+        self._state = None if _is_plain(source) else SamplerState(source, dataset, generators_of(source))
+        self._made: dict[tuple[int, int], _Made] = {}
+        self._starts: dict[int, Mapping[str, Any]] = {}
+        self._lengths: dict[tuple[int, int], int] = {}
 
     def order(self, seed: int, epoch: int) -> Sequence[Any]:
         """All units of an epoch.
@@ -36,27 +67,155 @@ class EpochOrder:
         Raises:
             ContractError: They are not as many as the sampler says.
         """
-        if self._last is not None and self._last[0] == (seed, epoch):
-            return self._last[1]
-        order = epoch_order(self.source, seed, epoch)
-        if self.known is not None and len(order) != self.known:
+        return self._of(seed, epoch).units
+
+    def length(self, seed: int, epoch: int) -> int:
+        """Number of units of an epoch; `UNKNOWN` if it does not end. Leaves the sampler as it is."""
+        made = self._made.get((seed, epoch))
+        if made is not None or self.known is not None:
+            return self.known or 0 if made is None else len(made.units)
+        if (seed, epoch) not in self._lengths:
+            self._lengths[seed, epoch] = len(self.peek(seed, epoch))
+        return self._lengths[seed, epoch]
+
+    def peek(self, seed: int, epoch: int) -> Sequence[Any]:
+        """The units of an epoch whose turn may come later, as the sampler would yield them now."""
+        if (seed, epoch) in self._made or self._state is None:
+            return self.order(seed, epoch)
+        put_back = self._state.prepare(self._state.capture())
+        try:
+            return self._make(seed, epoch).units
+        finally:
+            put_back()
+
+    def digest(self, seed: int, epoch: int) -> str | None:
+        """A digest of the order of an epoch; None if that is a function of seed, epoch and length."""
+        return None if self._state is None else self._digest(self._of(seed, epoch))
+
+    def keep(self, epochs: Collection[int]) -> None:
+        """Let go of the orders of other epochs, but for the last ones."""
+        for key in [key for key in self._made if key[1] not in epochs][:-2]:
+            del self._made[key]
+
+    # -- positions -------------------------------------------------------------------------------
+
+    def state(self, seed: int, epochs: Mapping[int, bool]) -> dict[str, Any]:
+        """What a position says of the orders of some epochs.
+
+        Args:
+            seed: Of the order.
+            epochs: Those that are not used up, and whether a part of each is.
+
+        Returns:
+            "order": digests of those that are begun. "sampler": the states of the sampler at their beginnings.
+        """
+        begun = [[epoch, self._digest(self._of(seed, epoch))] for epoch, is_begun in epochs.items() if is_begun]
+        found: dict[str, Any] = {"order": begun} if begun else {}
+        if self._state is not None:
+            made = {epoch: self._made.get((seed, epoch)) for epoch in epochs}
+            starts = [[epoch, one.start if one else self._start(epoch)] for epoch, one in made.items()]
+            found |= {"sampler": starts} if any(start for _, start in starts) else {}
+        return found
+
+    def resume(self, seed: int, state: Mapping[str, Any], begun: Collection[int]) -> Callable[[], None]:
+        """Go on from what `state` returned; makes the orders of the epochs that are begun.
+
+        Args:
+            seed: Of the order.
+            state: The position.
+            begun: The epochs of which it says that a part is used.
+
+        Returns:
+            What undoes it.
+
+        Raises:
+            ValueError: The state cannot be used.
+            OtherOrder: The sampler yields another order.
+        """
+        starts = _by_epoch(state.get("sampler", []), dict)
+        digests = _by_epoch(state.get("order", []), str)
+        if self._state is not None:
+            for start in starts.values():
+                self._state.prepare(start)
+        made, before = self._made, self._starts
+        put_back = None if self._state is None else self._state.prepare(self._state.capture())
+
+        def undo() -> None:
+            self._made, self._starts = made, before
+            if put_back is not None:
+                put_back()
+
+        self._made, self._starts = {}, starts
+        try:
+            for epoch, digest in ((epoch, digests[epoch]) for epoch in digests if epoch in begun):
+                found = self._digest(self._of(seed, epoch))
+                if found != digest:
+                    raise self._other_order(epoch, found, digest)
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    # -- making one ------------------------------------------------------------------------------
+
+    def _of(self, seed: int, epoch: int) -> _Made:
+        made = self._made.get((seed, epoch))
+        if made is None or (isinstance(made.units, EndlessOrder) and made.units.is_begun):
+            if made is not None:  # an endless one has to begin anew
+                self._starts.setdefault(epoch, made.start)
+            made = self._made[seed, epoch] = self._make(seed, epoch)
+        return made
+
+    def _start(self, epoch: int) -> dict[str, Any]:
+        assert self._state is not None
+        return dict(self._starts[epoch]) if epoch in self._starts else self._state.capture()
+
+    def _make(self, seed: int, epoch: int) -> _Made:
+        start: dict[str, Any] = {}
+        if self._state is not None:
+            start = self._start(epoch)
+            if self._starts.pop(epoch, None) is not None:
+                self._state.prepare(start)()
+        units = _drawn(self.source, seed, epoch, self._most)
+        if isinstance(units, EndlessOrder):
+            return _Made(units, start, units[0 : self._most])
+        if self.known is not None and len(units) != self.known:
             raise ContractError(
                 "shard_data: the sampler does not yield what its length says",
-                found=f"{len(order)} in epoch {epoch}, {self.known} at set-up",
+                found=f"{len(units)} in epoch {epoch}, {self.known} at set-up",
                 expected="the same number in every epoch",
                 fix="give the sampler a __len__ that is true, or none",
             )
         if self.costs is not None:
-            order = alike_together(order, self.costs)
-        self._last = ((seed, epoch), order)
-        return order
+            units = alike_together(units, self.costs)
+        return _Made(units, start, units)
 
-    def total(self, seed: int, epoch: int) -> int:
-        """Number of units of an epoch."""
-        return len(self.order(seed, epoch)) if self.known is None else self.known
+    def _digest(self, made: _Made) -> str:
+        if made.digest is None:
+            made.digest, made.first = digest_of(made.first), ()
+        return made.digest
+
+    def _other_order(self, epoch: int, found: str, saved: str) -> OtherOrder:
+        name = type(self.source).__name__
+        text = message(
+            f"load_state_dict: {name} yields another order of epoch {epoch} than when the position was saved",
+            found=f"order {found} now, {saved} in the position: samples would be read twice, and others never",
+            expected="the dataset and sampler of the saved run, and a sampler that draws from random, numpy.random or "
+            "torch, which are seeded for each epoch, or from generators in its attributes, which are put back; not "
+            "from the system's entropy, the clock, or a list that it shuffles in place",
+            fix="def __iter__(self): return iter(torch.randperm(len(self)).tolist())  # or begin the next epoch: "
+            'weft.shard_data(loader, ctx, resized="next_epoch")',
+        )
+        return OtherOrder(text)
 
 
-def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
+def _is_plain(sampler: Any) -> bool:
+    """Whether its order is a function of seed and length, and its state is none."""
+    whole = type(sampler) is RandomSampler and not sampler.replacement
+    return type(sampler) is SequentialSampler or (whole and sampler.num_samples == len(sampler.data_source))
+
+
+def _drawn(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> Sequence[Any]:
     """Run a sampler with all random sources set to a function of (seed, epoch), and restored after.
 
     Args:
@@ -64,17 +223,24 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
             has a `generator`, that is seeded too.
         seed: Any integer.
         epoch: Number of the epoch.
+        most: After so many units it counts as endless.
 
     Returns:
         All that the sampler yields in this epoch.
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if type(sampler) is RandomSampler and _is_plain(sampler):
         return _permutation(len(sampler.data_source), sampler.generator, mix(seed, epoch, "order"))
     tell_epoch(sampler, epoch)
-    with seeded(mix(seed, epoch, "order"), generators_of(sampler)):
-        return list(sampler)
+    generators = generators_of(sampler)
+    with seeded(mix(seed, epoch, "order"), generators):
+        iterator = iter(sampler)
+        units = list(itertools.islice(iterator, most))
+        if len(units) < most:
+            return units
+        inside = RngState.capture(generators=generators)
+    return EndlessOrder(units, iterator, inside, generators)
 
 
 def _permutation(count: int, own: torch.Generator | None, seed: int) -> Sequence[int]:
@@ -84,6 +250,26 @@ def _permutation(count: int, own: torch.Generator | None, seed: int) -> Sequence
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
     order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return order
+
+
+def _by_epoch(pairs: Any, kind: type[Any]) -> dict[int, Any]:
+    """What a position says by epoch.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    good = isinstance(pairs, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) is int and isinstance(pair[1], kind)
+        for pair in pairs
+    )
+    if not good:
+        raise value_error(
+            "load_state_dict: this is not a position in this loader",
+            found=f"{pairs!r:.200} as the orders of epochs",
+            expected="pairs of an epoch and its order, as this loader saves them",
+            fix="loader.load_state_dict(saved_loader.state_dict())",
+        )
+    return {pair[0]: pair[1] for pair in pairs}
 
 
 def tell_epoch(obj: object, epoch: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from weft.data.order.endless_order import EndlessOrder, parts_of
 from weft.data.order.epoch_order import EpochOrder, tell_epoch
 from weft.data.split.split_plan import Plan, Span
 from weft.environments import end_with_parent
@@ -168,27 +169,36 @@ class StepIndices(Sampler[Any]):
         return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for
 
     def _indices(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[Any]:
-        for span in spans:
-            order = self.units.order(self.seed, span.epoch)
-            if len(self.plans) == 1 and not self.whole and not self.single:
-                yield from self._plain(order, span, given)
-                continue
-            pieces = [plan.pieces(order, span.start, span.stop) for plan in self.plans]
-            for step in zip(*pieces, strict=True):
-                everyone = sum(self._samples(piece) for piece, _ in step) if len(step) == self.plans[0].size else None
-                for piece, valid in step:
-                    # A rank without a sample reads one, of which no row is used: collating needs something.
-                    units = piece if len(piece) else [order[span.start]]
-                    if self.whole:
-                        ids: Sequence[Any] = [index for batch in units for index in batch]
-                        kept = sum(map(len, units[:valid]))
-                    else:
-                        ids, kept = list(units), valid
-                    given.append(BatchInfo(span.epoch, ids, kept, empty=not len(piece), everyone=everyone))
-                    yield units[0] if self.single else ids
+        for whole_span in spans:
+            order = self.units.order(self.seed, whole_span.epoch)
+            endless = isinstance(order, EndlessOrder)
+            for span in parts_of(order, whole_span, self.plans[0].per_step):
+                if endless:
+                    self.plans[0].check(span.stop - span.start, "batches" if self.whole else "samples")
+                if len(self.plans) == 1 and not self.whole and not self.single and not endless:
+                    yield from self._plain(order, span, given)
+                else:
+                    yield from self._counted(order, span, given)
 
-    def _samples(self, units: Sequence[Any]) -> int:
-        return sum(map(len, units)) if self.whole else len(units)
+    def _counted(self, order: Sequence[Any], span: Span, given: deque[BatchInfo]) -> Iterator[Any]:
+        """The indices of batches, each with a note of the samples of all ranks in its step."""
+        plan = self.plans[0]
+        pieces = [each.pieces(order, span.start, span.stop) for each in self.plans]
+        for number, step in enumerate(zip(*pieces, strict=True)):
+            first = span.start + number * plan.per_step
+            used = plan.used(min(span.stop - first, plan.per_step))
+            batches = [order[at % len(order)] for at in range(first, first + used)] if self.whole else []
+            everyone = sum(map(len, batches)) if self.whole else used
+            for piece, valid in step:
+                # A rank without a sample reads one, of which no row is used: collating needs something.
+                units = piece if len(piece) else [order[span.start]]
+                if self.whole:
+                    ids: Sequence[Any] = [index for batch in units for index in batch]
+                    kept = sum(map(len, units[:valid]))
+                else:
+                    ids, kept = list(units), valid
+                given.append(BatchInfo(span.epoch, ids, kept, empty=not len(piece), everyone=everyone))
+                yield units[0] if self.single else ids
 
     def _plain(self, order: Sequence[Any], span: Span, given: deque[BatchInfo]) -> Iterator[Any]:
         """Fast path for the common case."""

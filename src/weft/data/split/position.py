@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.data.loader_copy import Size
+from weft.data.order.epoch_order import OtherOrder
+from weft.data.order.place import Place
 from weft.data.split.map_samples import BatchInfo
 from weft.data.split.read_plan import ReadPlan
-from weft.data.split.split_plan import UNKNOWN, Plan, Span
-from weft.errors import value_error
+from weft.data.split.split_plan import UNKNOWN, Span
+from weft.errors import ContractError, value_error
 
-__all__ = ["Cursor", "checked_position", "position"]
+__all__ = ["Cursor", "Pass", "checked_position", "position"]
+
+
+@dataclass(eq=False)
+class Pass:
+    """One iteration over a loader, which runs or is to come.
+
+    Attributes:
+        epoch: Its number.
+        todo: What it reads: what is left of earlier epochs, then of this.
+        whole: The same as it was at the beginning of the epoch, which may have been in an earlier run.
+        steps: Batches that were given.
+        total: Batches of `todo`; None as long as that is not known.
+        left_out: Batches at its end that are not read.
+        carries: Whether the next pass begins with those; otherwise nobody reads them.
+        is_over: It came to its end, or was left.
+    """
+
+    epoch: int
+    todo: tuple[Span, ...]
+    whole: tuple[Span, ...]
+    steps: int = 0
+    total: int | None = None
+    left_out: int = 0
+    carries: bool = True
+    is_over: bool = False
+
+    @property
+    def endless(self) -> bool:
+        """Whether nobody knows where it ends."""
+        return self.todo[-1].stop == UNKNOWN
 
 
 @dataclass
@@ -23,119 +56,215 @@ class Cursor:
     """Where the reading stands; with `ReadPlan.seed` the one mutable thing of a sharded loader.
 
     Attributes:
-        epoch: Number of the epoch.
-        todo: What the running iteration reads, or the next one: what is left of earlier epochs, then of this.
-        steps: Batches of it that were given.
-        held: Batches at its end that the iteration leaves for the one after it.
-        total: Batches of it altogether; None as long as that is not known.
-        fresh: The next iteration reads `todo`, and not the next epoch.
-        before: Epoch, `todo` and batches of the iteration that ended last.
+        now: The iteration that gave a batch last, or the one that comes next.
+        place: Of the loader in the program.
+        fresh: The next iteration is `now`, and not the next epoch.
+        latest: Number of the epoch that was begun last.
+        iterations: How many were begun.
+        open: The iterations that run.
+        before: The iteration that ended last.
         last: What is known of the batch that was given last.
         rows: How many rows it has, if only its reading could tell.
-        loaded: The position was loaded, and nothing was read since.
         weighed: Its `share` was asked for, or windows have one.
         has_windows: `accumulate_grads` made a loader of windows, which nobody has iterated yet.
+        told: Whether the user was told that its epochs continue those of another loader; None: they do not.
     """
 
-    epoch: int
-    todo: tuple[Span, ...]
-    steps: int = 0
-    held: int = 0
-    total: int | None = None
+    now: Pass
+    place: Place
     fresh: bool = True
-    before: tuple[int, tuple[Span, ...], int] | None = None
+    latest: int = -1
+    iterations: int = 0
+    open: set[Pass] = field(default_factory=set)
+    before: Pass | None = None
     last: BatchInfo | None = None
     rows: int | None = 0
-    loaded: bool = False
     weighed: bool = False
     has_windows: bool = False
+    told: bool | None = None
 
-    def go_to(self, epoch: int, todo: tuple[Span, ...]) -> None:
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, or of the next one."""
+        return self.now.epoch
+
+    @property
+    def todo(self) -> tuple[Span, ...]:
+        """What the running iteration reads, or the next one."""
+        return self.now.todo
+
+    def go_to(self, epoch: int, todo: tuple[Span, ...], whole: tuple[Span, ...] | None = None) -> None:
         """Let the next iteration read this."""
-        self.epoch, self.todo, self.steps, self.held, self.fresh = epoch, todo, 0, 0, True
-        self.total, self.before, self.last, self.loaded = None, None, None, False
+        self.now, self.fresh, self.before, self.last = Pass(epoch, todo, whole or todo), True, None, None
+        self.place.epoch = epoch
+
+    def begin(self) -> Pass:
+        """Begin the iteration that comes next."""
+        self.fresh, self.latest, self.told = False, self.now.epoch, None
+        self.place.epoch, self.place.is_fresh = self.latest + 1, False
+        return self.now
+
+    def gave(self, running: Pass, given: BatchInfo) -> None:
+        """An iteration has given a batch."""
+        running.steps += 1
+        self.now, self.fresh, self.last = running, False, given
+        if given.last and len(running.todo) == 1:
+            running.total = running.steps
+
+    def ended(self, running: Pass, todo: tuple[Span, ...]) -> None:
+        """An iteration came to its end; the next one reads this."""
+        self.go_to(todo[-1].epoch, todo)
+        self.before = running
 
     def last_size(self, reading: ReadPlan) -> Size:
         """The size of the batch that was given last."""
         planned, given = reading.planned(self.todo), self.last
         assert given is not None
         if planned is not None:
-            return planned(self.steps - 1)
+            return planned(self.now.steps - 1)
         own = self.rows if reading.single else 0 if given.empty else len(given.ids)
         return own, None if reading.single or reading.alone else given.everyone
 
 
 def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
-    """The state of a loader so many batches ago, in the running iteration."""
-    epoch, todo, steps, total = cursor.epoch, cursor.todo, cursor.steps, cursor.total
+    """The state of a loader so many batches ago, in the running iteration.
+
+    Raises:
+        ContractError: Another iteration runs, too.
+    """
+    if cursor.open - {cursor.now}:
+        raise ContractError(
+            "state_dict: a loader that is read twice at once has no position",
+            found=f"{len(cursor.open)} iterations over it that have not ended",
+            expected="one iteration at a time over a loader whose position is saved",
+            fix="two loaders: first, ctx = weft.shard_data(DataLoader(data), ctx); second, ctx = "
+            "weft.shard_data(DataLoader(data), ctx)  # or `del` an iterator that is not needed any more",
+        )
+    now, steps = cursor.now, cursor.now.steps
     if back > steps and cursor.before is not None:  # in the iteration that ended before
-        (epoch, todo, total), back = cursor.before, back - steps
-        steps = total
+        now, back, steps = cursor.before, back - steps, cursor.before.steps
     steps -= back
-    left = reading.plan.split(todo, steps)[1] if reading.uneven_ranks is None else _rest(todo, steps, reading.plan)
-    if steps and total is not None and steps == total - cursor.held:
-        epoch, left = epoch + 1, (*(() if reading.endless else left), reading.epoch(epoch + 1))
-    found = {"seed": reading.seed, "epoch": epoch, **reading.used(left[-1])}
-    if (left[-1].start or left[1:]) and reading.length_known:
+    left = reading.plan.split(now.todo, steps)[1] if reading.uneven_ranks is None else _rest(now.todo, steps, reading)
+    whole = now.whole
+    if steps and now.total is not None and steps == now.total - now.left_out:
+        following = reading.epoch(now.epoch + 1)
+        left = whole = (*(left if now.carries and not now.endless else ()), following)
+    found: dict[str, Any] = {"seed": reading.seed, "epoch": left[-1].epoch, **reading.used(left[-1])}
+    if (left[-1].start or left[1:]) and reading.length_known and left[-1].stop != UNKNOWN:
         found["length"] = left[-1].stop
     if reading.split_for is not None:
         found["ranks"] = reading.split_for
     kept = [state for at, state in reading.states if at == steps]
-    if kept and left[-1].start and epoch == todo[-1].epoch:
+    if kept and left[-1].start and left[-1].epoch == now.epoch:
         found["source"] = copy.deepcopy(kept[-1])
-    return found | ({"carried": [list(span) for span in left[:-1]]} if left[1:] else {})
+    if left[1:]:
+        found["carried"] = [list(span) for span in left[:-1]]
+    if whole[1:] and left[-1].start:
+        found["carried_in"] = [list(span) for span in whole[:-1]]
+    return found | reading.order_state(left)
 
 
-def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str, Any], tuple[Span, ...]]:
-    """A state, or that of the next epoch instead, and what is left to be read from there on.
+def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str, Any], Pass]:
+    """A state, or that of the next epoch instead, and what is to be read from there on.
 
     Raises:
         ValueError: It is no position in this loader.
+        OtherOrder: The order that it is a position in cannot be made again.
     """
     if _other_length(state, reading):
-        warnings.warn(f"load_state_dict: {_lengths(state, reading)}: resuming with the next epoch", stacklevel=2)
-        state = {"seed": state["seed"], "epoch": state["epoch"] + 1, "samples": 0}
-    todo = _spans(state, reading)
-    if todo is None:
-        known = "" if reading.total is None else f" <= {reading.total}"
-        raise value_error(
-            "load_state_dict: this is not a position in this loader",
-            found=repr(state),
-            expected=f"seed, epoch, and 0 <= samples{known}",
-            fix="loader.load_state_dict(saved_loader.state_dict())",
-        )
-    _check_ranks(state, reading)
-    for span in () if reading.endless else todo:
-        reading.plan.check(span.stop - span.start, "the rest of the epoch")
-    return state, todo
-
-
-def _rest(todo: tuple[Span, ...], steps: int, plan: Plan) -> tuple[Span, ...]:
-    """What is left of data that was split already: counted in full steps, which are alike on all ranks."""
-    return (*todo[:-1], todo[-1]._replace(start=todo[-1].start + steps * plan.per_step))
-
-
-def _spans(state: Mapping[str, Any], reading: ReadPlan) -> tuple[Span, ...] | None:
-    """What is left to be read from a position on; None if it is none in so many units."""
-    # Of a batch sampler "samples" were batches before there was "batches".
-    start = "batches" if reading.whole and "batches" in state else "samples"
-    named = {"seed", "epoch", start}
-    if not named <= set(state) <= named | {"samples", "length", "carried", "windows", "source", "ranks"}:
-        return None
-    numbers = (state["seed"], state["epoch"], state[start])
-    if not all(type(number) is int for number in numbers) or state["epoch"] < 0:
-        return None
+        state = _next_epoch(state, _lengths(state, reading))
+    undo = _no_undo
+    if reading.units is not None and reading.orders_are_kept and _has_numbers(state, reading):
+        try:
+            undo = reading.units.resume(state["seed"], state, _begun(state, reading))
+        except OtherOrder as error:
+            if reading.resized != "next_epoch":
+                raise
+            state = _next_epoch(state, str(error).partition("\n")[0].removeprefix("load_state_dict: "))
     try:
-        full = reading.epoch(state["epoch"], state["seed"])
-        todo = (*(Span(*span) for span in state.get("carried", ())), full._replace(start=state[start]))
-    except TypeError:
-        return None
-    # Ranks of data that was split already may have less than others have used.
-    beyond = UNKNOWN if reading.uneven_ranks is not None else 0
-    inside = all(type(number) is int for number in itertools.chain(*todo)) and all(
-        0 <= each.start <= max(each.stop, beyond) and each.stop <= full.stop for each in todo
+        found = _pass_from(state, reading)
+        _check_ranks(state, reading)
+        for span in () if found.endless else found.todo:
+            reading.plan.check(span.stop - span.start, "the rest of the epoch")
+    except ValueError:
+        undo()
+        raise
+    if found.todo[-1].start and not found.endless and reading.steps_in(found.todo) == 0:
+        following = (reading.epoch(found.epoch + 1, state["seed"]),)  # no step is left of this one
+        found = Pass(found.epoch + 1, following, following)
+    return state, found
+
+
+def _begun(state: Mapping[str, Any], reading: ReadPlan) -> set[int]:
+    carried = {span[0] for span in state.get("carried", ()) if isinstance(span, (list, tuple)) and any(span[1:2])}
+    return carried | ({state["epoch"]} if state[_start_in(state, reading)] else set())
+
+
+def _no_undo() -> None:
+    pass
+
+
+def _next_epoch(state: Mapping[str, Any], why: str) -> dict[str, Any]:
+    warnings.warn(f"load_state_dict: {why}: resuming with the next epoch", stacklevel=5)
+    return {"seed": state["seed"], "epoch": state["epoch"] + 1, "samples": 0}
+
+
+def _rest(todo: tuple[Span, ...], steps: int, reading: ReadPlan) -> tuple[Span, ...]:
+    """What is left of data that was split already: counted in full steps, which are alike on all ranks."""
+    return (*todo[:-1], todo[-1]._replace(start=todo[-1].start + steps * reading.plan.per_step))
+
+
+def _start_in(state: Mapping[str, Any], reading: ReadPlan) -> str:
+    # Of a batch sampler "samples" were batches before there was "batches".
+    return "batches" if reading.whole and "batches" in state else "samples"
+
+
+_MAY_HAVE = {
+    "samples",
+    "length",
+    "carried",
+    "carried_in",
+    "windows",
+    "first_window",
+    "source",
+    "ranks",
+    "order",
+    "sampler",
+}
+
+
+def _has_numbers(state: Mapping[str, Any], reading: ReadPlan) -> bool:
+    """Whether a state has the numbers that a position has, and nothing strange."""
+    named = {"seed", "epoch", _start_in(state, reading)}
+    return named <= set(state) <= named | _MAY_HAVE and all(
+        type(state[name]) is int and (name == "seed" or state[name] >= 0) for name in named
     )
-    return todo if inside else None
+
+
+def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> Pass:
+    """What is left to be read from a position on.
+
+    Raises:
+        ValueError: It is none in so many units.
+    """
+    if _has_numbers(state, reading):
+        full = reading.epoch(state["epoch"], state["seed"])
+        with contextlib.suppress(TypeError):
+            earlier = [tuple(Span(*span) for span in state.get(name, ())) for name in ("carried", "carried_in")]
+            todo = (*earlier[0], full._replace(start=state[_start_in(state, reading)]))
+            # Ranks of data that was split already may have less than others have used.
+            beyond = UNKNOWN if reading.uneven_ranks is not None else 0
+            if all(type(number) is int for number in itertools.chain(*todo, *earlier[1])) and all(
+                0 <= each.start <= max(each.stop, beyond) and each.stop <= full.stop for each in todo
+            ):
+                return Pass(state["epoch"], todo, (*earlier[1 if todo[-1].start else 0], full))
+    known = "" if reading.total is None else f" <= {reading.total}"
+    raise value_error(
+        "load_state_dict: this is not a position in this loader",
+        found=repr(state),
+        expected=f"seed, epoch, and 0 <= samples{known}",
+        fix="loader.load_state_dict(saved_loader.state_dict())",
+    )
 
 
 def _other_length(state: Mapping[str, Any], reading: ReadPlan) -> bool:

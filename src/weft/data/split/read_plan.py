@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from weft.context import DistContext
 from weft.data.loader_copy import Size
+from weft.data.order.compare_order import compare_order
 from weft.data.order.epoch_order import EpochOrder
+from weft.data.order.place import Place
 from weft.data.split.map_samples import Epoch
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
@@ -73,6 +76,8 @@ class ReadPlan:
         states: States of a stream by number of batches, in the running iteration.
         keyed: Whether every sample is read with random states of its own.
         resized: What a position in a dataset of another length does.
+        place: Of the loader in the program.
+        serial: Number of the loader among all that are made of its world, the same on all ranks.
     """
 
     plan: Plan
@@ -86,6 +91,8 @@ class ReadPlan:
     uneven_ranks: UnevenRanks | None
     epochs: Epoch
     split_for: int | None
+    place: Place
+    serial: int
     scattered: bool = False
     total: int | None = None
     whole: bool = False
@@ -94,14 +101,56 @@ class ReadPlan:
 
     def epoch(self, number: int, seed: int | None = None) -> Span:
         """All of an epoch; of the order of another seed, if one is given."""
-        if self.total is None and self.units is not None:
-            return Span(number, 0, self.units.total(self.seed if seed is None else seed, number))
+        if self.units is not None:
+            return Span(number, 0, self.units.length(self.seed if seed is None else seed, number))
         return Span(number, 0, UNKNOWN if self.total is None else self.total)
 
     @property
-    def endless(self) -> bool:
-        """Whether nobody knows how many units an epoch has."""
-        return self.total is None and self.units is None
+    def orders_are_kept(self) -> bool:
+        """Whether all ranks make the same orders of their own, which are compared."""
+        return self.units is not None and self.split_for is None and not self.scattered
+
+    def order_state(self, left: Sequence[Span]) -> dict[str, Any]:
+        """What a position says of the orders of what is left."""
+        if self.units is None or not self.orders_are_kept:
+            return {}
+        return self.units.state(self.seed, {span.epoch: span.start > 0 for span in left})
+
+    def begin(self, todo: tuple[Span, ...], iteration: int, ctx: DistContext) -> tuple[Span, ...]:
+        """Make the orders of what an iteration reads, and compare them with those of the other ranks.
+
+        Args:
+            todo: What it reads, as far as it was known before.
+            iteration: Its number, counted from 1.
+            ctx: Of the loader.
+
+        Returns:
+            What it reads.
+
+        Raises:
+            ContextError: Another rank has another order.
+            ValueError: An epoch cannot be split as `uneven` asks.
+        """
+        if self.units is None:
+            return todo
+        self.units.keep([span.epoch for span in todo])
+        found = tuple(span._replace(stop=len(self.units.order(self.seed, span.epoch))) for span in todo)
+        for span in found if self.units.known is None else ():
+            if span.stop != UNKNOWN:
+                self.plan.check(span.stop - span.start, "batches" if self.whole else "samples")
+        digests = [self.units.digest(self.seed, span.epoch) for span in found]
+        if self.orders_are_kept and any(digests):
+            name = type(self.units.source).__name__
+            compare_order(
+                ctx.world,
+                f"{self.serial}/{iteration}",
+                f"{digests[-1]} in epoch {found[-1].epoch}" if len(found) == 1 else str(digests),
+                f"shard_data: the ranks read what {name} yields in different orders",
+                "rng = numpy.random.default_rng(ctx.seed)  # in the sampler: the same seed on all ranks; "
+                "sorted(os.listdir(folder)) for files; or draw from random, numpy.random or torch, which are seeded",
+                old=f"{self.serial}/{iteration - 2}",
+            )
+        return found
 
     def steps_in(self, spans: tuple[Span, ...]) -> int:
         """Steps in which spans are used up, by all ranks."""
@@ -111,7 +160,8 @@ class ReadPlan:
     @property
     def length_known(self) -> bool:
         """Whether all ranks know how many units an epoch has."""
-        return not self.endless and self.split_for is None and not (self.scattered and self.total is None)
+        known = self.total is not None or self.units is not None
+        return known and self.split_for is None and not (self.scattered and self.total is None)
 
     def used(self, left: Span) -> dict[str, int]:
         """How much of an epoch is used, of which this is left."""
@@ -127,7 +177,8 @@ class ReadPlan:
 
     def planned(self, todo: tuple[Span, ...]) -> Callable[[int], Size] | None:
         """The size of each batch of an iteration before it is read; None where only reading shows it, on all ranks."""
-        if self.single or (self.scattered and (self.whole or self.total is None)) or self.endless:
+        unknown = self.total is None and (self.units is None or self.scattered)
+        if self.single or unknown or (self.scattered and self.whole) or todo[-1].stop == UNKNOWN:
             return None
         plan, units_of, alone = self.plan, self.units, self.alone
         order_of = functools.cache(lambda epoch: units_of.order(self.seed, epoch) if units_of else ())

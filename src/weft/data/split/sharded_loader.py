@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -15,11 +16,11 @@ from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
 from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
 from weft.data.split.map_samples import BatchInfo, name_samples
-from weft.data.split.position import Cursor, checked_position, position
+from weft.data.split.position import Cursor, Pass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
-from weft.data.split.split_plan import Span
+from weft.data.split.split_plan import UNKNOWN, Span
 from weft.data.split.torch_view import StreamIterator, torch_view
-from weft.errors import ContractError, type_error
+from weft.errors import ContractError, type_error, warn
 from weft.metrics import SampleIds, samples_of_all
 from weft.tensors.nested import rows_of, without_rows
 
@@ -36,15 +37,41 @@ class ShardedLoader(Extension[T]):
     weft_ctx: DistContext
 
     def __len__(self) -> int:
+        """Batches of an epoch, whether some of it are read already or not; see `remaining`."""
         reading = self.weft_reading
-        if reading.endless:
+        span = reading.epoch(self.weft_cursor.epoch)
+        if span.stop == UNKNOWN and (reading.units is None or reading.units.known is None):
             raise _no_length(self.dataset)
-        return reading.steps_in(self.weft_cursor.todo)
+        # A sampler that never ends may have a length: it is what torch calls an epoch.
+        return reading.steps_in((span if span.stop != UNKNOWN else span._replace(stop=reading.units.known),))  # type: ignore[union-attr,arg-type]
+
+    @property
+    def remaining(self) -> int:
+        """Batches that are left of the running epoch, or of the one that the next iteration reads."""
+        cursor = self.weft_cursor
+        now = cursor.now
+        if now.is_over:  # it was left early
+            return self.weft_reading.steps_in((self.weft_reading.epoch(cursor.latest + 1),))
+        if now.endless:
+            raise _no_length(self.dataset)
+        return self.weft_reading.steps_in(now.todo) - now.left_out - now.steps
 
     @property
     def epoch(self) -> int:
-        """Number of the running epoch, or of the next one."""
-        return self.weft_cursor.epoch
+        """Number of the running epoch, or of the next one.
+
+        A loader over the same dataset object as one that was read before continues to count where that one stands.
+        """
+        cursor = self.weft_cursor
+        if cursor.told is False:
+            cursor.told = True
+            warn(
+                "shard_data: a loader continues the epochs of another one over the same dataset",
+                found=f"epoch {cursor.epoch}, before this loader was read",
+                expected="epochs that count on where a loader is built anew in each one, or a number set by hand",
+                fix="loader.set_epoch(0)  # to begin anew",
+            )
+        return cursor.epoch
 
     @property
     def share(self) -> float:
@@ -83,48 +110,56 @@ class ShardedLoader(Extension[T]):
     # -- one iteration ---------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        self._begin()  # not only at the first batch: from here on `len` is that of this iteration
-        return self._iteration()
+        return self._iteration(self._begin())  # now, not at the first batch: which epoch it is does not depend on that
 
-    def _begin(self) -> None:
+    def _begin(self) -> Pass:
         reading, cursor = self.weft_reading, self.weft_cursor
-        used_up = cursor.todo[-1].start > 0 and not reading.endless and len(self) == 0
-        if used_up or not cursor.fresh:  # the last iteration was left early
-            self.set_epoch(cursor.epoch + 1)
-        cursor.steps, cursor.held, cursor.fresh, cursor.loaded = 0, 0, False, False
-        cursor.total = None if reading.endless else reading.steps_in(cursor.todo)
+        if not cursor.fresh:  # the last iteration was left early, or runs
+            self.set_epoch(cursor.latest + 1)
+        now = cursor.now
+        cursor.iterations += 1
+        now.todo = reading.begin(now.todo, cursor.iterations, self.weft_ctx)
+        now.total = None if now.endless else reading.steps_in(now.todo)
+        cursor.begin()
         if reading.readers:
-            tell_epoch(self.dataset, cursor.epoch)
+            tell_epoch(self.dataset, now.epoch)
+        return now
 
-    def _iteration(self) -> Iterator[Any]:
+    def _iteration(self, now: Pass) -> Iterator[Any]:
         reading, cursor, device = self.weft_reading, self.weft_cursor, self.weft_ctx.device
-        epoch, todo, held, total = cursor.epoch, cursor.todo, cursor.held, cursor.total
-        now, later = reading.plan.split(todo, reading.plan.steps_in(todo) - held) if held else (todo, ())
-        steps = 0
+        plan, todo, later = reading.plan, now.todo, tuple[Span, ...]()
+        if now.left_out and now.carries:
+            todo, later = plan.split(todo, plan.steps_in(todo) - now.left_out)
         plain = reading.readers and reading.uneven_ranks is None and not (reading.scattered or reading.with_ids)
-        plain = plain and not reading.plan.allows_empty and device.type == "cpu"
-        read: Iterator[Any] = self._own(now) if plain else self._batches(now)
+        plain = plain and not plan.allows_empty and device.type == "cpu"
+        read: Iterator[Any] = self._own(todo) if plain else self._batches(todo)
+        if now.left_out and not now.carries and now.total is not None:
+            read = itertools.islice(read, now.total - now.left_out)
         # Counted when they are given, not when they are read: on an accelerator one is read ahead.
         ahead = read if device.type == "cpu" else _on_device(read, self.weft_ctx)
-        for found in ahead:
-            steps += 1
-            given: BatchInfo = found[-1]
-            cursor.epoch, cursor.todo, cursor.steps, cursor.held = epoch, todo, steps, held
-            cursor.total, cursor.last = steps if given.last and len(todo) == 1 else total, given
-            if reading.single:
-                cursor.rows = 0 if given.empty else rows_of(found[0])
-            if given.state is not None:
-                reading.states.append((steps, given.state))
-            yield found[:2] if reading.with_ids else found[0]
-        cursor.go_to(epoch + 1, (*later, reading.epoch(epoch + 1)))
-        cursor.before = (epoch, todo, steps)
+        cursor.open.add(now)
+        cursor.place.readers += 1
+        try:
+            for found in ahead:
+                given: BatchInfo = found[-1]
+                cursor.gave(now, given)
+                if reading.single:
+                    cursor.rows = 0 if given.empty else rows_of(found[0])
+                if given.state is not None:
+                    reading.states.append((now.steps, given.state))
+                yield found[:2] if reading.with_ids else found[0]
+        finally:
+            now.is_over = True
+            cursor.open.discard(now)
+            cursor.place.readers -= 1
+        cursor.ended(now, (*later, reading.epoch(cursor.latest + 1)))
 
     def _batches(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, ...]]:
         """Batches with what is known of them, the last of each tuple."""
         reading, ctx = self.weft_reading, self.weft_ctx
         read: Iterator[tuple[Any, BatchInfo]] = self._own(spans) if reading.readers else iter(())
         if reading.scattered:
-            last = None if reading.endless else reading.steps_in(spans)
+            last = None if spans[-1].stop == UNKNOWN else reading.steps_in(spans)
             read = scattered(read, ctx, reading.plan.size, last)
         elif reading.uneven_ranks is not None:
             read = reading.uneven_ranks.batches(read, spans[-1], ctx)
@@ -170,11 +205,17 @@ class ShardedLoader(Extension[T]):
     # -- the position ----------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, from its beginning; after `load_state_dict`, from the position."""
-        if self.weft_cursor.loaded and epoch == self.weft_cursor.epoch:
+        """Let the next iteration be this epoch, from its beginning.
+
+        If it is the one that comes next already, nothing changes: after `load_state_dict` it begins at the position,
+        and what was carried over from the epoch before is read first.
+        """
+        cursor = self.weft_cursor
+        cursor.told = None
+        if cursor.fresh and epoch == cursor.epoch:
             return
         self.weft_reading.states.clear()
-        self.weft_cursor.go_to(epoch, (self.weft_reading.epoch(epoch),))
+        cursor.go_to(epoch, (self.weft_reading.epoch(epoch),))
 
     def state_dict(self) -> dict[str, Any]:
         """The position: seed, epoch, and samples used by all ranks together. Free of world size.
@@ -190,12 +231,20 @@ class ShardedLoader(Extension[T]):
         """The position as it was so many batches ago, in the running iteration; see `Seekable`."""
         return position(self.weft_reading, self.weft_cursor, back)
 
-    def weft_hold_back(self, count: int) -> bool:
-        """Leave the last batches of the iteration that was just begun for the next one; see `Seekable`."""
-        if self.weft_reading.uneven_ranks is not None:  # which of them are this rank's is not for it alone to say
-            return False
-        self.weft_cursor.held = count
+    def weft_leave_out(self, count: int, *, carry: bool) -> bool:
+        """Do not read the last batches of the iteration that was just begun; see `Seekable`."""
+        reading = self.weft_reading
+        if carry and (reading.uneven_ranks is not None or reading.scattered or reading.units is None):
+            return False  # which of them are this rank's is not for it alone to say, or they would be read twice
+        self.weft_cursor.now.left_out, self.weft_cursor.now.carries = count, carry
         return True
+
+    def weft_lengths(self) -> tuple[int | None, int | None]:
+        """Batches that are left, and of the whole epoch; see `Seekable`."""
+        reading, now = self.weft_reading, self.weft_cursor.now
+        if now.endless:
+            return None, None
+        return reading.steps_in(now.todo) - now.left_out - now.steps, reading.steps_in(now.whole)
 
     def weft_planned(self) -> Callable[[int], Size] | None:
         """See `Seekable`."""
@@ -220,14 +269,14 @@ class ShardedLoader(Extension[T]):
                 that somebody else split among another number of ranks.
         """
         reading = self.weft_reading
-        state, todo = checked_position(state, reading)
+        state, now = checked_position(state, reading)
         reading.seed = state["seed"]
         reading.states.clear()
         if state.get("source") is not None:
             reading.states.append((0, copy.deepcopy(state["source"])))
             self.__dict__["_iterator"] = None  # workers that stay cannot be sent a state
-        self.weft_cursor.go_to(state["epoch"], todo)
-        self.weft_cursor.loaded = True
+        self.weft_cursor.go_to(now.epoch, now.todo, now.whole)
+        self.weft_cursor.told = None
 
 
 def _no_length(dataset: object) -> TypeError:
@@ -269,6 +318,7 @@ def _has_own_state(cls: type[Any]) -> bool:
 
 def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> ShardedLoader[T]:
     """A copy of `loader` that reads as `reading` says; the original is left alone."""
-    cursor = Cursor(0, (reading.epoch(0),))
+    begin = (reading.epoch(reading.place.epoch),)
+    cursor = Cursor(Pass(begin[0].epoch, begin, begin), reading.place, told=False if begin[0].epoch else None)
     new: ShardedLoader[T] = extended_copy(loader, ShardedLoader, weft_reading=reading, weft_cursor=cursor, weft_ctx=ctx)
     return new

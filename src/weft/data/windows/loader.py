@@ -46,7 +46,13 @@ class Windows(Generic[B]):
         return self.weft_splitter.split(batches, known_length(self.batches), _rows)
 
     def __len__(self) -> int:
+        """Windows of an epoch."""
         return self.weft_splitter.count(len(self.batches))  # type: ignore[arg-type]
+
+    @property
+    def remaining(self) -> int:
+        """Windows that are left of the running epoch, or of the one that the next iteration reads."""
+        return len(self) - self.weft_splitter.done
 
 
 class _WindowLoader(Extension[Any]):
@@ -55,15 +61,19 @@ class _WindowLoader(Extension[Any]):
     weft_splitter: WindowSplitter[Any]
 
     def __iter__(self) -> Iterator[Window[Any]]:  # type: ignore[override]
-        batches = iter(super().__iter__())  # before `len`: a new epoch may have another length
-        length = known_length(self, super().__len__)
-        return self._split(batches, length)
+        return self._split(iter(super().__iter__()))
 
-    def _split(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
-        return self.weft_splitter.split(batches, length, _rows)
+    def _split(self, batches: Iterator[Any]) -> Iterator[Window[Any]]:
+        return self.weft_splitter.split(batches, known_length(self, super().__len__), _rows)
 
     def __len__(self) -> int:
+        """Windows of an epoch."""
         return self.weft_splitter.count(super().__len__())
+
+    @property
+    def remaining(self) -> int:
+        """Windows that are left of the running epoch, or of the one that the next iteration reads."""
+        return len(self) - self.weft_splitter.done
 
 
 class _SeekableWindowLoader(_WindowLoader):
@@ -71,14 +81,30 @@ class _SeekableWindowLoader(_WindowLoader):
 
     weft_cursor: Any
 
-    def _split(self, batches: Iterator[Any], length: int | None) -> Iterator[Window[Any]]:
+    def _split(self, batches: Iterator[Any]) -> Iterator[Window[Any]]:
         splitter, loader = self.weft_splitter, _seekable(super())
         self.weft_cursor.has_windows = False
         self.weft_cursor.weighed = True  # its own `share` is not asked for
-        if length is not None and splitter.remainder == "carry":
+        length, _ = loader.weft_lengths()
+        if length is not None and splitter.remainder != "step":
             rest = splitter.fit(splitter.windows, length)[1]
-            length -= rest if loader.weft_hold_back(rest) else 0
+            length -= rest if loader.weft_leave_out(rest, carry=splitter.remainder == "carry") else 0
         return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned())
+
+    def __len__(self) -> int:
+        """Windows of an epoch, with what is carried over into it, whether some of it are read already or not."""
+        batches = _seekable(super()).weft_lengths()[1]
+        return self.weft_splitter.count(super(_WindowLoader, self).__len__() if batches is None else batches)
+
+    @property
+    def remaining(self) -> int:
+        """Windows that are left of the running epoch, or of the one that the next iteration reads."""
+        splitter = self.weft_splitter
+        batches, window = cast("Any", super(_WindowLoader, self)).remaining, splitter.sync.current
+        if window is not None and not window.used_up and not self.weft_cursor.now.is_over:
+            batches -= window.length - window.taken
+        windows, left = splitter.fit(splitter.windows, batches + len(splitter.carried))
+        return windows + (1 if left and splitter.remainder == "step" else 0)
 
     @property
     def share(self) -> float:
@@ -96,14 +122,21 @@ class _SeekableWindowLoader(_WindowLoader):
         window = splitter.sync.current
         if window is None or window.used_up:
             # What is carried over from a loader that cannot hold it back lies in memory, and is read again.
-            return loader.weft_position(len(splitter.carried)) | {"windows": splitter.windows}
-        return loader.weft_position(window.taken) | {"windows": splitter.windows - 1}
+            found = loader.weft_position(len(splitter.carried)) | {"windows": splitter.windows}
+        else:
+            found = loader.weft_position(window.taken) | {"windows": splitter.windows - 1}
+        is_within = callable(splitter.steps) and found["epoch"] == self.weft_cursor.epoch and splitter.done
+        return found | ({"first_window": splitter.windows - splitter.done} if is_within else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position, also one saved with other `steps` or before there were windows."""
         windows, base = _windows_in(state), cast("Any", super())
+        first = _windows_in(state, "first_window") if "first_window" in state else windows
         base.load_state_dict(state)
-        self.weft_splitter.go_to(windows)
+        self.weft_splitter.go_to(windows, first)
+        left, _ = _seekable(base).weft_lengths()
+        if self.weft_splitter.remainder == "drop" and left is not None and self.remaining == 0 < len(self):
+            base.set_epoch(self.weft_cursor.epoch + 1)  # no window is left of this one
 
     def check_savable(self) -> None:
         """Raise in the middle of a window."""
@@ -149,9 +182,9 @@ def _seekable(loader: object) -> Seekable:
     return cast("Seekable", loader)
 
 
-def _windows_in(state: Mapping[str, Any]) -> int:
-    windows: int = state.get("windows", 0)
-    check_count("load_state_dict", "windows", windows, least=0, fix="loader.load_state_dict(saved_loader.state_dict())")
+def _windows_in(state: Mapping[str, Any], name: str = "windows") -> int:
+    windows: int = state.get(name, 0)
+    check_count("load_state_dict", name, windows, least=0, fix="loader.load_state_dict(saved_loader.state_dict())")
     return windows
 
 

@@ -30,6 +30,7 @@ class WindowSplitter(Generic[B]):
         sync: What the windows announce to the modules.
         windows: Number of windows so far, over all epochs and runs.
         carried: Micro-batches left over by the last epoch, with their sizes, for the first window of the next.
+        first: `windows` when the epoch began in which a run resumes; None: with the next window.
         began: `windows` and the number of carried micro-batches when the running epoch began.
     """
 
@@ -38,6 +39,7 @@ class WindowSplitter(Generic[B]):
     sync: WindowSync
     windows: int = 0
     carried: list[tuple[B, Size | None]] = field(default_factory=list)
+    first: int | None = None
     began: tuple[int, int] | None = None
 
     def size_of(self, window: int) -> int:
@@ -46,9 +48,17 @@ class WindowSplitter(Generic[B]):
         check_steps(size, f"steps({window})" if callable(self.steps) else "steps")
         return size
 
+    @property
+    def done(self) -> int:
+        """Windows of the running epoch that were given."""
+        return self.windows - self._begin()[0]
+
+    def _begin(self) -> tuple[int, int]:
+        return self.began or (self.windows if self.first is None else self.first, len(self.carried))
+
     def count(self, batches: int) -> int:
         """Windows of an epoch of so many batches: the running one, or else the next."""
-        first, carried = self.began or (self.windows, len(self.carried))
+        first, carried = self._begin()
         number, left = self.fit(first, batches + carried)
         return number + (1 if left and self.remainder == "step" else 0)
 
@@ -61,9 +71,10 @@ class WindowSplitter(Generic[B]):
             left, number = left - size, number + 1
         return number, left
 
-    def go_to(self, windows: int) -> None:
-        """Let the next pass begin with this window, and with nothing carried over."""
+    def go_to(self, windows: int, first: int | None = None) -> None:
+        """Let the next pass begin with this window, and with nothing carried over; its epoch began with the first."""
         self.windows, self.carried, self.sync.current, self.began = windows, [], None, None
+        self.first = first
 
     def state_between_windows(self, batches: Callable[[], Any]) -> dict[str, Any]:
         """A state made of that of the loader, which knows nothing of windows.
@@ -94,8 +105,9 @@ class WindowSplitter(Generic[B]):
             planned: The size of a batch by its number in this pass, if that is known for all ranks beforehand.
         """
         sync = self.sync
+        began = self.began = self._begin()
+        self.first = None
         carried, self.carried, sync.current = self.carried, [], None
-        self.began = began = (self.windows, len(carried))
         left = None if length is None else length + len(carried)
         if left is None or carried:
             planned = None
