@@ -205,7 +205,8 @@ def shard_data(
     if mode == "dispatch":
         total, chosen, per_rank = _as_rank_0(ctx, {"total": total, "seed": chosen, "per_rank": per_rank})
     drop_last = _drop_last(loader, iterable=iterable, whole=whole)
-    check_uneven(uneven, total, ctx, already_sharded=already_sharded)
+    if iterable or mode == "dispatch":  # what a sampler yields is seen before it is read
+        check_uneven(uneven, total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
     plan = Plan(rank, size, per_rank, drop_last, uneven or "balance", costs)
     if ctx.replicas is not None:  # a step has as many units as with all replicas, whoever lives

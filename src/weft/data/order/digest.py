@@ -28,11 +28,13 @@ def digest_of(units: Sequence[Any]) -> str:
     """
     found = hashlib.blake2b(str(len(units)).encode(), digest_size=8)
     some = units[:: -(-len(units) // _MOST) or 1]
-    numbers = _numbers(some)
-    if numbers is None and all(isinstance(unit, (list, tuple)) for unit in some):  # batches
-        numbers = _numbers(list(itertools.chain.from_iterable(some)))
+    if not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, some))):
+        some = [_canonical(unit) for unit in some]
+    if some and all(isinstance(unit, (list, tuple)) for unit in some):  # batches
         found.update(np.fromiter(map(len, some), np.int64, len(some)).tobytes())
-    found.update(repr([_canonical(unit) for unit in some]).encode() if numbers is None else numbers.tobytes())
+        some = list(itertools.chain.from_iterable(some))
+    numbers = _numbers(some)
+    found.update(repr(some).encode() if numbers is None else numbers.tobytes())
     return found.hexdigest()
 
 

@@ -61,6 +61,11 @@ class EpochOrder:
         self._starts: dict[int, Mapping[str, Any]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether orders are functions of seed, epoch and length."""
+        return self._state is None
+
     def order(self, seed: int, epoch: int) -> Sequence[Any]:
         """All units of an epoch.
 
@@ -82,11 +87,12 @@ class EpochOrder:
         """The units of an epoch whose turn may come later, as the sampler would yield them now."""
         if (seed, epoch) in self._made or self._state is None:
             return self.order(seed, epoch)
-        put_back = self._state.prepare(self._state.capture())
+        put_back, starts = self._state.prepare(self._state.capture()), dict(self._starts)
         try:
             return self._make(seed, epoch).units
         finally:
             put_back()
+            self._starts = starts
 
     def digest(self, seed: int, epoch: int) -> str | None:
         """A digest of the order of an epoch; None if that is a function of seed, epoch and length."""
@@ -107,8 +113,12 @@ class EpochOrder:
             epochs: Those that are not used up, and whether a part of each is.
 
         Returns:
-            "order": digests of those that are begun. "sampler": the states of the sampler at their beginnings.
+            "order": digests of those that are begun, or else of the one before, by which it is known on resume whether
+            orders can be made again. "sampler": the states of the sampler at their beginnings.
         """
+        last = min(epochs) - 1
+        if self._state is not None and (seed, last) in self._made and not any(epochs.values()):
+            epochs = {last: True, **epochs}
         begun = [[epoch, self._digest(self._of(seed, epoch))] for epoch, is_begun in epochs.items() if is_begun]
         found: dict[str, Any] = {"order": begun} if begun else {}
         if self._state is not None:
@@ -123,7 +133,7 @@ class EpochOrder:
         Args:
             seed: Of the order.
             state: The position.
-            begun: The epochs of which it says that a part is used.
+            begun: The epochs of which it says that a part is used, or else the one before.
 
         Returns:
             What undoes it.

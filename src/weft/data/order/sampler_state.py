@@ -74,7 +74,7 @@ class SamplerState:
                     puts.append(partial(place.put, _plain(state.get(path, self._first.get(path)))))
             new = sorted(state.keys() - places.keys())  # what the sampler sets in its first epoch
             puts += [self._setter(path, _plain(state[path])) for path in new]
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise value_error(
                 f"load_state_dict: the state of {type(self._sampler).__name__} in this position cannot be used",
                 found=f"{type(error).__name__}: {error}",

@@ -180,7 +180,8 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
         except OtherOrder as error:
             if reading.resized != "next_epoch":
                 raise
-            state = _next_epoch(state, str(error).partition("\n")[0].removeprefix("load_state_dict: "))
+            why = str(error).partition("\n")[0].removeprefix("load_state_dict: ")
+            state = _next_epoch(state, why, 1 if state[_start_in(state, reading)] else 0)
     try:
         found = _pass_from(state, reading)
         _check_ranks(state, reading)
@@ -197,16 +198,19 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
 
 def _begun(state: Mapping[str, Any], reading: ReadPlan) -> set[int]:
     carried = {span[0] for span in state.get("carried", ()) if isinstance(span, (list, tuple)) and any(span[1:2])}
-    return carried | ({state["epoch"]} if state[_start_in(state, reading)] else set())
+    here = {state["epoch"]} if state[_start_in(state, reading)] else set[int]()
+    if not carried | here and reading.units is not None and not reading.units.is_plain:
+        return {state["epoch"] - 1}
+    return carried | here
 
 
 def _no_undo() -> None:
     pass
 
 
-def _next_epoch(state: Mapping[str, Any], why: str) -> dict[str, Any]:
+def _next_epoch(state: Mapping[str, Any], why: str, further: int = 1) -> dict[str, Any]:
     warnings.warn(f"load_state_dict: {why}: resuming with the next epoch", stacklevel=5)
-    return {"seed": state["seed"], "epoch": state["epoch"] + 1, "samples": 0}
+    return {"seed": state["seed"], "epoch": state["epoch"] + further, "samples": 0}
 
 
 def _rest(todo: tuple[Span, ...], steps: int, reading: ReadPlan) -> tuple[Span, ...]:
