@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,8 @@ class Pass:
         total: Batches of `todo`; None as long as that is not known.
         left_out: Batches at its end that are not read.
         carries: Whether the next pass begins with those; otherwise nobody reads them.
-        is_over: It came to its end, or was left.
+        reader: The iterator over it.
+        has_ended: The loader stands where the next iteration begins.
     """
 
     epoch: int
@@ -43,7 +45,18 @@ class Pass:
     total: int | None = None
     left_out: int = 0
     carries: bool = True
-    is_over: bool = False
+    reader: weakref.ref[Any] | None = None
+    has_ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it came to its end, or was left."""
+        return self.reader is not None and self.reader() is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its batches were given."""
+        return self.total is not None and 0 < self.steps == self.total - self.left_out
 
     @property
     def endless(self) -> bool:
@@ -114,7 +127,7 @@ class Cursor:
     def ended(self, running: Pass, todo: tuple[Span, ...]) -> None:
         """An iteration came to its end; the next one reads this."""
         self.go_to(todo[-1].epoch, todo)
-        self.before = running
+        self.before, running.has_ended = running, True
 
     def last_size(self, reading: ReadPlan) -> Size:
         """The size of the batch that was given last."""
@@ -146,7 +159,7 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
     steps -= back
     left = reading.plan.split(now.todo, steps)[1] if reading.uneven_ranks is None else _rest(now.todo, steps, reading)
     whole = now.whole
-    if steps and now.total is not None and steps == now.total - now.left_out:
+    if steps == now.steps and now.is_complete:
         following = reading.epoch(now.epoch + 1)
         left = whole = (*(left if now.carries and not now.endless else ()), following)
     found: dict[str, Any] = {"seed": reading.seed, "epoch": left[-1].epoch, **reading.used(left[-1])}

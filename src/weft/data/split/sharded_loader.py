@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ class ShardedLoader(Extension[T]):
     def __len__(self) -> int:
         """Batches of an epoch, whether some of it are read already or not; see `remaining`."""
         reading = self.weft_reading
-        span = reading.epoch(self.weft_cursor.epoch)
+        span = reading.epoch(self._current().epoch)
         if span.stop == UNKNOWN and (reading.units is None or reading.units.known is None):
             raise _no_length(self.dataset)
         # A sampler that never ends may have a length: it is what torch calls an epoch.
@@ -48,10 +49,7 @@ class ShardedLoader(Extension[T]):
     @property
     def remaining(self) -> int:
         """Batches that are left of the running epoch, or of the one that the next iteration reads."""
-        cursor = self.weft_cursor
-        now = cursor.now
-        if now.is_over:  # it was left early
-            return self.weft_reading.steps_in((self.weft_reading.epoch(cursor.latest + 1),))
+        now = self._current()
         if now.endless:
             raise _no_length(self.dataset)
         return self.weft_reading.steps_in(now.todo) - now.left_out - now.steps
@@ -62,16 +60,16 @@ class ShardedLoader(Extension[T]):
 
         A loader over the same dataset object as one that was read before continues to count where that one stands.
         """
-        cursor = self.weft_cursor
+        cursor, epoch = self.weft_cursor, self._current().epoch
         if cursor.told is False:
             cursor.told = True
             warn(
                 "shard_data: a loader continues the epochs of another one over the same dataset",
-                found=f"epoch {cursor.epoch}, before this loader was read",
+                found=f"epoch {epoch}, before this loader was read",
                 expected="epochs that count on where a loader is built anew in each one, or a number set by hand",
                 fix="loader.set_epoch(0)  # to begin anew",
             )
-        return cursor.epoch
+        return epoch
 
     @property
     def share(self) -> float:
@@ -110,11 +108,14 @@ class ShardedLoader(Extension[T]):
     # -- one iteration ---------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        return self._iteration(self._begin())  # now, not at the first batch: which epoch it is does not depend on that
+        now = self._begin()  # not only at the first batch: which epoch it is does not depend on that
+        reader = self._iteration(now)
+        now.reader = weakref.ref(reader)
+        return reader
 
     def _begin(self) -> Pass:
         reading, cursor = self.weft_reading, self.weft_cursor
-        if not cursor.fresh:  # the last iteration was left early, or runs
+        if not cursor.fresh:
             self.set_epoch(cursor.latest + 1)
         now = cursor.now
         cursor.iterations += 1
@@ -127,9 +128,9 @@ class ShardedLoader(Extension[T]):
 
     def _iteration(self, now: Pass) -> Iterator[Any]:
         reading, cursor, device = self.weft_reading, self.weft_cursor, self.weft_ctx.device
-        plan, todo, later = reading.plan, now.todo, tuple[Span, ...]()
+        plan, todo = reading.plan, now.todo
         if now.left_out and now.carries:
-            todo, later = plan.split(todo, plan.steps_in(todo) - now.left_out)
+            todo = plan.split(todo, plan.steps_in(todo) - now.left_out)[0]
         plain = reading.readers and reading.uneven_ranks is None and not (reading.scattered or reading.with_ids)
         plain = plain and not plan.allows_empty and device.type == "cpu"
         read: Iterator[Any] = self._own(todo) if plain else self._batches(todo)
@@ -149,10 +150,29 @@ class ShardedLoader(Extension[T]):
                     reading.states.append((now.steps, given.state))
                 yield found[:2] if reading.with_ids else found[0]
         finally:
-            now.is_over = True
             cursor.open.discard(now)
             cursor.place.readers -= 1
-        cursor.ended(now, (*later, reading.epoch(cursor.latest + 1)))
+        if not now.has_ended:
+            self._ended(now)
+
+    def _current(self) -> Pass:
+        """The iteration that runs, or else the one that comes next."""
+        cursor = self.weft_cursor
+        if cursor.fresh or not cursor.now.is_over:
+            return cursor.now
+        if cursor.now.is_complete:  # the loop was left when it had everything, without asking whether there is more
+            self._ended(cursor.now)
+            return cursor.now
+        following = (self.weft_reading.epoch(cursor.latest + 1),)
+        return Pass(cursor.latest + 1, following, following)
+
+    def _ended(self, now: Pass) -> None:
+        """Let the next iteration read what this one has left out, and the next epoch."""
+        reading, plan = self.weft_reading, self.weft_reading.plan
+        later: tuple[Span, ...] = ()
+        if now.left_out and now.carries:
+            later = plan.split(now.todo, plan.steps_in(now.todo) - now.left_out)[1]
+        self.weft_cursor.ended(now, (*later, reading.epoch(self.weft_cursor.latest + 1)))
 
     def _batches(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, ...]]:
         """Batches with what is known of them, the last of each tuple."""
@@ -212,6 +232,8 @@ class ShardedLoader(Extension[T]):
         """
         cursor = self.weft_cursor
         cursor.told = None
+        if not cursor.fresh and cursor.now.is_complete and not cursor.open - {cursor.now}:
+            self._ended(cursor.now)
         if cursor.fresh and epoch == cursor.epoch:
             return
         self.weft_reading.states.clear()
@@ -241,7 +263,7 @@ class ShardedLoader(Extension[T]):
 
     def weft_lengths(self) -> tuple[int | None, int | None]:
         """Batches that are left, and of the whole epoch; see `Seekable`."""
-        reading, now = self.weft_reading, self.weft_cursor.now
+        reading, now = self.weft_reading, self._current()
         if now.endless:
             return None, None
         return reading.steps_in(now.todo) - now.left_out - now.steps, reading.steps_in(now.whole)

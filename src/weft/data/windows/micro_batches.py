@@ -65,6 +65,7 @@ class MicroBatches(Generic[B]):
         at = self.given - self._ahead_from
         batch = self._ahead[at] if 0 <= at < len(self._ahead) else self._read()
         self.given += 1
+        self._let_go()
         return batch
 
     def read_all(self) -> list[B]:
@@ -79,6 +80,12 @@ class MicroBatches(Generic[B]):
         for _ in range(self.length - self.begun):
             self._read()
         self.given = self.length
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep the loader's iterator no longer than needed: that it is gone shows that the loop over it was left."""
+        if self.begun == self.length:
+            self.source = iter(())
 
     def size(self, number: int) -> Size:
         """Samples of one micro-batch, on this rank and on all."""
