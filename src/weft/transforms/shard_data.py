@@ -27,7 +27,7 @@ from weft.data.split.map_samples import Epoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import Plan, Uneven
-from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, with_own_shards
+from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, never_ends, with_own_shards
 from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
 from weft.loop_watch import watch_loop
 from weft.metrics import SampleIds
@@ -196,7 +196,8 @@ def shard_data(
     if mode == "dispatch":
         total, chosen, per_rank = _as_rank_0(ctx, {"total": total, "seed": chosen, "per_rank": per_rank})
     drop_last = _drop_last(loader, iterable=iterable, whole=whole)
-    check_uneven(uneven, total, ctx, already_sharded=already_sharded)
+    if not never_ends(loader.dataset):
+        check_uneven(uneven, total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
     plan = Plan(rank, size, per_rank, drop_last, uneven or "balance", costs)
     if ctx.replicas is not None:  # a step has as many units as with all replicas, whoever lives
@@ -310,7 +311,7 @@ def _plan_of(loader: DataLoader[Any], reading: ReadPlan, mode: str, uneven: str 
     kind: Any = "seekable stream" if iterable and seekable else "stream" if iterable else "samples"
     kind = "batches" if reading.whole else kind
     copies = max(loader.num_workers, 1) * (1 if mode == "dispatch" else reading.plan.size)
-    whole_stream = iterable and not (seekable and reading.total is not None)
+    whole_stream = iterable and not (seekable and (reading.total is not None or never_ends(loader.dataset)))
     return DataPlan(
         source="split already" if reading.split_for is not None else kind,
         mode=mode,
