@@ -4,6 +4,8 @@ import copy
 import itertools
 import math
 import pickle
+import re
+import traceback
 from collections import Counter
 
 import datasets
@@ -430,7 +432,7 @@ ONE = Resumable(0, 4)
         *[({"a": (range(3), weight)}, repr(weight)) for weight in (0, -1, math.nan, math.inf, True, "1", None)],
         ({"a": (range(3), 1), "b": (range(3), 1e-300)}, "1e-300 and 1.0"),
         ({"a": (range(10**9), 1e-15), "b": (range(3), 1)}, "1000000000000000"),
-        ({"a": (ONE, 1), "b": (ONE, 1)}, "one stream with a state"),
+        ({"a": (ONE, 1), "b": (ONE, 1)}, "one stream under two names"),
     ],
 )
 def test_what_cannot_be_mixed(sources, found):
@@ -444,6 +446,69 @@ def test_other_arguments():
         with pytest.raises(ValueError, match="(?s)mix: .*fix: "):
             weft.data.mix({"a": (range(3), 1)}, **bad)
     assert len(weft.data.mix({"a": (range(3), np.float32(1)), "b": (range(3), torch.tensor(1))})) == 6
+
+
+class Broken(Seekable):
+    """Its sample number 3 cannot be read."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return [0, 1, 2][index] if index != 3 else int("x")
+
+    def iter_from(self, start):
+        return map(self.__getitem__, range(start, 6))
+
+
+class BrokenMap(Dataset):
+    __len__, __getitem__ = Broken.__len__, Broken.__getitem__
+
+
+@pytest.mark.parametrize("source", [Broken(0, 6), BrokenMap()])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_names_the_sample_and_its_source(source, workers):
+    loader = DataLoader(weft.data.mix({"good": (range(9), 1), "bad": (source, 1)}, shuffle=False), num_workers=workers)
+    loader, _ = weft.shard_data(loader, weft.local())
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        list(loader)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "while sample 3 of 'bad' was read" in text and re.search(r"while sample \d+ was read on rank 0", text)
+
+
+def test_workers_that_would_all_read_everything():
+    with pytest.raises(weft.errors.ContractError, match="(?s)several workers.*num_workers=2.*fix:"):
+        list(DataLoader(make("plain"), num_workers=2))
+
+
+def test_ranks_with_different_mixtures():
+    def job(ctx):
+        with pytest.raises(weft.errors.ContextError, match="(?s)mixture.*fix:"):
+            weft.shard_data(DataLoader(make("map", seed=ctx.rank), batch_size=2), ctx)
+
+    run_ranks(job, 2)
+
+
+@pytest.mark.parametrize("kind", ["map", "seekable"])
+@pytest.mark.parametrize("stop", ["first", "never"])
+def test_a_position_of_another_mixture(kind, stop):
+    def loader(seed, **options):
+        data = DataLoader(make(kind, stop, seed=seed), batch_size=3)
+        return weft.shard_data(data, weft.local(), **options)[0]
+
+    for _ in (saved := loader(0)):
+        position = saved.state_dict()
+        break
+    with pytest.raises(ValueError, match='(?s)mixture .* when it was saved, .* now.*fix:.*resized="next_epoch"'):
+        loader(1).load_state_dict(position)
+    with pytest.warns(UserWarning, match="resuming with the next epoch"):
+        (other := loader(1, resized="next_epoch")).load_state_dict(position)
+    assert other.epoch == 1 and next(iter(other)).tolist() == list(itertools.islice(epoch(make(kind, stop, seed=1)), 3))
+
+
+def epoch(mixture, number=1):
+    mixture.set_epoch(number)
+    return mixture
 
 
 def test_a_state_of_another_mixture():

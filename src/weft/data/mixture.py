@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from weft.checks import check_choice, check_count
 from weft.data.loader_copy import length_of
@@ -67,7 +67,7 @@ def mix(
     Raises:
         TypeError: A source is no dataset, or the sources are no mapping to pairs.
         ValueError: A weight is not above 0 or not finite, or 2**53 times another one; there is no source, or an empty
-            one; one stream with a state is there twice; an epoch would have more than 2**53 samples.
+            one; one stream is there twice; an epoch would have more than 2**53 samples.
         ContractError: While reading: a stream has not as many samples as its length says, or none.
 
     Example:
@@ -90,13 +90,13 @@ def mix(
     if max(weights) > _MOST * min(weights):
         found, expected = f"{float(min(weights))} and {float(max(weights))}", "weights of like size"
         raise value_error("mix: a source would never be read", found=found, expected=expected, fix=_FIX)
-    states = [id(part.dataset) for part in parts if part.kind == "stateful"]
-    if len(set(states)) < len(states):
-        found, fix = "one stream with a state, under two names", "copy.deepcopy(stream)  # for the second name"
+    streams = [id(part.dataset) for part in parts if part.kind != "map"]
+    if len(set(streams)) < len(streams):
+        found, fix = "one stream under two names", "copy.deepcopy(stream)  # for the second name"
         raise value_error("mix: sources cannot be used", found=found, expected="a stream of its own for each", fix=fix)
     kinds = {part.kind for part in parts}
     if kinds == {"map"} and stop != "never":
-        batches = any(hasattr(part.dataset, "__getitems__") for part in parts)
+        batches = any(part.fetch for part in parts)
         cls: type[Mixture] = _BatchSamples if batches else _Samples
     elif all(part.kind == "map" or (part.kind == "seekable" and part.length) for part in parts):
         cls = _Seekable
@@ -129,7 +129,16 @@ class _Source:
                 "without samples" if self.length == 0 else "without a len"
             )
             raise value_error("mix: a source cannot be used", found=found, expected="samples, and a length", fix=_FIX)
+        self.fetch = getattr(dataset, "__getitems__", None)
         self.begin: Any = copy.deepcopy(dataset.state_dict()) if self.kind == "stateful" else None
+
+    def at(self, index: int) -> Any:
+        """A sample of a map-style dataset."""
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            error.add_note(f"while sample {index} of {self.name!r} was read")
+            raise
 
 
 def _kind(name: str, dataset: Any) -> str:
@@ -151,6 +160,7 @@ class Mixture(Dataset[Any]):
 
     Attributes:
         names: Of the sources, in the order in which they were given.
+        fingerprint: A text that mixtures with the same order have in common.
         counts: How many samples of each source an epoch has, by name; None if nobody knows, or it does not end.
         epoch: Whose order it has.
     """
@@ -187,6 +197,7 @@ class Mixture(Dataset[Any]):
         # Under the name where `shard_data` looks for it: whether a source was split by `split_dataset_by_node`.
         splits = [getattr(source.dataset, "_distributed", None) for source in sources]
         self._distributed = next((split for split in splits if split is not None), None)
+        # Names, the samples of an epoch or the weights, and all else that the order follows from.
         facts = (self.names, self._rates, lengths, seed, stop, self._shuffle)
         self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -236,7 +247,7 @@ class _Samples(Mixture):
 
     def __getitem__(self, index: Any) -> Any:
         source, _, number = self._order[self._position(index)]
-        return self._given(source, self._sources[source].dataset[number])
+        return self._given(source, self._sources[source].at(number))
 
     def _position(self, index: Any) -> int:
         position = operator.index(index)
@@ -251,9 +262,8 @@ class _BatchSamples(_Samples):
         found: list[Any] = [None] * len(places)
         for number, source in enumerate(self._sources):
             wanted = [at for at, place in enumerate(places) if place.source == number]
-            fetch = getattr(source.dataset, "__getitems__", None)
             ids = [places[at].sample for at in wanted]
-            samples = fetch(ids) if fetch and ids else [source.dataset[index] for index in ids]
+            samples = source.fetch(ids) if source.fetch and ids else map(source.at, ids)
             for at, sample in zip(wanted, samples, strict=True):
                 found[at] = self._given(number, sample)
         return found
@@ -273,7 +283,19 @@ class _Stream(Mixture, IterableDataset[Any]):
         return self._order.total
 
     def __iter__(self) -> Iterator[Any]:
+        self._check_worker()
         return self._read(0, [_Reading(self, source) for source in self._sources])
+
+    def _check_worker(self) -> None:
+        """Raise in a worker that nobody divides samples among: each would yield all."""
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
+            raise ContractError(
+                "mix: several workers would each read the whole mixture",
+                found=f"a torch DataLoader with num_workers={info.num_workers} over a mixture that is a stream",
+                expected="a loader from shard_data, on one rank too, or one worker",
+                fix="loader, ctx = weft.shard_data(loader, ctx)",
+            )
 
     def _read(self, start: int, readings: Sequence[_Reading]) -> Iterator[Any]:
         for source, _, index in self._order.from_position(start):
@@ -307,6 +329,7 @@ class _Stateful(_Stream):
         self._position, self._readings = 0, [_Reading(self, source) for source in self._sources]
 
     def __iter__(self) -> Iterator[Any]:
+        self._check_worker()
         state, self._loaded = self._loaded, None
         states = state["sources"] if state else {}
         self._position = state["position"] if state else 0
@@ -361,10 +384,14 @@ class _Reading:
         """The next sample; if there is none, the mark of the end, and the next pass begins."""
         source = self.source
         if source.kind == "map":
-            sample = _END if self.read == source.length else source.dataset[index]
+            sample = _END if self.read == source.length else source.at(index)
         else:
             self._samples = self._begun() if self._samples is None else self._samples
-            sample = next(self._samples, _END)
+            try:
+                sample = next(self._samples, _END)
+            except Exception as error:
+                error.add_note(f"while sample {self.read} of {source.name!r} was read")
+                raise
             at_end = self.read > 0 if source.length is None else self.read == source.length
             if (sample is _END) != at_end and (sample is _END or source.length is not None):
                 raise self._untrue()

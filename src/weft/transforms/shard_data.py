@@ -21,12 +21,13 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.data.equal_cost import Cost, Costs
 from weft.data.loader_copy import length_of
+from weft.data.mixture import Mixture
 from weft.data.order.epoch_order import EpochOrder, epoch_order
 from weft.data.split.loader_checks import check_balance, check_divisible, check_loader, check_uneven, warn_of_no_steps
 from weft.data.split.map_samples import Epoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
-from weft.data.split.split_plan import Plan, Uneven
+from weft.data.split.split_plan import UNKNOWN, Plan, Uneven
 from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, never_ends, with_own_shards
 from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
 from weft.loop_watch import watch_loop
@@ -142,7 +143,7 @@ def shard_data(
             split by node). If ranks have different numbers of batches: "error" (default) raises on all,
             "drop" ends with the shortest, "join" continues to the longest with batches without rows.
         resized: What `load_state_dict` does with a position in the middle of an epoch of a dataset that had another
-            length: "error", or "next_epoch": the epoch after it begins, in the order of the new length.
+            length, or of another mixture: "error", or "next_epoch": the epoch after it begins, in the new order.
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
         keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
             that random augmentation in the dataset is the same at any number of ranks and workers.
@@ -185,6 +186,7 @@ def shard_data(
     chosen = _seed_of(loader.dataset if iterable else units, loader, ctx) if seed is None else seed
     reads_here = mode != "dispatch" or ctx.rank == 0
     per_rank = 1 if whole or single else _per_rank(loader, mode, size * _most_replicas(ctx))
+    mixture = _mixture_of(loader, mode, already_sharded=already_sharded)
     facts: dict[str, object] = {
         "mode": mode,
         "uneven": uneven,
@@ -192,12 +194,12 @@ def shard_data(
         "with_ids": with_ids,
         "keyed": keyed,
         "already sharded": already_sharded,
+        "mixture": mixture,
     }
     if mode == "dispatch":
         total, chosen, per_rank = _as_rank_0(ctx, {"total": total, "seed": chosen, "per_rank": per_rank})
     drop_last = _drop_last(loader, iterable=iterable, whole=whole)
-    if not never_ends(loader.dataset):
-        check_uneven(uneven, total, ctx, already_sharded=already_sharded)
+    check_uneven(uneven, UNKNOWN if never_ends(loader.dataset) else total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
     plan = Plan(rank, size, per_rank, drop_last, uneven or "balance", costs)
     if ctx.replicas is not None:  # a step has as many units as with all replicas, whoever lives
@@ -237,6 +239,7 @@ def shard_data(
         total=total,
         whole=whole,
         resized=resized,
+        mixture=mixture,
     )
     copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
     if offer.steps == 0:
@@ -275,6 +278,12 @@ def _seed_of(source: Any, loader: DataLoader[Any], ctx: DistContext) -> int:
     if loader.generator is None and type(source).__module__.startswith("torchdata."):
         return ctx.seed  # torchdata's sampler has made itself one, another on each rank
     return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else ctx.seed
+
+
+def _mixture_of(loader: DataLoader[Any], mode: str, *, already_sharded: bool) -> str | None:
+    """What the order of a mixture follows from, if all ranks have the same."""
+    alike = mode != "dispatch" and not already_sharded
+    return loader.dataset.fingerprint if alike and isinstance(loader.dataset, Mixture) else None
 
 
 def _as_rank_0(ctx: DistContext, mine: dict[str, Any]) -> tuple[int | None, int, int]:

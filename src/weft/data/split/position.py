@@ -75,9 +75,11 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
     left = reading.plan.split(todo, steps)[1] if reading.uneven_ranks is None else _rest(todo, steps, reading.plan)
     if steps and total is not None and steps == total - cursor.held:
         epoch, left = epoch + 1, (*(() if reading.endless else left), reading.epoch(epoch + 1))
-    found = {"seed": reading.seed, "epoch": epoch, **reading.used(left[-1])}
+    found: dict[str, Any] = {"seed": reading.seed, "epoch": epoch, **reading.used(left[-1])}
     if (left[-1].start or left[1:]) and reading.length_known:
         found["length"] = left[-1].stop
+    if (left[-1].start or left[1:]) and reading.mixture is not None:
+        found["mixture"] = reading.mixture
     if reading.split_for is not None:
         found["ranks"] = reading.split_for
     kept = [state for at, state in reading.states if at == steps]
@@ -92,8 +94,8 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
     Raises:
         ValueError: It is no position in this loader.
     """
-    if _other_length(state, reading):
-        warnings.warn(f"load_state_dict: {_lengths(state, reading)}: resuming with the next epoch", stacklevel=2)
+    if _other_order(state, reading):
+        warnings.warn(f"load_state_dict: {_data_of(state, reading)}: resuming with the next epoch", stacklevel=2)
         state = {"seed": state["seed"], "epoch": state["epoch"] + 1, "samples": 0}
     todo = _spans(state, reading)
     if todo is None:
@@ -120,7 +122,7 @@ def _spans(state: Mapping[str, Any], reading: ReadPlan) -> tuple[Span, ...] | No
     # Of a batch sampler "samples" were batches before there was "batches".
     start = "batches" if reading.whole and "batches" in state else "samples"
     named = {"seed", "epoch", start}
-    if not named <= set(state) <= named | {"samples", "length", "carried", "windows", "source", "ranks"}:
+    if not named <= set(state) <= named | {"samples", "length", "carried", "windows", "source", "ranks", "mixture"}:
         return None
     numbers = (state["seed"], state["epoch"], state[start])
     if not all(type(number) is int for number in numbers) or state["epoch"] < 0:
@@ -138,27 +140,32 @@ def _spans(state: Mapping[str, Any], reading: ReadPlan) -> tuple[Span, ...] | No
     return todo if inside else None
 
 
-def _other_length(state: Mapping[str, Any], reading: ReadPlan) -> bool:
-    """Whether the order that a position is in is that of a dataset of another length.
+def _other_order(state: Mapping[str, Any], reading: ReadPlan) -> bool:
+    """Whether the order that a position is in is that of a dataset of another length, or of another mixture.
 
     Raises:
         ValueError: It is, and nobody said what to do.
     """
     begun = state.get("samples") or state.get("batches") or state.get("carried")
-    known = reading.length_known and all(type(state.get(name)) is int for name in ("seed", "epoch", "length"))
-    if not begun or not known or state["length"] == reading.epoch(state["epoch"], state["seed"]).stop:
+    if not begun or not all(type(state.get(name)) is int for name in ("seed", "epoch")):
+        return False
+    known = reading.length_known and type(state.get("length")) is int
+    same_length = not known or state["length"] == reading.epoch(state["epoch"], state["seed"]).stop
+    if same_length and state.get("mixture", reading.mixture) == reading.mixture:
         return False
     if reading.resized == "next_epoch":
         return True
     raise value_error(
-        "load_state_dict: the position belongs to a dataset of another length, which had a different order",
-        found=_lengths(state, reading),
-        expected="the same length, or the beginning of an epoch",
+        "load_state_dict: the position belongs to a dataset of another length or mixture, which had a different order",
+        found=_data_of(state, reading),
+        expected="the same length, and seed and weights of a mixture, or the beginning of an epoch",
         fix='weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
     )
 
 
-def _lengths(state: Mapping[str, Any], reading: ReadPlan) -> str:
+def _data_of(state: Mapping[str, Any], reading: ReadPlan) -> str:
+    if state.get("mixture", reading.mixture) != reading.mixture:
+        return f"mixture {state.get('mixture')} when it was saved, {reading.mixture} now"
     what = "batches" if reading.whole else "samples"
     now = reading.epoch(state["epoch"], state["seed"]).stop
     return f"{state['length']} {what} when it was saved, {now} {what} now"

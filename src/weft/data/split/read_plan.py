@@ -73,6 +73,7 @@ class ReadPlan:
         states: States of a stream by number of batches, in the running iteration.
         keyed: Whether every sample is read with random states of its own.
         resized: What a position in a dataset of another length does.
+        mixture: What the order of a mixture follows from; None: it is no mixture.
     """
 
     plan: Plan
@@ -90,6 +91,7 @@ class ReadPlan:
     total: int | None = None
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
+    mixture: str | None = None
     states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def epoch(self, number: int, seed: int | None = None) -> Span:
