@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from weft.checks import check_choice, check_count
 from weft.data.loader_copy import length_of
 from weft.data.order.epoch_order import generators_of, tell_epoch
-from weft.data.order.mixed_order import MixedOrder
+from weft.data.order.mixed_order import MixedOrder, Place
 from weft.data.split.stream_samples import SeekableStream, has_state
 from weft.errors import ContractError, type_error, value_error
 from weft.rng import mix as hashed
@@ -43,7 +43,8 @@ def mix(
     source each of its samples comes once. All of it is computed for any position, so that reading jumps.
 
     Use the result as any other dataset: `weft.shard_data(DataLoader(mixture, batch_size=8), ctx)`. With
-    `shuffle=True` in the loader, each sample still comes as often in an epoch, but no shorter part has the shares.
+    `shuffle=True` in the loader, each sample still comes as often in an epoch, but no shorter part has the shares, and
+    a sample takes longer to find.
 
     Changes: nothing; sources with `set_epoch` are told the epoch when the mixture is (streams in later passes of it
     another number, so that they shuffle anew), and `generator`s of streams are seeded. Collectives: none.
@@ -65,9 +66,9 @@ def mix(
         state if all other sources have one.
 
     Raises:
-        TypeError: A source is no dataset, or the sources are no mapping to pairs.
-        ValueError: A weight is not above 0 or not finite, or 2**53 times another one; there is no source, or an empty
-            one; one stream is there twice; an epoch would have more than 2**53 samples.
+        TypeError: There is no source, or a source is no dataset, or the sources are no mapping to pairs.
+        ValueError: A weight is not above 0 or not finite, or 2**53 times another one; a source has no sample; one
+            stream is there twice; an epoch would have more than 2**53 samples.
         ContractError: While reading: a stream has not as many samples as its length says, or none.
 
     Example:
@@ -108,7 +109,7 @@ def mix(
 def _weight(name: str, weight: Any) -> Fraction:
     try:
         value = math.nan if isinstance(weight, (bool, str)) else float(weight)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         value = math.nan
     if not 0 < value < math.inf:
         what = f"mix: the weight of {name!r} cannot be used"
@@ -163,6 +164,7 @@ class Mixture(Dataset[Any]):
         fingerprint: A text that mixtures with the same order have in common.
         counts: How many samples of each source an epoch has, by name; None if nobody knows, or it does not end.
         epoch: Whose order it has.
+        endless: Whether it has no end.
     """
 
     def __init__(
@@ -284,7 +286,7 @@ class _Stream(Mixture, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._check_worker()
-        return self._read(0, [_Reading(self, source) for source in self._sources])
+        return self._read(self._order.from_position(0), [_Reading(self, source) for source in self._sources])
 
     def _check_worker(self) -> None:
         """Raise in a worker that nobody divides samples among: each would yield all."""
@@ -297,8 +299,8 @@ class _Stream(Mixture, IterableDataset[Any]):
                 fix="loader, ctx = weft.shard_data(loader, ctx)",
             )
 
-    def _read(self, start: int, readings: Sequence[_Reading]) -> Iterator[Any]:
-        for source, _, index in self._order.from_position(start):
+    def _read(self, places: Iterator[Place], readings: Sequence[_Reading]) -> Iterator[Any]:
+        for source, _, index in places:
             sample = readings[source].take(index)
             if sample is _END:
                 if self.counts is None and (
@@ -317,7 +319,8 @@ class _Seekable(_Stream):
     def iter_from(self, start: int) -> Iterator[Any]:
         """See `SeekableStream`."""
         before = zip(self._sources, self._order.before(start), strict=True)
-        return self._read(start, [_Reading(self, one, *divmod(count, one.length or 1)) for one, count in before])
+        readings = [_Reading(self, source, *divmod(count, source.length or 1)) for source, count in before]
+        return self._read(self._order.from_position(start), readings)
 
 
 class _Stateful(_Stream):
@@ -334,7 +337,8 @@ class _Stateful(_Stream):
         states = state["sources"] if state else {}
         self._position = state["position"] if state else 0
         self._readings = [_Reading(self, each, *states.get(each.name, (0, 0, None))) for each in self._sources]
-        return self._counted(self._read(self._position, self._readings), self._readings)
+        samples = self._read(self._order.from_position(self._position), self._readings)
+        return self._counted(samples, self._readings)
 
     def _counted(self, samples: Iterator[Any], readings: Sequence[_Reading]) -> Iterator[Any]:
         for sample in samples:
@@ -415,7 +419,7 @@ class _Reading:
 
     def _begun(self) -> Iterator[Any]:
         source, dataset = self.source, self.source.dataset
-        # Of any size that seeds may have; 0 for the first pass, so that the epoch stays what it is.
+        # The first pass is told the epoch itself, later ones a number of their own, small enough to seed any library.
         tell_epoch(dataset, (self._epoch + 65537 * self.passes) % 2**31)
         for generator in generators_of(dataset):
             generator.manual_seed(hashed(self._seed, self._epoch, source.name, self.passes))
