@@ -38,8 +38,8 @@ MODULES = {
     "checkpoint": "Checkpoint Restored RunningSave checkpointable latest restore save save_async verify",
     "collectives": "all_or_none all_to_all any_rank barrier broadcast gather gather_objects main_first on_rank "
     "pad_across reduce reduce_scatter scatter vocab_cross_entropy",
-    "data": "BatchMath DataPlan SeekableStream ShardedLoader Window Windows batch_math find_batch_size length_batches "
-    "pack_collate pad_collate padding_share split_between split_sequence",
+    "data": "BatchMath DataPlan Mixture SeekableStream ShardedLoader Window Windows batch_math find_batch_size "
+    "length_batches mix pack_collate pad_collate padding_share split_between split_sequence",
     "environments": "Topology first_host topology",
     "metrics": "SampleIds denominator gather_metrics weighted_mean",
     "rng": "Seeded Seeds keyed_uniform set_seed sync_rng worker_seeds",

@@ -237,6 +237,31 @@ def test_a_seekable_stream_reads_what_it_gives_and_nothing_else():
     assert stream.read == [80_002, 80_003]
 
 
+class Endless(Seekable):
+    """It counts on and says so."""
+
+    endless = True
+
+    def __init__(self):
+        super().__init__(2**62)
+
+    def __len__(self):
+        raise TypeError
+
+
+@pytest.mark.parametrize("mode", ["batches", "dispatch"])
+def test_a_seekable_stream_without_an_end_is_read_like_one_that_knows_its_length(mode):
+    world = 1 if mode == "dispatch" else 2
+    loader, _ = weft.shard_data(DataLoader(stream := Endless(), batch_size=2), fake(0, world), mode=mode)
+    loader.load_state_dict({"seed": 0, "epoch": 0, "samples": 10**12})
+    found = [(batch.tolist(), loader.share) for batch in itertools.islice(loader, 3)]
+    assert found == [([10**12 + i * 2 * world, 10**12 + i * 2 * world + 1], 1.0) for i in range(3)]
+    assert len(stream.read) == 6 and loader.epoch == 1
+    assert weft.contract.offered(loader, weft.data.DataPlan)[0].reads == 1
+    with pytest.raises(TypeError, match="(?s)found:    Endless without __len__.*fix:"):
+        len(loader)
+
+
 def test_a_stream_with_a_state_goes_back_to_it():
     loader, _ = weft.shard_data(DataLoader(Resumable(20), batch_size=2), fake(0, 2), uneven="empty")
     for _ in loader:

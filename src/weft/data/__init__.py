@@ -8,12 +8,14 @@ worker_signals.py  workers end with their rank, not before it
 equal_cost.py      samples divided so that all ranks have equal costs
 collate.py         batches of samples of different lengths
 pack_collate.py    batches without padding: samples one after the other
+mixture.py         one dataset of several, with weights
 split_sequence.py  this rank's part of every sequence of a batch
 batch_size.py      global batch sizes, and the largest that fits
 """
 
 from weft.data.batch_size import BatchMath, batch_math, find_batch_size, split_between
 from weft.data.collate import length_batches, pad_collate, padding_share
+from weft.data.mixture import Mixture, mix
 from weft.data.pack_collate import pack_collate
 from weft.data.split.read_plan import DataPlan
 from weft.data.split.sharded_loader import ShardedLoader
@@ -25,6 +27,7 @@ from weft.data.windows.window import Window
 __all__ = [
     "BatchMath",
     "DataPlan",
+    "Mixture",
     "SeekableStream",
     "ShardedLoader",
     "Window",
@@ -32,6 +35,7 @@ __all__ = [
     "batch_math",
     "find_batch_size",
     "length_batches",
+    "mix",
     "pack_collate",
     "pad_collate",
     "padding_share",

@@ -21,6 +21,7 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.data.equal_cost import Cost, Costs
 from weft.data.loader_copy import length_of
+from weft.data.mixture import Mixture
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.place import place_of
 from weft.data.split.loader_checks import check_balance, check_divisible, check_loader, check_uneven, warn_of_no_steps
@@ -28,7 +29,7 @@ from weft.data.split.map_samples import Epoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
 from weft.data.split.split_plan import UNKNOWN, Plan, Uneven
-from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, with_own_shards
+from weft.data.split.stream_samples import SeekableStream, StreamSteps, has_state, never_ends, with_own_shards
 from weft.data.split.uneven_ranks import UnevenRanks, uneven_counts
 from weft.loop_watch import watch_loop
 from weft.metrics import SampleIds
@@ -143,7 +144,7 @@ def shard_data(
             split by node). If ranks have different numbers of batches: "error" (default) raises on all,
             "drop" ends with the shortest, "join" continues to the longest with batches without rows.
         resized: What `load_state_dict` does with a position in the middle of an epoch of a dataset that had another
-            length: "error", or "next_epoch": the epoch after it begins, in the order of the new length.
+            length, or of another mixture: "error", or "next_epoch": the epoch after it begins, in the new order.
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
         keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
             that random augmentation in the dataset is the same at any number of ranks and workers.
@@ -194,6 +195,7 @@ def shard_data(
     chosen = place.seed
     reads_here = mode != "dispatch" or ctx.rank == 0
     per_rank = 1 if whole or single else _per_rank(loader, mode, size * _most_replicas(ctx))
+    mixture = _mixture_of(loader, mode, already_sharded=already_sharded)
     facts: dict[str, object] = {
         "mode": mode,
         "uneven": uneven,
@@ -201,12 +203,13 @@ def shard_data(
         "with_ids": with_ids,
         "keyed": keyed,
         "already sharded": already_sharded,
+        "mixture": mixture,
     }
     if mode == "dispatch":
         total, chosen, per_rank = _as_rank_0(ctx, {"total": total, "seed": chosen, "per_rank": per_rank})
     drop_last = _drop_last(loader, iterable=iterable, whole=whole)
     if iterable or mode == "dispatch":  # what a sampler yields is seen before it is read
-        check_uneven(uneven, total, ctx, already_sharded=already_sharded)
+        check_uneven(uneven, UNKNOWN if never_ends(loader.dataset) else total, ctx, already_sharded=already_sharded)
     costs = None if cost is None else Costs(cost)
     plan = Plan(rank, size, per_rank, drop_last, uneven or "balance", costs)
     if ctx.replicas is not None:  # a step has as many units as with all replicas, whoever lives
@@ -249,6 +252,7 @@ def shard_data(
         total=total,
         whole=whole,
         resized=resized,
+        mixture=mixture,
     )
     copied, offer = sharded_copy(loader, reading, ctx), _plan_of(loader, reading, mode, uneven, iterable=iterable)
     if offer.steps == 0:
@@ -289,6 +293,12 @@ def _seed_of(source: Any, loader: DataLoader[Any], ctx: DistContext) -> int:
     return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else ctx.seed
 
 
+def _mixture_of(loader: DataLoader[Any], mode: str, *, already_sharded: bool) -> str | None:
+    """What the order of a mixture follows from, if all ranks have the same."""
+    alike = mode != "dispatch" and not already_sharded
+    return loader.dataset.fingerprint if alike and isinstance(loader.dataset, Mixture) else None
+
+
 def _as_rank_0(ctx: DistContext, mine: dict[str, Any]) -> tuple[int | None, int, int]:
     """What rank 0 knows of the data that it alone reads."""
     first = exchange(ctx.world, "shard_data", mine)[0]
@@ -324,7 +334,7 @@ def _plan_of(loader: DataLoader[Any], reading: ReadPlan, mode: str, uneven: str 
     kind = "batches" if reading.whole else kind
     copies = max(loader.num_workers, 1) * (1 if mode == "dispatch" else reading.plan.size)
     first = reading.epoch(0)
-    whole_stream = iterable and not (seekable and reading.total is not None)
+    whole_stream = iterable and not (seekable and (reading.total is not None or never_ends(loader.dataset)))
     return DataPlan(
         source="split already" if reading.split_for is not None else kind,
         mode=mode,

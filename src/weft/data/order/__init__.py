@@ -1,5 +1,10 @@
 """The order in which an epoch reads its samples.
 
 epoch_order.py    the order of each epoch, made with random states that are a function of (seed, epoch)
+digest.py         what two orders are compared by
+sampler_state.py  what iterating a sampler changes in it, and how it is put back
+endless_order.py  an order that does not end
+place.py          which loader of the program this is, and the one before it over the same dataset
 compare_order.py  ranks whose orders differ find out
+mixed_order.py    how the sources of a mixture take turns
 """

@@ -36,6 +36,9 @@ class Place:
     is_fresh: bool = True
     readers: int = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "dataset": None, "generator": None}  # which are of this process
+
     def worker_seed(self, seed: int) -> int:
         """What the random states of its workers are a function of, in a program with this seed."""
         return mix(seed, self.number, "loader") if self.number else seed

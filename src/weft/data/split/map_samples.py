@@ -118,7 +118,7 @@ class Samples(Dataset[Any]):
 
 def at_sample(error: BaseException, sample: object, rank: int) -> None:
     """Add to an error which sample was read; once."""
-    if not getattr(error, "__notes__", None):
+    if not any(" was read on rank " in note for note in getattr(error, "__notes__", ())):
         error.add_note(f"while sample {sample} was read on rank {rank}")
 
 

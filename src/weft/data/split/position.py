@@ -58,6 +58,9 @@ class Pass:
         """Whether all of its batches were given."""
         return self.total is not None and 0 < self.steps == self.total - self.left_out
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "reader": None}  # which is of this process
+
     @property
     def endless(self) -> bool:
         """Whether nobody knows where it ends."""
@@ -165,6 +168,8 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
     found: dict[str, Any] = {"seed": reading.seed, "epoch": left[-1].epoch, **reading.used(left[-1])}
     if (left[-1].start or left[1:]) and reading.length_known and left[-1].stop != UNKNOWN:
         found["length"] = left[-1].stop
+    if (left[-1].start or left[1:]) and reading.mixture is not None:
+        found["mixture"] = reading.mixture
     if reading.split_for is not None:
         found["ranks"] = reading.split_for
     kept = [state for at, state in reading.states if at == steps]
@@ -184,8 +189,8 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
         ValueError: It is no position in this loader.
         OtherOrder: The order that it is a position in cannot be made again.
     """
-    if _other_length(state, reading):
-        state = _next_epoch(state, _lengths(state, reading))
+    if _other_data(state, reading):
+        state = _next_epoch(state, _data_of(state, reading))
     undo = _no_undo
     if reading.units is not None and reading.orders_are_kept and _has_numbers(state, reading):
         try:
@@ -247,6 +252,7 @@ _MAY_HAVE = {
     "ranks",
     "order",
     "sampler",
+    "mixture",
 }
 
 
@@ -284,27 +290,32 @@ def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> Pass:
     )
 
 
-def _other_length(state: Mapping[str, Any], reading: ReadPlan) -> bool:
-    """Whether the order that a position is in is that of a dataset of another length.
+def _other_data(state: Mapping[str, Any], reading: ReadPlan) -> bool:
+    """Whether the order that a position is in is that of a dataset of another length, or of another mixture.
 
     Raises:
         ValueError: It is, and nobody said what to do.
     """
     begun = state.get("samples") or state.get("batches") or state.get("carried")
-    known = reading.length_known and all(type(state.get(name)) is int for name in ("seed", "epoch", "length"))
-    if not begun or not known or state["length"] == reading.epoch(state["epoch"], state["seed"]).stop:
+    if not begun or not all(type(state.get(name)) is int for name in ("seed", "epoch")):
+        return False
+    known = reading.length_known and type(state.get("length")) is int
+    same_length = not known or state["length"] == reading.epoch(state["epoch"], state["seed"]).stop
+    if same_length and state.get("mixture", reading.mixture) == reading.mixture:
         return False
     if reading.resized == "next_epoch":
         return True
     raise value_error(
-        "load_state_dict: the position belongs to a dataset of another length, which had a different order",
-        found=_lengths(state, reading),
-        expected="the same length, or the beginning of an epoch",
+        "load_state_dict: the position belongs to a dataset of another length or mixture, which had a different order",
+        found=_data_of(state, reading),
+        expected="the same length, and seed and weights of a mixture, or the beginning of an epoch",
         fix='weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
     )
 
 
-def _lengths(state: Mapping[str, Any], reading: ReadPlan) -> str:
+def _data_of(state: Mapping[str, Any], reading: ReadPlan) -> str:
+    if state.get("mixture", reading.mixture) != reading.mixture:
+        return f"mixture {state.get('mixture')} when it was saved, {reading.mixture} now"
     what = "batches" if reading.whole else "samples"
     now = reading.epoch(state["epoch"], state["seed"]).stop
     return f"{state['length']} {what} when it was saved, {now} {what} now"

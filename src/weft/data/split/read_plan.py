@@ -78,6 +78,7 @@ class ReadPlan:
         resized: What a position in a dataset of another length does.
         place: Of the loader in the program.
         serial: Number of the loader among all that are made of its world, the same on all ranks.
+        mixture: What the order of a mixture follows from; None: it is no mixture.
     """
 
     plan: Plan
@@ -97,6 +98,7 @@ class ReadPlan:
     total: int | None = None
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
+    mixture: str | None = None
     states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def epoch(self, number: int, seed: int | None = None) -> Span:

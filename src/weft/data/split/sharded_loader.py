@@ -287,8 +287,8 @@ class ShardedLoader(Extension[T]):
         """Go to a position saved at any world size; the next iteration resumes there.
 
         Raises:
-            ValueError: The state is not one of this loader's dataset, or of one of another length, or of data
-                that somebody else split among another number of ranks.
+            ValueError: The state is not one of this loader's dataset, or of one of another length, or of
+                another mixture, or of data that somebody else split among another number of ranks.
         """
         reading = self.weft_reading
         state, now = checked_position(state, reading)

@@ -25,12 +25,21 @@ from weft.context import DistContext
 from weft.contract import Stateful
 from weft.data.order.epoch_order import generators_of, tell_epoch
 from weft.data.split.map_samples import BatchInfo, Epoch, at_sample
-from weft.data.split.split_plan import Plan, warn_of_no_step
+from weft.data.split.split_plan import UNKNOWN, Plan, warn_of_no_step
 from weft.errors import ContractError, value_error
 from weft.rng import mix, seeded
 from weft.tensors.rng_state import RngState
 
-__all__ = ["CollateSteps", "SeekableStream", "Step", "StreamSteps", "has_state", "shards_of", "with_own_shards"]
+__all__ = [
+    "CollateSteps",
+    "SeekableStream",
+    "Step",
+    "StreamSteps",
+    "has_state",
+    "never_ends",
+    "shards_of",
+    "with_own_shards",
+]
 
 _READ_AHEAD_S = 1e-3  # changing random states costs some 15 us; cheap samples share them
 
@@ -39,7 +48,7 @@ _READ_AHEAD_S = 1e-3  # changing random states costs some 15 us; cheap samples s
 class SeekableStream(Protocol):
     """An iterable dataset that can begin anywhere, at no cost: to resume in the middle takes no reading.
 
-    With `__len__` as well, each rank reads its own samples only.
+    With `__len__` as well, or with `endless = True`, each rank reads its own samples only.
     """
 
     def iter_from(self, start: int) -> Iterator[Any]:
@@ -98,7 +107,7 @@ class StreamSteps(IterableDataset[Step]):
     @property
     def selective(self) -> bool:
         """Whether each rank reads its own samples only."""
-        return self.seekable and self.total is not None
+        return self.seekable and (self.total is not None or never_ends(self.dataset))
 
     def __iter__(self) -> Iterator[Step]:
         worker = torch_worker.get_worker_info()
@@ -113,7 +122,8 @@ class StreamSteps(IterableDataset[Step]):
 
     def _selected(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
         """The steps of a stream in which one can jump, so that it is read like a map-style dataset."""
-        total, samples, at = self.total or 0, iter(()), -1
+        total, samples, at = UNKNOWN if self.total is None else self.total, iter(()), -1
+        everyone = self.plans[0].per_step if self.total is None else None  # all steps are full
         last = self.plans[0].num_steps(total - start) - 1
         pieces = zip(*(plan.pieces(range(total), start, total) for plan in self.plans), strict=True)
         for index, step in itertools.islice(enumerate(pieces), place, None, stride):
@@ -129,7 +139,7 @@ class StreamSteps(IterableDataset[Step]):
                 if len(part) < len(ids):
                     raise _untrue_length(ids[len(part)], total)
                 parts.append(part)
-                given.append(BatchInfo(number, ids, valid, not piece, index == last))
+                given.append(BatchInfo(number, ids, valid, not piece, index == last, everyone=everyone))
             yield Step(parts, given)
 
     def take(self, samples: Iterator[Any], first: int, count: int, number: int) -> list[Any]:
@@ -146,6 +156,11 @@ class StreamSteps(IterableDataset[Step]):
             at_sample(error, first + len(found), self.rank)
             raise
         return found
+
+
+def never_ends(dataset: Any) -> bool:
+    """Whether a seekable stream says that it has no end."""
+    return isinstance(dataset, SeekableStream) and getattr(dataset, "endless", None) is True
 
 
 def has_state(dataset: Any) -> bool:
