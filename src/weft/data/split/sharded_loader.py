@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
+from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
 from weft.data.split.map_samples import BatchInfo, name_samples
@@ -34,6 +35,7 @@ class ShardedLoader(Extension[T]):
     weft_reading: ReadPlan
     weft_cursor: Cursor
     weft_ctx: DistContext
+    weft_lock_step: LockStep | None
 
     def __len__(self) -> int:
         reading = self.weft_reading
@@ -84,7 +86,8 @@ class ShardedLoader(Extension[T]):
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         self._begin()  # not only at the first batch: from here on `len` is that of this iteration
-        return self._iteration()
+        watch = self.weft_lock_step
+        return self._iteration() if watch is None else watch.batches(self._iteration())
 
     def _begin(self) -> None:
         reading, cursor = self.weft_reading, self.weft_cursor
@@ -270,5 +273,8 @@ def _has_own_state(cls: type[Any]) -> bool:
 def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> ShardedLoader[T]:
     """A copy of `loader` that reads as `reading` says; the original is left alone."""
     cursor = Cursor(0, (reading.epoch(0),))
-    new: ShardedLoader[T] = extended_copy(loader, ShardedLoader, weft_reading=reading, weft_cursor=cursor, weft_ctx=ctx)
+    parts = {"weft_reading": reading, "weft_cursor": cursor, "weft_ctx": ctx}
+    new: ShardedLoader[T] = extended_copy(
+        loader, ShardedLoader, **parts, weft_lock_step=lock_step(reading, cursor, ctx)
+    )
     return new
