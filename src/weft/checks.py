@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import numbers
 from collections.abc import Collection
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.torch_version import TorchVersion
 from weft.errors import ContextError, MissingExtra, listed, type_error, value_error
 
 __all__ = [
+    "as_number",
     "check_choice",
     "check_count",
     "check_module",
@@ -22,6 +25,24 @@ __all__ = [
     "import_extra",
     "is_of",
 ]
+
+
+def as_number(value: object) -> int | float | None:
+    """A number as one of Python: of Python, numpy or torch, or the only element of an array or tensor; else None.
+
+    A truth is one. A tensor on an accelerator is waited for.
+
+    Example:
+        >>> as_number(torch.tensor([2.5])), as_number(3), as_number("3"), as_number(1j), as_number(torch.ones(2))
+        (2.5, 3, None, None, None)
+    """
+    size: Any = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
+    if type(size) is int and size == 1:
+        value = value.detach() if isinstance(value, torch.Tensor) else value
+        value = getattr(value, "item", lambda: value)()
+    if isinstance(value, numbers.Integral):
+        return int(value) if not isinstance(value, bool) else value
+    return float(value) if isinstance(value, (numbers.Real, Decimal)) else None
 
 
 def check_torch(what: str, least: str, why: str) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
+import numpy as np
 import torch
 
+from weft.checks import as_number
 from weft.collectives.packed_gather import exchange_columns
 from weft.collectives.primitives import enter, peers_named
 from weft.collectives.tensors import reduce
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Count = int | float | torch.Tensor
+Count = int | float | torch.Tensor | np.number[Any] | np.ndarray[Any, Any]
 _UNKNOWN = -(2**40)  # samples: negative also when added to those of all others
 
 
@@ -222,16 +224,16 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
     splits sequences: ranks that see the same samples count once.
 
     Args:
-        value: A nested value of tensors, each a mean over this rank's samples or tokens.
+        value: A nested value of tensors and numbers, each a mean over this rank's samples or tokens.
         ctx: The current context.
         weight: How many there were; >= 0. A rank with none may bring anything, also not-a-number.
 
     Returns:
-        The same structure, in float64 where there is such; not-a-number if all weights are 0.
+        The same structure of tensors, in float64 where there is such; not-a-number if all weights are 0.
 
     Raises:
-        TypeError: A leaf is not a tensor.
-        ValueError: A weight is negative or not finite.
+        TypeError: A leaf is neither a tensor nor a number.
+        ValueError: On all ranks, if a weight is negative, not finite or no number.
         PeerError: A peer failed or died.
 
     Example:
@@ -245,9 +247,11 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
     factor = weights if usable else torch.full_like(weights, torch.nan)
 
     def scaled(path: tuple[str, ...], leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        number = None if isinstance(leaf, torch.Tensor) else as_number(leaf)
+        tensor = leaf if number is None else torch.tensor(number, dtype=wide)
+        if not isinstance(tensor, torch.Tensor):
             return leaf
-        here = leaf.detach().to(ctx.device, wide)
+        here = tensor.detach().to(ctx.device, wide)
         return here * factor if not usable or factor > 0 else torch.zeros_like(here)
 
     total: Any = reduce(
@@ -255,8 +259,8 @@ def weighted_mean(value: T, ctx: DistContext, *, weight: Count) -> T:
     )
     if not bool(torch.isfinite(total["weight"])):
         raise value_error(
-            "weighted_mean: a weight is negative or not finite",
-            found=f"{weight!r} on rank {ctx.rank}",
+            "weighted_mean: a weight is negative, not finite or no number",
+            found=f"{weight!r:.60} on rank {ctx.rank}",
             expected="a finite number >= 0 on every rank",
             fix="weft.metrics.weighted_mean(loss, ctx, weight=len(batch))",
         )
@@ -282,7 +286,7 @@ def denominator(count: Count, ctx: DistContext, *, mean_over: int | None = None)
         The count over all ranks, divided by `mean_over`; 1 if it is zero.
 
     Raises:
-        ValueError: A count is negative or not finite.
+        ValueError: On all ranks, if a count is negative, not finite or no number.
         PeerError: A peer failed or died.
 
     Example:
@@ -319,8 +323,8 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[st
     ctx.world.root.next_number("total")  # a loop that divides by it needs no `share`
     if not 0 <= total < float("inf"):
         raise value_error(
-            "denominator: a count is negative or not finite",
-            found=f"{mine.tolist()} on rank {ctx.rank}, {total} over all ranks",
+            "denominator: a count is negative, not finite or no number",
+            found=f"{listed(f'{count!r:.60}' for count in counts)} on rank {ctx.rank}, {total} over all ranks",
             expected="finite numbers >= 0 on all ranks",
             fix=fix,
         )
@@ -328,8 +332,14 @@ def total_count(counts: Sequence[Count], ctx: DistContext, *, parts: Sequence[st
 
 
 def _as_tensor(count: Count) -> torch.Tensor:
-    """A count as it is: torch would round a Python float to 32 bits."""
-    return torch.tensor(count, dtype=torch.float64) if isinstance(count, float) else torch.as_tensor(count).detach()
+    """A count as it is; not-a-number for what is none, as all ranks have to learn of it."""
+    number = None if isinstance(count, torch.Tensor) else as_number(count)
+    try:
+        # A number by itself: torch would round a Python float to 32 bits.
+        found = torch.tensor(number, dtype=torch.float64) if number is not None else torch.as_tensor(count).detach()
+    except (TypeError, ValueError, RuntimeError):
+        return torch.tensor(torch.nan)
+    return torch.tensor(torch.nan) if found.is_complex() else found
 
 
 def per_rank(total: float, mean_over: int) -> float:

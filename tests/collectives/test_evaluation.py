@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -162,8 +163,14 @@ def _means(ctx):
     weight = [3, 0, 5][ctx.rank]
     value = torch.tensor(float("nan") if weight == 0 else weight * 2.0)
     mean = weft.metrics.weighted_mean({"loss": value}, ctx, weight=torch.tensor(weight))["loss"].item()
-    count = weft.metrics.denominator(weight, ctx)
-    line = weft.metrics.denominator(weight, ctx, mean_over=1)
+    count = weft.metrics.denominator(np.array([weight]), ctx)
+    line = weft.metrics.denominator(np.float32(weight), ctx, mean_over=1)
+    numbers = {"loss": np.float32(value), "one": np.array(1.0), "two": 2}
+    also = weft.metrics.weighted_mean(numbers, ctx, weight=np.int64(weight))
+    assert (also["loss"].item(), also["one"].item(), also["two"].item()) == (mean, 1.0, 2.0)
+    for bad in ("3", None, 1j):  # on one rank, and all learn of it
+        with pytest.raises(ValueError, match="no number"):
+            weft.metrics.denominator(1 if ctx.rank else bad, ctx)
     try:
         weft.metrics.weighted_mean(value, ctx, weight=-1 if ctx.rank else 1)
     except ValueError as error:
@@ -173,7 +180,7 @@ def _means(ctx):
 def test_means_over_samples_and_not_over_ranks():
     for mean, count, line, text in run_ranks(_means, 3):
         assert mean == pytest.approx((3 * 6 + 5 * 10) / 8, abs=1e-12) and count == 8 / 3 and line == 8
-        assert "negative or not finite" in text and "fix:" in text
+        assert "negative, not finite" in text and "fix:" in text
     assert weft.metrics.denominator(0, weft.local()) == 1.0
     with pytest.raises(ValueError, match="(?s)found:.*nan.*fix:"):
         weft.metrics.denominator(float("nan"), weft.local())

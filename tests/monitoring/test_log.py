@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,7 +77,49 @@ def test_numbers_that_are_not_finite_are_told_and_the_callers_values_are_left_al
     seen = []
     weft.log(values, 0, weft.local(), [lambda v, step: (seen.append(dict(v)), v.clear())] * 2)
     assert values.keys() == before.keys() and len(seen) == 2 and seen[0].keys() == seen[1].keys() == values.keys()
-    assert seen[0]["yes"] is True and seen[0]["big"] == float("inf") and seen[0]["loss"] != seen[0]["loss"]
+    assert seen[0]["yes"] == 1.0 and seen[0]["big"] == float("inf") and seen[0]["loss"] != seen[0]["loss"]
+
+
+_KINDS = [float, np.float64, np.float32, np.float16, np.longdouble, int, np.int64, np.uint8, torch.tensor, np.array]
+_KINDS += [lambda v: torch.tensor([v]), lambda v: np.array([v]), lambda v: np.array([[v]], dtype=np.int16)]
+_TRUTHS = [bool, np.bool_, torch.tensor, np.array]
+
+
+def _logs_kinds(ctx):
+    values = {f"kind{i}": kind(1 + 2 * ctx.rank) for i, kind in enumerate(_KINDS)}
+    values |= {f"truth{i}": kind(ctx.rank > 0) for i, kind in enumerate(_TRUTHS)}
+    seen = []
+    found = weft.log(values, 0, ctx, monitoring.averaged(1, lambda v, step: seen.append(v)), weight=np.int64(2))
+    return found, seen[0] if seen else found
+
+
+def test_numbers_of_any_library_are_averaged_and_truths_are_zero_or_one():
+    expected = {**{f"kind{i}": 2.0 for i in range(len(_KINDS))}, **{f"truth{i}": 0.5 for i in range(len(_TRUTHS))}}
+    assert run_ranks(_logs_kinds, 2) == [(expected, expected)] * 2
+    assert all(type(number) is float for number in _logs_kinds(weft.local())[0].values())
+
+
+_BAD = [np.ones(2), torch.ones(2), torch.tensor(1j), np.array("x"), np.zeros(0), None, 1j, [1.0], {"a": 1}, b"x"]
+
+
+@pytest.mark.parametrize("bad", _BAD, ids=lambda bad: type(bad).__name__)
+def test_what_cannot_be_averaged_is_refused_before_anything_is_sent(bad):
+    calls = []
+    with pytest.raises(TypeError, match=r"(?s)log: .*found: +bad: .*expected: .*fix: ") as refused:
+        weft.log({"loss": 1.0, "bad": bad}, 0, weft.local(), lambda *v, step: calls.append(step))
+    with pytest.raises(TypeError, match=r"averaged: .*"):
+        monitoring.averaged(1, lambda v, step: calls.append(step))({"bad": bad}, step=0)
+    assert not calls and "loss" not in str(refused.value).split("found:")[1].split("expected:")[0]
+    losses = np.arange(3.0)
+    weft.log({"loss": losses.mean(), "losses": Histogram(losses)}, 0, weft.local())  # as the fix says
+
+
+def test_settings_and_tables_of_numpys_numbers_are_written(tmp_path):
+    values = {"set": HParams({"lr": np.float32(0.5), "n": torch.tensor(3)}), "rows": Table(["a"], [[np.int64(1)]])}
+    monitoring.jsonl(tmp_path / "run.jsonl")(values, step=1)
+    monitoring.log_start(2, weft.local(), monitoring.jsonl(tmp_path / "run.jsonl"), settings={"lr": np.float32(0.5)})
+    first, second = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert first["set"] == {"lr": 0.5, "n": 3} and first["rows"]["rows"] == [[1]] and second["settings"] == {"lr": 0.5}
 
 
 def test_detail_to_one_tracker_and_summaries_to_another():

@@ -517,7 +517,7 @@ def test_denominator_reads_ahead_but_not_behind():
 def _bad_counts(ctx, mine):
     model, ctx = weft.replicate(_net(), ctx)
     _, windows, ctx = weft.accumulate_grads(model, [1], ctx, steps=1)
-    with pytest.raises(ValueError, match=rf"(?s)negative or not finite.*on rank {ctx.rank}.*fix:"):
+    with pytest.raises(ValueError, match=rf"(?s)negative, not finite.*on rank {ctx.rank}.*fix:"):
         next(iter(windows)).denominator(mine[ctx.rank])
     return True
 

@@ -13,7 +13,7 @@ from weft.checkpoint.format.manifest import MAX_STEP
 from weft.checkpoint.format.safetensors_write import tensor_writer
 from weft.checkpoint.state.collect import Checkpoint, around, check_state
 from weft.checkpoint.storage.find import place, target
-from weft.checks import check_count
+from weft.checks import as_number, check_count
 from weft.collectives.on_all_ranks import on_all
 from weft.context import DistContext
 from weft.errors import CheckpointError, type_error, value_error
@@ -135,7 +135,8 @@ def come_together(
             expected="how many of the newest stay, and how many of the best besides",
             fix=fix,
         )
-    if score is not None and (isinstance(score, bool) or not isinstance(score, (int, float))):
+    number = None if isinstance(score, bool) else as_number(score)
+    if score is not None and number is None:
         raise type_error(
             f"{what}: score = {score!r:.60} is not a number",
             found=type(score).__name__,
@@ -152,7 +153,7 @@ def come_together(
         )
     where = place(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}
-    on_all(what, ctx, lambda: _end_of_running(ctx), {**facts, "keep_best": keep_best, "score": repr(score)})
+    on_all(what, ctx, lambda: _end_of_running(ctx), {**facts, "keep_best": keep_best, "score": repr(number)})
     return where, Keep(keep, keep_best)
 
 

@@ -3,6 +3,7 @@
 order/             the order in which an epoch reads its samples
 split/             which rank reads which samples: the machinery of `shard_data`
 windows/           groups of micro-batches, one for each optimizer step: the machinery of `accumulate_grads`
+lock_step.py       ranks that have no sample left in the last step
 loader_copy.py     a loader with other settings
 worker_signals.py  workers end with their rank, not before it
 equal_cost.py      samples divided so that all ranks have equal costs

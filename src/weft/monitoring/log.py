@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from weft.checks import check_count
+from weft.checks import as_number, check_count
 from weft.collectives import reduce
 from weft.context import DistContext
 from weft.errors import ContextError, listed, value_error
 from weft.monitoring.trackers.lifetime import RunTracker, close
-from weft.monitoring.values import Tracker, numbers_of, seal_of
+from weft.monitoring.values import Tracker, numbers_to_average, seal_of
 
 __all__ = ["averaged", "chosen", "every", "log"]
 
@@ -37,8 +37,9 @@ def log(
     out by `every`.
 
     Args:
-        values: By name, the same names on all ranks: numbers, tensors with one element, texts, `Image`,
-            `Histogram`, `Table`, `Figure`, `Artifact`, `HParams`. A tensor on an accelerator is waited for.
+        values: By name, the same names on all ranks: numbers of Python, numpy or torch, truths (0 or 1), tensors and
+            arrays with one element, texts, `Image`, `Histogram`, `Table`, `Figure`, `Artifact`, `HParams`. A tensor
+            on an accelerator is waited for.
         step: Of the optimizer, >= 0; the same on all ranks.
         ctx: The context whose ranks take part.
         trackers: One, or several: each is called as `tracker(values, step=step)` on the main rank only. An
@@ -50,6 +51,7 @@ def log(
         The values as written, on every rank; empty for a step that is left out.
 
     Raises:
+        TypeError: A value is none of these, such as an array with several elements or None; nothing was sent.
         ContextError: The names of the numbers differ between the ranks.
         ValueError: `weight`, `every` or `step` cannot be used.
         PeerError: Another rank failed.
@@ -62,10 +64,10 @@ def log(
         >>> seen
         [(1, {'loss': 2.0})]
     """
-    _check(step, weight, every)
+    weight = _check(step, weight, every)
     if step % every:
         return {}
-    numbers = numbers_of(values)
+    numbers = numbers_to_average("log", values)
     found = {**values, **_averages(numbers, ctx, weight)}
     if ctx.is_main:
         for tracker in [trackers] if callable(trackers) else trackers:
@@ -93,14 +95,17 @@ def _averages(numbers: Mapping[str, float], ctx: DistContext, weight: float) -> 
     }
 
 
-def _check(step: int, weight: float, every: int) -> None:
+def _check(step: int, weight: object, every: int) -> float:
+    """The weight, as a number of Python."""
     fix = 'weft.log({"loss": loss}, step, ctx, trackers, weight=num_tokens, every=10)'
     check_count("log", "step", step, least=0, fix=fix)
     check_count("log", "every", every, fix=fix)
-    if not 0 <= weight < float("inf"):
+    number = as_number(weight)
+    if number is None or not 0 <= number < float("inf"):
         raise value_error(
             f"log: weight = {weight!r} cannot be used", found=repr(weight), expected="a finite number >= 0", fix=fix
         )
+    return number
 
 
 # -- trackers made of trackers -------------------------------------------------------------------------
@@ -168,7 +173,7 @@ def averaged(n: int, tracker: Tracker) -> RunTracker:
         sums: dict[str, list[float]] = {}
         for _, each in kept:
             found.update(each)
-            for name, value in numbers_of(each).items():
+            for name, value in numbers_to_average("averaged", each).items():
                 sums.setdefault(name, []).append(value)
         step = kept[-1][0]
         kept.clear()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from weft.checks import as_number
 from weft.context import DistContext, explain
 from weft.monitoring.log import log
 from weft.monitoring.values import HParams, Tracker
@@ -56,8 +57,7 @@ def log_start(
     """
     program = json.dumps(_program(ctx, settings or {}), default=str) if ctx.is_main else ""
     plain = {
-        name: value if isinstance(value, (bool, int, float, str)) else str(value)
-        for name, value in (settings or {}).items()
+        name: str(value) if (number := as_number(value)) is None else number for name, value in (settings or {}).items()
     }
     configuration = {"settings": HParams(plain)} if plain else {}
     log({**configuration, "explain": explain(ctx), "program": program}, step, ctx, trackers)

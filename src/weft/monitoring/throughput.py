@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from weft.checks import as_number
 from weft.collectives import reduce
 from weft.context import DistContext
 from weft.errors import ContextError, listed, value_error
@@ -60,14 +61,15 @@ def throughput(
         >>> found["samples_per_s"] == 4 / (found["step_s"] * 2), found["data_share"] > 0
         (True, True)
     """
-    if peak_flops is not None and not (isinstance(peak_flops, (int, float)) and 0 < peak_flops < math.inf):
+    peak = as_number(peak_flops)
+    if peak_flops is not None and (peak is None or not 0 < peak < math.inf):
         raise value_error(
             f"throughput: peak_flops = {peak_flops!r} cannot be used",
             found=repr(peak_flops),
             expected="a number > 0, or None",
             fix="weft.monitoring.throughput(ctx, peak_flops=989e12)",
         )
-    return Throughput(ctx, peak_of_device(ctx.device) if peak_flops is None else peak_flops, clock)
+    return Throughput(ctx, peak_of_device(ctx.device) if peak is None else peak, clock)
 
 
 class Throughput:

@@ -9,7 +9,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Artifact", "Figure", "HParams", "Histogram", "Image", "Table", "Tracker", "numbers_of", "seal_of"]
+from weft.checks import as_number
+from weft.errors import listed, type_error
+
+__all__ = [
+    "Artifact",
+    "Figure",
+    "HParams",
+    "Histogram",
+    "Image",
+    "Table",
+    "Tracker",
+    "numbers_of",
+    "numbers_to_average",
+    "seal_of",
+]
 
 
 class Tracker(Protocol):
@@ -84,19 +98,44 @@ class HParams(NamedTuple):
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among values, as floats; tensors with one element count, truths do not.
+    """The numbers among values, as floats: of Python, numpy and torch, and tensors and arrays with one element.
+
+    A truth is 0 or 1.
 
     Example:
-        >>> numbers_of({"loss": torch.tensor(2.0), "n": 3, "text": "x"})
-        {'loss': 2.0, 'n': 3.0}
+        >>> numbers_of({"loss": torch.tensor(2.0), "n": 3, "text": "x", "done": True})
+        {'loss': 2.0, 'n': 3.0, 'done': 1.0}
     """
-    found: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-            found[name] = float(value.detach())
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[name] = float(value)
+    numbers = {name: as_number(value) for name, value in values.items()}
+    return {name: float(number) for name, number in numbers.items() if number is not None}
+
+
+def numbers_to_average(what: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among values of which `what` makes means.
+
+    Raises:
+        TypeError: A value is neither a number nor of a kind that is passed on as it is.
+    """
+    found = numbers_of(values)
+    wrong = {name: value for name, value in values.items() if name not in found and not isinstance(value, _PASSED_ON)}
+    if wrong:
+        raise type_error(
+            f"{what}: values that are neither numbers nor anything else that can be logged",
+            found=listed(f"{name}: {_described(value)}" for name, value in wrong.items()),
+            expected="numbers, tensors and arrays with one element, texts, and "
+            f"{', '.join(kind.__name__ for kind in _PASSED_ON[1:])} of weft.monitoring",
+            fix='weft.log({"loss": losses.mean(), "losses": weft.monitoring.Histogram(losses)}, step, ctx, trackers)',
+        )
     return found
+
+
+_PASSED_ON = (str, Image, Histogram, Table, Figure, Artifact, HParams)
+
+
+def _described(value: object) -> str:
+    shape: Any = getattr(value, "shape", None)
+    what = f"{value!r:.60}" if shape is None else f"{list(shape)} of {getattr(value, 'dtype', 'objects')}"
+    return f"{type(value).__name__} {what}"
 
 
 def seal_of(names: Iterable[str]) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from weft.checks import check_choice, check_count, check_module
+from weft.checks import as_number, check_choice, check_count, check_module
 from weft.context import DistContext
 from weft.contract import check_not_elsewhere, offered, transform
 from weft.errors import ContractError, listed, value_error
@@ -153,9 +153,7 @@ class Averages:
             return 1 / (self.num_averaged + 1)
         if not callable(self._decay):
             return 1 - self._decay
-        decay = self._decay(self.num_averaged)
-        _check_decay(decay, f"decay({self.num_averaged})")
-        return 1 - decay
+        return 1 - _checked_decay(self._decay(self.num_averaged), f"decay({self.num_averaged})")
 
     def _check_not_swapped(self, what: str) -> None:
         if self._is_swapped:
@@ -231,7 +229,9 @@ def average_weights(
         >>> model.weight.item()
         4.0
     """
-    _check_options(module, decay, every, start, buffers)
+    _check_options(module, every, start, buffers)
+    if decay is not None and not callable(decay):
+        decay = _checked_decay(decay, "decay")
     check_not_elsewhere("average_weights", module, "averages are kept of what the module holds")
     facts = {
         "decay": decay if not callable(decay) else "a function",
@@ -278,10 +278,8 @@ def averages(module: nn.Module) -> Averages:
 # -- what can be wrong -------------------------------------------------------------------------------
 
 
-def _check_options(module: nn.Module, decay: Decay, every: object, start: object, buffers: object) -> None:
+def _check_options(module: nn.Module, every: object, start: object, buffers: object) -> None:
     check_module("average_weights", module)
-    if decay is not None and not callable(decay):
-        _check_decay(decay, "decay")
     for name, value, least in (("every", every, 1), ("start", start, 0)):
         check_count(
             "average_weights", name, value, least=least, fix=f"weft.average_weights(model, ctx, {name}={least})"
@@ -298,11 +296,13 @@ def _check_options(module: nn.Module, decay: Decay, every: object, start: object
         )
 
 
-def _check_decay(decay: object, name: str) -> None:
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+def _checked_decay(decay: object, name: str) -> float:
+    number = None if isinstance(decay, bool) else as_number(decay)
+    if number is None or not 0 <= number <= 1:
         raise value_error(
             f"average_weights: {name} = {decay!r} cannot be used",
             found=repr(decay),
             expected="a number from 0 to 1, a function that gives one, or None for equal weights",
             fix="weft.average_weights(model, ctx, decay=0.999)",
         )
+    return number

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.checks import as_number
 from weft.context import DistContext
 from weft.contract import Placed, offered, owners
 from weft.engines.torch.optim.ema import drop_gathered
@@ -99,10 +100,10 @@ def clip_grads(
         _check_real(parts)
     gradients = ctx.engine.gradients(parameters, ctx.device, _owning_groups(parameters, ctx))
     if nonfinite is None:
-        norm: torch.Tensor = gradients.norm(norm_type)
+        norm: torch.Tensor = gradients.norm(float(norm_type))
     else:
         world = ctx.require_collective("clip_grads")
-        norm, is_finite = gradients.checked_norm(norm_type, world.group if ctx.world_size > 1 else None)
+        norm, is_finite = gradients.checked_norm(float(norm_type), world.group if ctx.world_size > 1 else None)
         if not is_finite:
             if nonfinite == "raise":
                 _raise_not_finite(parts, norm, ctx)
@@ -250,14 +251,15 @@ def _check_options(max_norm: object, max_value: object, norm_type: object, nonfi
     for name, value in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
         if value is None and name != "norm_type":
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        number = None if isinstance(value, bool) else as_number(value)
+        if number is None:
             raise type_error(
                 f"clip_grads: {name} = {value!r} is no number",
                 found=type(value).__name__,
                 expected="a number > 0",
                 fix=f"weft.clip_grads(model, ctx, {name}={'math.inf' if value == 'inf' else '1.0'})",
             )
-        if not value > 0:
+        if not number > 0:
             raise value_error(
                 f"clip_grads: {name} = {value!r} cannot be used",
                 found=repr(value),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
+from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
 from weft.data.split.map_samples import BatchInfo, name_samples
@@ -36,6 +37,7 @@ class ShardedLoader(Extension[T]):
     weft_reading: ReadPlan
     weft_cursor: Cursor
     weft_ctx: DistContext
+    weft_lock_step: LockStep | None
 
     def __len__(self) -> int:
         """Batches of an epoch, whether some of it are read already or not; see `remaining`."""
@@ -109,7 +111,8 @@ class ShardedLoader(Extension[T]):
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         now = self._begin()  # not only at the first batch: which epoch it is does not depend on that
-        reader = self._iteration(now)
+        watch, reader = self.weft_lock_step, self._iteration(now)
+        reader = reader if watch is None else watch.batches(reader)
         now.reader = weakref.ref(reader)
         return reader
 
@@ -342,5 +345,8 @@ def sharded_copy(loader: DataLoader[T], reading: ReadPlan, ctx: DistContext) -> 
     """A copy of `loader` that reads as `reading` says; the original is left alone."""
     begin = (reading.epoch(reading.place.epoch),)
     cursor = Cursor(Pass(begin[0].epoch, begin, begin), reading.place, told=False if begin[0].epoch else None)
-    new: ShardedLoader[T] = extended_copy(loader, ShardedLoader, weft_reading=reading, weft_cursor=cursor, weft_ctx=ctx)
+    parts = {"weft_reading": reading, "weft_cursor": cursor, "weft_ctx": ctx}
+    new: ShardedLoader[T] = extended_copy(
+        loader, ShardedLoader, **parts, weft_lock_step=lock_step(reading, cursor, ctx)
+    )
     return new
