@@ -75,14 +75,15 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
     left = reading.plan.split(todo, steps)[1] if reading.uneven_ranks is None else _rest(todo, steps, reading.plan)
     if steps and total is not None and steps == total - cursor.held:
         epoch, left = epoch + 1, (*(() if reading.endless else left), reading.epoch(epoch + 1))
-    found = {"seed": reading.seed, "epoch": epoch, **reading.used(left[-1])}
+    found: dict[str, Any] = {"seed": reading.seed, "epoch": epoch, **reading.used(left[-1])}
     if (left[-1].start or left[1:]) and reading.length_known:
         found["length"] = left[-1].stop
     if reading.split_for is not None:
         found["ranks"] = reading.split_for
-    kept = [state for at, state in reading.states if at == steps]
-    if kept and left[-1].start and epoch == todo[-1].epoch:
-        found["source"] = copy.deepcopy(kept[-1])
+    mark = reading.mark(left[0]) if left[0].start else None
+    if mark is not None:
+        found |= {} if mark.state is None else {"source": copy.deepcopy(mark.state)}
+        found |= {} if mark.read is None or reading.alone else {"read": list(mark.read)}
     return found | ({"carried": [list(span) for span in left[:-1]]} if left[1:] else {})
 
 
@@ -120,10 +121,12 @@ def _spans(state: Mapping[str, Any], reading: ReadPlan) -> tuple[Span, ...] | No
     # Of a batch sampler "samples" were batches before there was "batches".
     start = "batches" if reading.whole and "batches" in state else "samples"
     named = {"seed", "epoch", start}
-    if not named <= set(state) <= named | {"samples", "length", "carried", "windows", "source", "ranks"}:
+    if not named <= set(state) <= named | {"samples", "length", "carried", "windows", "source", "read", "ranks"}:
         return None
     numbers = (state["seed"], state["epoch"], state[start])
-    if not all(type(number) is int for number in numbers) or state["epoch"] < 0:
+    read = state.get("read", (0, ""))
+    well_formed = isinstance(read, (list, tuple)) and [type(each) for each in read] == [int, str]
+    if not well_formed or not all(type(number) is int for number in numbers) or state["epoch"] < 0:
         return None
     try:
         full = reading.epoch(state["epoch"], state["seed"])

@@ -14,7 +14,7 @@ from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
 from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import BatchInfo, name_samples
+from weft.data.split.map_samples import BatchInfo, Mark, name_samples
 from weft.data.split.position import Cursor, checked_position, position
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import Span
@@ -113,8 +113,8 @@ class ShardedLoader(Extension[T]):
             cursor.total, cursor.last = steps if given.last and len(todo) == 1 else total, given
             if reading.single:
                 cursor.rows = 0 if given.empty else rows_of(found[0])
-            if given.state is not None:
-                reading.states.append((steps, given.state))
+            if given.mark is not None:
+                reading.marks.append(given.mark)
             yield found[:2] if reading.with_ids else found[0]
         cursor.go_to(epoch + 1, (*later, reading.epoch(epoch + 1)))
         cursor.before = (epoch, todo, steps)
@@ -173,7 +173,7 @@ class ShardedLoader(Extension[T]):
         """Let the next iteration be this epoch, from its beginning; after `load_state_dict`, from the position."""
         if self.weft_cursor.loaded and epoch == self.weft_cursor.epoch:
             return
-        self.weft_reading.states.clear()
+        self.weft_reading.marks.clear()
         self.weft_cursor.go_to(epoch, (self.weft_reading.epoch(epoch),))
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,10 +222,11 @@ class ShardedLoader(Extension[T]):
         reading = self.weft_reading
         state, todo = checked_position(state, reading)
         reading.seed = state["seed"]
-        reading.states.clear()
-        if state.get("source") is not None:
-            reading.states.append((0, copy.deepcopy(state["source"])))
-            self.__dict__["_iterator"] = None  # workers that stay cannot be sent a state
+        reading.marks.clear()
+        read = tuple(state["read"]) if "read" in state else None
+        reading.marks.append(Mark(todo[0].epoch, todo[0].start, copy.deepcopy(state.get("source")), read))
+        if reading.stream is not None:
+            self.__dict__["_iterator"] = None  # workers that stay cannot be sent it
         self.weft_cursor.go_to(state["epoch"], todo)
         self.weft_cursor.loaded = True
 
