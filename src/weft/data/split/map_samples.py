@@ -33,7 +33,7 @@ class Mark(NamedTuple):
         state: The stream's own; None if it has none.
         read: The last sample that was looked at, and the digest after it; None if a run that is resumed goes there
             without reading.
-        new: Those of this step that the ranks compare.
+        new: Those that are compared between ranks and workers, since the last step of this worker.
     """
 
     epoch: int

@@ -155,22 +155,33 @@ class StreamSteps(IterableDataset[Step]):
                 given.append(BatchInfo(number, ids, valid, not piece, index == last))
             yield Step(parts, given)
 
-    def compare(self, mark: Mark, world: World) -> None:
-        """Compare what was read with what the other ranks read.
+    def compare(self, mark: Mark, seen: dict[int, str], world: World | None) -> None:
+        """Compare what a worker has read with what others have, of this rank and of other ones.
+
+        Args:
+            mark: Of the worker.
+            seen: Digests of this iteration by sample; those that are new are added.
+            world: The ranks that read the same; None if they do not.
 
         Raises:
-            ContextError: They read something else.
+            ContractError: A worker of this rank reads something else.
+            ContextError: A rank reads something else.
         """
+        name = type(self.dataset).__name__
         for sample, digest in mark.new:
-            compare_order(
-                world,
-                f"{self.number}/{mark.epoch}/{self.visits[mark.epoch]}/{sample}",
-                digest,
-                f"shard_data: {type(self.dataset).__name__} yields other samples on another rank, "
-                f"in epoch {mark.epoch}, up to sample {sample}",
-                _SAME,
-                old=f"{self.number}/{mark.epoch - 2}/1/{sample}",
-            )
+            where = f"in epoch {mark.epoch}, up to sample {sample}"
+            if seen.setdefault(sample, digest) != digest:
+                raise ContractError(
+                    f"shard_data: {name} yields other samples in another worker process, {where}",
+                    found=f"{seen[sample]} and {digest}",
+                    expected="the same samples in the same order in every process",
+                    fix=_SAME,
+                )
+            if world is not None:
+                what = f"shard_data: {name} yields other samples on another rank, {where}"
+                begun = f"{self.number}/{mark.epoch}/{self.visits[mark.epoch]}/{sample}"
+                old = f"{self.number}/{mark.epoch - 2}/1/{sample}"
+                compare_order(world, begun, digest, what, _SAME, old=old)
 
     def take(self, samples: Iterator[Any], first: int, count: int, number: int) -> list[Any]:
         """The next samples of an epoch, from number `first` on; fewer at the end of the stream."""
@@ -259,7 +270,8 @@ class _Reader:
             if not ahead:
                 break
             chunk = ahead + self._read(samples, size - 1, position + 1)
-            mark = self._mark(position + size)
+            mine = index % stride == place
+            mark = self._mark(position + size) if mine else None
             if self.plan.uneven == "pad" and len(self.begin) < size and not self.start:
                 self.begin += chunk[: size - len(self.begin)]
             ahead = self._read(samples, 1, position + size) if len(chunk) == size else []
@@ -268,7 +280,7 @@ class _Reader:
                 self.check_end(position + len(chunk), rest)
                 if rest and not self.plan.rest_counts(rest):
                     break
-            if index % stride == place:
+            if mine:
                 yield self._step(chunk, position, mark, last=not ahead)
             position += size
 
@@ -336,7 +348,7 @@ class _Reader:
             return Mark(self.number, samples, copy.deepcopy(owner.dataset.state_dict()), None, new)
         return Mark(self.number, samples, None, None if owner.seekable else self.digest.last, new)
 
-    def _step(self, chunk: list[Any], position: int, mark: Mark, *, last: bool) -> Step:
+    def _step(self, chunk: list[Any], position: int, mark: Mark | None, *, last: bool) -> Step:
         parts, given = [], []
         for plan in self.owner.plans:
             first, count = plan.share(len(chunk))

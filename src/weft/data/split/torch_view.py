@@ -62,10 +62,11 @@ class StreamIterator:
     def _begun(self, loader: Any) -> DataLoader[Any]:
         view, self._given = torch_view(loader)
         self._ready: deque[Any] = deque()
-        reading, self._world = loader.weft_reading, loader.weft_ctx.world
+        reading = loader.weft_reading
         self._stream: StreamSteps = reading.stream
+        self._seen: dict[int, str] = {}
         self._stream.visits[loader.__dict__["weft_now"][0][-1].epoch] += 1
-        self._compared = reading.split_for is None and not reading.scattered
+        self._world = None if reading.alone or reading.scattered else loader.weft_ctx.world
         return view
 
     def __iter__(self) -> StreamIterator:
@@ -78,8 +79,8 @@ class StreamIterator:
         if not isinstance(step, Step):
             return step
         parts, given = step
-        if self._compared and given[0].mark is not None and given[0].mark.new:
-            self._stream.compare(given[0].mark, self._world)
+        if given[0].mark is not None and given[0].mark.new:
+            self._stream.compare(given[0].mark, self._seen, self._world)
         self._given.extend(given)
         if len(parts) == 1:
             return parts[0]
