@@ -17,12 +17,12 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
 
 from weft.context import DistContext
@@ -30,6 +30,7 @@ from weft.contract import Stateful
 from weft.data.order.compare_order import compare_order
 from weft.data.order.epoch_order import generators_of, tell_epoch
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
+from weft.data.order.stream_state import StreamState
 from weft.data.split.map_samples import BatchInfo, Epoch, Mark, WorkerStart, at_sample
 from weft.data.split.split_plan import Plan, warn_of_no_step
 from weft.errors import ContractError, value_error
@@ -105,6 +106,10 @@ class StreamSteps(IterableDataset[Step]):
         self.resumed: Mark | None = None
         self.worker_start: WorkerStart | None = None
         self.number = 0
+        # Who can be put somewhere else knows what has to be put back for that.
+        kept = isinstance(dataset, (SeekableStream, Stateful, IterDataPipe))
+        self.state = None if kept else StreamState(dataset, generators_of(dataset))
+        self._running: Generator[Step] | None = None
         self.visits: Counter[int] = Counter()
         self._stays = False
 
@@ -123,16 +128,30 @@ class StreamSteps(IterableDataset[Step]):
         place, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         number, start = self.epoch.get()
         if worker is not None:
-            tell_epoch(self.dataset, number)
             if self._stays and self.worker_start is not None:  # draws what one would draw that begins now
                 seeds = seeds_for(self.worker_start.seed, number, self.worker_start.rank, worker.id)
                 seeds.apply()
                 object.__setattr__(worker, "seed", seeds.torch)
+            if self._running is not None:
+                self._running.close()
             self._stays = True
+            tell_epoch(self.dataset, number)
         if self.selective:
             return self._selected(number, start, place, stride)
-        reader = _Reader(self, number, start)
-        return _a_while_at_a_time(reader.steps(place, stride), mix(self.seed, number, "order"))
+        seed = mix(self.seed, number, "order")
+        steps = _a_while_at_a_time(_Reader(self, number, start).steps(place, stride), seed)
+        if self.state is None:
+            return steps
+        self.state.begin(self.dataset, seed)
+        running = self._noted(steps, self.state)
+        self._running = None if worker is None else running  # left early, it would end after the next one has begun
+        return running
+
+    def _noted(self, steps: Iterator[Step], state: StreamState) -> Generator[Step]:
+        try:
+            yield from steps
+        finally:
+            state.end(self.dataset)
 
     def _selected(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
         """The steps of a stream in which one can jump, so that it is read like a map-style dataset."""
