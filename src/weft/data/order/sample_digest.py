@@ -108,7 +108,7 @@ def _inside(value: Any, depth: int) -> Iterator[tuple[str, str]]:
         yield "exact", f"={len(value)}"
         if len(value) <= _VALUES:
             yield "exact", ",".join(sorted("".join(_facts(each, depth + 1)) for each in value))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, range)):
         yield "exact", str(len(value))
         for place in _spread(len(value)):
             yield from _parts(value[place], depth + 1)
@@ -119,17 +119,16 @@ def _inside(value: Any, depth: int) -> Iterator[tuple[str, str]]:
 
 def _of_tensor(value: torch.Tensor) -> str:
     text = f"{value.dtype}{list(value.shape)}"
-    # Of a tensor that is only pretended, that is sparse, or on an accelerator, looking would fail, or wait.
-    cls: Any = type(value)
-    plain = cls.__torch_dispatch__ is _TENSOR.__torch_dispatch__ and value.layout is torch.strided
-    if not plain or value.device.type != "cpu" or value.is_quantized or value.numel() == 0:
+    if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized or not value.numel():
         return text
-    flat = value.detach().as_subclass(torch.Tensor).reshape(-1) if value.is_contiguous() else None
-    places = _spread(value.numel())
-    if flat is None:  # without a copy of all of it
-        found = [value.detach()[tuple(np.unravel_index(place, value.shape))].item() for place in places]
-    else:
-        found = flat[places].tolist()
+    bare: Any = value.detach()
+    if type(bare).__torch_dispatch__ is not _TENSOR.__torch_dispatch__:  # one that is only pretended has no values
+        return text
+    bare, places = bare.as_subclass(torch.Tensor), _spread(value.numel())
+    if bare.is_contiguous():
+        found = bare.view(-1)[places].tolist()
+    else:  # without a copy of all of it
+        found = [bare[tuple(np.unravel_index(place, bare.shape))].item() for place in places]
     return f"#{text}{' '.join(map(_number, found))}"
 
 

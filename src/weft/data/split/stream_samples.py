@@ -142,12 +142,12 @@ class StreamSteps(IterableDataset[Step]):
         steps = _a_while_at_a_time(_Reader(self, number, start).steps(place, stride), seed)
         if self.state is None:
             return steps
-        self.state.begin(self.dataset, seed)
-        running = self._noted(steps, self.state)
+        running = self._noted(steps, self.state, seed)
         self._running = None if worker is None else running  # left early, it would end after the next one has begun
         return running
 
-    def _noted(self, steps: Iterator[Step], state: StreamState) -> Generator[Step]:
+    def _noted(self, steps: Iterator[Step], state: StreamState, seed: int) -> Generator[Step]:
+        state.begin(self.dataset, seed)
         try:
             yield from steps
         finally:
