@@ -39,7 +39,7 @@ def _data(kind, n):
 def _make(ctx, n, batch_size, steps, remainder, kind="map"):
     options = {"shuffle": True} if kind == "map" else {}
     loader = DataLoader(_data(kind, n), batch_size=batch_size, **options)
-    loader, ctx = weft.shard_data(loader, ctx, uneven="empty", seed=7)
+    loader, ctx = weft.shard_data(loader, ctx, uneven="drop", seed=7)
     if steps is None:
         return loader, loader
     _, windows, _ = weft.accumulate_grads(nn.Linear(1, 1), loader, ctx, steps=steps, remainder=remainder)

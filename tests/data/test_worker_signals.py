@@ -17,24 +17,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Pids(Dataset):
-    """Which process reads each sample."""
-
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
-        return os.getpid()
+        return index
 
 
 class Stream(IterableDataset):
     def __iter__(self):
-        for _ in range(20 if get_worker_info() else 40):
-            yield os.getpid()
+        return iter(range(20 if get_worker_info() else 40))
+
+
+def _pids(samples):
+    """Which process reads each sample."""
+    return torch.tensor([os.getpid() for _ in samples])
 
 
 def _reads(ctx, data, persistent, method):
     loader = DataLoader(
-        data(), batch_size=2, num_workers=2, persistent_workers=persistent, multiprocessing_context=method
+        data(), 2, num_workers=2, persistent_workers=persistent, multiprocessing_context=method, collate_fn=_pids
     )
     loader, ctx = weft.shard_data(loader, ctx, uneven="empty")
     workers, epochs = [], 2

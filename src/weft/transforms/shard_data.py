@@ -234,6 +234,7 @@ def shard_data(
     stream = None
     if iterable and reads_here:
         stream = StreamSteps(loader.dataset, total, readers, ctx.rank, epochs, chosen, keyed=keyed)
+        stream.number = 0 if mode == "dispatch" else ctx.world.next_number("stream")
     reading = ReadPlan(
         plan=plan,
         readers=readers,

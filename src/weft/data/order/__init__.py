@@ -7,4 +7,6 @@ endless_order.py  an order that does not end
 place.py          which loader of the program this is, and the one before it over the same dataset
 compare_order.py  ranks whose orders differ find out
 mixed_order.py    how the sources of a mixture take turns
+sample_digest.py  a digest of the samples of a stream
+stream_state.py   what reading changes in a stream is put back
 """

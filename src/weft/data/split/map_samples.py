@@ -22,7 +22,26 @@ from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
 
-__all__ = ["BatchInfo", "Epoch", "Samples", "StepIndices", "WorkerStart", "at_sample", "name_samples"]
+__all__ = ["BatchInfo", "Epoch", "Mark", "Samples", "StepIndices", "WorkerStart", "at_sample", "name_samples"]
+
+
+class Mark(NamedTuple):
+    """A place in a stream, and what is known of what was read up to there.
+
+    Attributes:
+        epoch: Number of the epoch.
+        samples: How many were read, by all ranks together.
+        state: The stream's own; None if it has none.
+        read: The last sample that was looked at, and the digest after it; None if a run that is resumed goes there
+            without reading.
+        new: Those that are compared between ranks and workers, since the last step of this worker.
+    """
+
+    epoch: int
+    samples: int
+    state: Any = None
+    read: tuple[int, str] | None = None
+    new: Sequence[tuple[int, str]] = ()
 
 
 class BatchInfo(NamedTuple):
@@ -34,7 +53,7 @@ class BatchInfo(NamedTuple):
         valid: How many of them, from the first on, are no repetition.
         empty: One sample was read although this rank gets none: no row of it counts.
         last: Of a stream: nothing comes after it.
-        state: Of a stream: its own state after the samples of this step.
+        mark: Of a stream that is read from its beginning: where it stands after the samples of this step.
         everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
     """
 
@@ -43,7 +62,7 @@ class BatchInfo(NamedTuple):
     valid: int
     empty: bool = False
     last: bool = False
-    state: Any = None
+    mark: Mark | None = None
     everyone: int | None = None
 
 

@@ -172,9 +172,10 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
         found["mixture"] = reading.mixture
     if reading.split_for is not None:
         found["ranks"] = reading.split_for
-    kept = [state for at, state in reading.states if at == steps]
-    if kept and left[-1].start and left[-1].epoch == now.epoch:
-        found["source"] = copy.deepcopy(kept[-1])
+    mark = reading.mark(left[0]) if left[0].start else None
+    if mark is not None:
+        found |= {} if mark.state is None else {"source": copy.deepcopy(mark.state)}
+        found |= {} if mark.read is None or reading.alone else {"read": list(mark.read)}
     if left[1:]:
         found["carried"] = [list(span) for span in left[:-1]]
     if whole[1:] and left[-1].start:
@@ -249,6 +250,7 @@ _MAY_HAVE = {
     "windows",
     "first_window",
     "source",
+    "read",
     "ranks",
     "order",
     "sampler",
@@ -259,6 +261,9 @@ _MAY_HAVE = {
 def _has_numbers(state: Mapping[str, Any], reading: ReadPlan) -> bool:
     """Whether a state has the numbers that a position has, and nothing strange."""
     named = {"seed", "epoch", _start_in(state, reading)}
+    read = state.get("read", (0, ""))
+    if not isinstance(read, (list, tuple)) or [type(each) for each in read] != [int, str]:
+        return False
     return named <= set(state) <= named | _MAY_HAVE and all(
         type(state[name]) is int and (name == "seed" or state[name] >= 0) for name in named
     )

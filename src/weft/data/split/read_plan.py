@@ -15,14 +15,14 @@ from weft.data.loader_copy import Size
 from weft.data.order.compare_order import compare_order
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.place import Place
-from weft.data.split.map_samples import Epoch
+from weft.data.split.map_samples import Epoch, Mark
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks
 
 __all__ = ["DataPlan", "ReadPlan", "is_stock"]
 
-_KEPT_STATES = 4096  # of a stream, one per batch: as far back as a window of accumulate_grads may reach
+_KEPT_MARKS = 4096  # of a stream, one per batch: as far back as a window of accumulate_grads may reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class ReadPlan:
         scattered: Rank 0 reads for all ranks, and sends.
         total: Units of an epoch, where that is always the same; None: see `units`, or unknown.
         whole: Units are batches of a batch sampler.
-        states: States of a stream by number of batches, in the running iteration.
+        marks: Places in a stream, one per batch that was given.
         keyed: Whether every sample is read with random states of its own.
         resized: What a position in a dataset of another length does.
         place: Of the loader in the program.
@@ -99,7 +99,11 @@ class ReadPlan:
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
     mixture: str | None = None
-    states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
+
+    def mark(self, place: Span) -> Mark | None:
+        """What is known of the place where a part of a stream begins."""
+        return next((each for each in reversed(self.marks) if each[:2] == place[:2]), None)
 
     def epoch(self, number: int, seed: int | None = None) -> Span:
         """All of an epoch; of the order of another seed, if one is given."""

@@ -17,7 +17,7 @@ from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
 from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import BatchInfo, name_samples
+from weft.data.split.map_samples import BatchInfo, Mark, name_samples
 from weft.data.split.position import Cursor, Pass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import UNKNOWN, Span
@@ -149,8 +149,8 @@ class ShardedLoader(Extension[T]):
                 cursor.gave(now, given)
                 if reading.single:
                     cursor.rows = 0 if given.empty else rows_of(found[0])
-                if given.state is not None:
-                    reading.states.append((now.steps, given.state))
+                if given.mark is not None:
+                    reading.marks.append(given.mark)
                 yield found[:2] if reading.with_ids else found[0]
         finally:
             cursor.open.discard(now)
@@ -239,7 +239,7 @@ class ShardedLoader(Extension[T]):
             self._ended(cursor.now)
         if cursor.fresh and epoch == cursor.epoch:
             return
-        self.weft_reading.states.clear()
+        self.weft_reading.marks.clear()
         cursor.go_to(epoch, (self.weft_reading.epoch(epoch),))
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,10 +296,11 @@ class ShardedLoader(Extension[T]):
         reading = self.weft_reading
         state, now = checked_position(state, reading)
         reading.seed = state["seed"]
-        reading.states.clear()
-        if state.get("source") is not None:
-            reading.states.append((0, copy.deepcopy(state["source"])))
-            self.__dict__["_iterator"] = None  # workers that stay cannot be sent a state
+        reading.marks.clear()
+        read = tuple(state["read"]) if "read" in state else None
+        reading.marks.append(Mark(now.todo[0].epoch, now.todo[0].start, copy.deepcopy(state.get("source")), read))
+        if reading.stream is not None:
+            self.__dict__["_iterator"] = None  # workers that stay cannot be sent it
         self.weft_cursor.go_to(now.epoch, now.todo, now.whole)
         self.weft_cursor.told = None
 

@@ -5,6 +5,9 @@ pieces, so that order and union are those of one process; what that costs is `Da
 stream is read with random states of its own, a function of (seed, epoch), and sees no worker: ranks and
 workers would disagree about what it holds otherwise. A stream that can begin anywhere (`iter_from`) and
 knows its length is read only where this rank's pieces are.
+
+[Note: what was read] What is read more than once, on several ranks or again by a resumed run, has to be the same each
+time. A digest tells: it comes with the steps, is compared by the ranks, and is a part of the position.
 """
 
 from __future__ import annotations
@@ -13,21 +16,26 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
 
 from weft.context import DistContext
 from weft.contract import Stateful
+from weft.data.order.compare_order import compare_order
 from weft.data.order.epoch_order import generators_of, tell_epoch
-from weft.data.split.map_samples import BatchInfo, Epoch, at_sample
+from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
+from weft.data.order.stream_state import StreamState
+from weft.data.split.map_samples import BatchInfo, Epoch, Mark, WorkerStart, at_sample
 from weft.data.split.split_plan import UNKNOWN, Plan, warn_of_no_step
 from weft.errors import ContractError, value_error
-from weft.rng import mix, seeded
+from weft.peers.world import World
+from weft.rng import mix, seeded, seeds_for
 from weft.tensors.rng_state import RngState
 
 __all__ = [
@@ -41,6 +49,10 @@ __all__ = [
     "with_own_shards",
 ]
 
+_SAME = (
+    "rng = random.Random(torch.initial_seed())  # draw from random, numpy.random, torch or a `generator` attribute, "
+    "which weft seeds by (seed, epoch); sort listings and sets"
+)
 _READ_AHEAD_S = 1e-3  # changing random states costs some 15 us; cheap samples share them
 
 
@@ -82,7 +94,10 @@ class StreamSteps(IterableDataset[Step]):
     Attributes:
         dataset: The user's.
         total: Its length; None if it does not tell.
-        start_state: A state of the stream to resume from; it belongs to where `epoch` says it begins.
+        resumed: Where a run goes on that was interrupted there.
+        worker_start: What a worker has done when it began; None without workers.
+        number: Of the loader, the same on all ranks.
+        visits: How often each epoch was begun.
     """
 
     def __init__(
@@ -97,7 +112,15 @@ class StreamSteps(IterableDataset[Step]):
         self.keyed = keyed
         self.stateful = has_state(dataset)
         self.begin_state = copy.deepcopy(dataset.state_dict()) if self.stateful else None
-        self.start_state: Any = None
+        self.resumed: Mark | None = None
+        self.worker_start: WorkerStart | None = None
+        self.number = 0
+        # Who can be put somewhere else knows what has to be put back for that.
+        kept = isinstance(dataset, (SeekableStream, Stateful, IterDataPipe))
+        self.state = None if kept else StreamState(dataset, generators_of(dataset))
+        self._running: Generator[Step] | None = None
+        self.visits: Counter[int] = Counter()
+        self._stays = False
 
     @property
     def seekable(self) -> bool:
@@ -114,11 +137,30 @@ class StreamSteps(IterableDataset[Step]):
         place, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         number, start = self.epoch.get()
         if worker is not None:
+            if self._stays and self.worker_start is not None:  # draws what one would draw that begins now
+                seeds = seeds_for(self.worker_start.seed, number, self.worker_start.rank, worker.id)
+                seeds.apply()
+                object.__setattr__(worker, "seed", seeds.torch)
+            if self._running is not None:
+                self._running.close()
+            self._stays = True
             tell_epoch(self.dataset, number)
         if self.selective:
             return self._selected(number, start, place, stride)
-        reader = _Reader(self, number, start)
-        return _a_while_at_a_time(reader.steps(place, stride), mix(self.seed, number, "order"))
+        seed = mix(self.seed, number, "order")
+        steps = _a_while_at_a_time(_Reader(self, number, start).steps(place, stride), seed)
+        if self.state is None:
+            return steps
+        running = self._noted(steps, self.state, seed)
+        self._running = None if worker is None else running  # left early, it would end after the next one has begun
+        return running
+
+    def _noted(self, steps: Iterator[Step], state: StreamState, seed: int) -> Generator[Step]:
+        state.begin(self.dataset, seed)
+        try:
+            yield from steps
+        finally:
+            state.end(self.dataset)
 
     def _selected(self, number: int, start: int, place: int, stride: int) -> Iterator[Step]:
         """The steps of a stream in which one can jump, so that it is read like a map-style dataset."""
@@ -141,6 +183,34 @@ class StreamSteps(IterableDataset[Step]):
                 parts.append(part)
                 given.append(BatchInfo(number, ids, valid, not piece, index == last, everyone=everyone))
             yield Step(parts, given)
+
+    def compare(self, mark: Mark, seen: dict[int, str], world: World | None) -> None:
+        """Compare what a worker has read with what others have, of this rank and of other ones.
+
+        Args:
+            mark: Of the worker.
+            seen: Digests of this iteration by sample; those that are new are added.
+            world: The ranks that read the same; None if they do not.
+
+        Raises:
+            ContractError: A worker of this rank reads something else.
+            ContextError: A rank reads something else.
+        """
+        name = type(self.dataset).__name__
+        for sample, digest in mark.new:
+            where = f"in epoch {mark.epoch}, up to sample {sample}"
+            if seen.setdefault(sample, digest) != digest:
+                raise ContractError(
+                    f"shard_data: {name} yields other samples in another worker process, {where}",
+                    found=f"{seen[sample]} and {digest}",
+                    expected="the same samples in the same order in every process",
+                    fix=_SAME,
+                )
+            if world is not None:
+                what = f"shard_data: {name} yields other samples on another rank, {where}"
+                begun = f"{self.number}/{mark.epoch}/{self.visits[mark.epoch]}/{sample}"
+                old = f"{self.number}/{mark.epoch - 2}/1/{sample}"
+                compare_order(world, begun, digest, what, _SAME, old=old)
 
     def take(self, samples: Iterator[Any], first: int, count: int, number: int) -> list[Any]:
         """The next samples of an epoch, from number `first` on; fewer at the end of the stream."""
@@ -221,17 +291,21 @@ class _Reader:
         self.start = start
         self.plan = owner.plans[0]
         self.begin: list[Any] = []  # the first samples of the epoch, for uneven="pad"
+        self.digest = ReadDigest()
+        self.new: list[tuple[int, str]] = []  # what the ranks compare
+        self.seen = 0
 
     def steps(self, place: int, stride: int) -> Iterator[Step]:
         """Every step of the worker number `place` of `stride`."""
-        owner, size, position = self.owner, self.plan.per_step, self.start
+        size, position = self.plan.per_step, self.start
         samples = self._samples()
         ahead = self._read(samples, 1, position)
         for index in itertools.count():
             if not ahead:
                 break
             chunk = ahead + self._read(samples, size - 1, position + 1)
-            state = copy.deepcopy(owner.dataset.state_dict()) if owner.stateful else None
+            mine = index % stride == place
+            mark = self._mark(position + size) if mine else None
             if self.plan.uneven == "pad" and len(self.begin) < size and not self.start:
                 self.begin += chunk[: size - len(self.begin)]
             ahead = self._read(samples, 1, position + size) if len(chunk) == size else []
@@ -240,8 +314,8 @@ class _Reader:
                 self.check_end(position + len(chunk), rest)
                 if rest and not self.plan.rest_counts(rest):
                     break
-            if index % stride == place:
-                yield self._step(chunk, position, state, last=not ahead)
+            if mine:
+                yield self._step(chunk, position, mark, last=not ahead)
             position += size
 
     def check_end(self, total: int, rest: int) -> None:
@@ -261,27 +335,54 @@ class _Reader:
         if owner.seekable:
             begun: Iterator[Any] = iter(dataset.iter_from(self.start))
             return begun
+        here = owner.resumed
+        if here is not None and here[:2] != (self.number, self.start):  # of a worker that stays: where it began
+            here = None
+        state = None if here is None else here.state
         if owner.stateful:
-            dataset.load_state_dict(
-                copy.deepcopy(owner.begin_state if owner.start_state is None else owner.start_state)
-            )
+            dataset.load_state_dict(copy.deepcopy(owner.begin_state if state is None else state))
         samples: Iterator[Any] = iter(dataset)
-        if self.start and owner.start_state is None:
-            self.begin = self._read(samples, min(self.start, self.plan.per_step), 0)
-            read = len(self.begin)
-            if owner.keyed:
-                while read < self.start and self._read(samples, 1, read):
-                    read += 1
-            else:
-                read += sum(1 for _ in itertools.islice(samples, self.start - read))
-            if read < self.start:
-                raise _untrue_length(read, self.start)
+        if self.start and state is None:
+            self._read_again(samples, None if here is None else here.read)
         return samples
 
-    def _read(self, samples: Iterator[Any], count: int, position: int) -> list[Any]:
-        return self.owner.take(samples, position, count, self.number)
+    def _read_again(self, samples: Iterator[Any], expected: tuple[int, str] | None) -> None:
+        """Read what was used before the run was resumed, and drop it."""
+        owner = self.owner
+        self.begin = self._read(samples, min(self.start, self.plan.per_step), 0)
+        read = len(self.begin)
+        while read < self.start:
+            step = 1 if owner.keyed else max(min(next_looked_at(read), self.start) - read, 1)
+            found = len(self._read(samples, 1, read)) if step == 1 else sum(1 for _ in itertools.islice(samples, step))
+            read += found
+            if found < step:
+                raise _untrue_length(read, self.start)
+        self.new = [self.digest.last]
+        if expected is not None and expected != self.digest.last:
+            raise ContractError(
+                f"shard_data: {type(owner.dataset).__name__} yields other samples when it is read again, to resume "
+                f"epoch {self.number} at sample {self.start}",
+                found=f"{self.digest.last[1]} up to sample {self.digest.last[0]}",
+                expected=f"{expected[1]} up to sample {expected[0]}: the same samples whenever it is read",
+                fix=_SAME,
+            )
 
-    def _step(self, chunk: list[Any], position: int, state: Any, *, last: bool) -> Step:
+    def _read(self, samples: Iterator[Any], count: int, position: int) -> list[Any]:
+        found = self.owner.take(samples, position, count, self.number)
+        if self.digest.next < position + len(found):
+            seen = self.digest.see(position, found)
+            self.new += [each for index, each in enumerate(seen) if is_compared(each[0]) or (index == self.seen == 0)]
+            self.seen += len(seen)
+        return found
+
+    def _mark(self, samples: int) -> Mark:
+        """Of now, when so many samples were read."""
+        owner, new, self.new = self.owner, self.new, []
+        if owner.stateful:
+            return Mark(self.number, samples, copy.deepcopy(owner.dataset.state_dict()), None, new)
+        return Mark(self.number, samples, None, None if owner.seekable else self.digest.last, new)
+
+    def _step(self, chunk: list[Any], position: int, mark: Mark | None, *, last: bool) -> Step:
         parts, given = [], []
         for plan in self.owner.plans:
             first, count = plan.share(len(chunk))
@@ -296,7 +397,7 @@ class _Reader:
             empty = not part
             parts.append(chunk[:1] if empty else part)
             everyone = plan.used(len(chunk))
-            given.append(BatchInfo(self.number, [position] if empty else ids, count, empty, last, state, everyone))
+            given.append(BatchInfo(self.number, [position] if empty else ids, count, empty, last, mark, everyone))
         return Step(parts, given)
 
     def _beginning(self, total: int) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from weft.data.loader_copy import torch_iterator
 from weft.data.split.map_samples import BatchInfo, Samples, StepIndices, WorkerStart
-from weft.data.split.stream_samples import CollateSteps, Step
+from weft.data.split.stream_samples import CollateSteps, Step, StreamSteps
 from weft.rng import mix
 
 __all__ = ["StreamIterator", "torch_view"]
@@ -36,8 +36,8 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
     if reading.stream is not None:
         stream = copy.copy(reading.stream)
         stream.dataset, stream.seed = loader.dataset, reading.seed
-        kept = [state for steps, state in reading.states if steps == 0]
-        stream.start_state = kept[0] if kept and start else None
+        stream.resumed = reading.mark(spans[-1]) if start else None
+        stream.worker_start = fields["worker_init_fn"] if loader.num_workers else None
         fields |= {"dataset": stream, "batch_sampler": None, "drop_last": False}
         fields["collate_fn"] = CollateSteps(loader.collate_fn, single=reading.single)
     else:
@@ -57,14 +57,20 @@ class StreamIterator:
     """Torch's iterator over a view of the loader, made new or reset, that notes what it gives."""
 
     def __init__(self, loader: Any) -> None:
-        view, self._given = torch_view(loader)
-        self._ready: deque[Any] = deque()
-        self._inner = torch_iterator(view)
+        self._inner = torch_iterator(self._begun(loader))
 
     def _reset(self, loader: Any) -> None:
+        self._inner._reset(self._begun(loader))
+
+    def _begun(self, loader: Any) -> DataLoader[Any]:
         view, self._given = torch_view(loader)
-        self._ready.clear()
-        self._inner._reset(view)
+        self._ready: deque[Any] = deque()
+        reading = loader.weft_reading
+        self._stream: StreamSteps = reading.stream
+        self._seen: dict[int, str] = {}
+        self._stream.visits[loader.__dict__["weft_now"][0][-1].epoch] += 1
+        self._world = None if reading.alone or reading.scattered else loader.weft_ctx.world
+        return view
 
     def __iter__(self) -> StreamIterator:
         return self
@@ -76,6 +82,8 @@ class StreamIterator:
         if not isinstance(step, Step):
             return step
         parts, given = step
+        if given[0].mark is not None and given[0].mark.new:
+            self._stream.compare(given[0].mark, self._seen, self._world)
         self._given.extend(given)
         if len(parts) == 1:
             return parts[0]
