@@ -14,12 +14,12 @@ from weft.context import DistContext
 from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
 from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import BatchInfo, name_samples
+from weft.data.split.map_samples import BatchInfo, as_number, name_samples
 from weft.data.split.position import Cursor, checked_position, position
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import Span
 from weft.data.split.torch_view import StreamIterator, torch_view
-from weft.errors import ContractError, type_error
+from weft.errors import ContractError, listed, type_error
 from weft.metrics import SampleIds, samples_of_all
 from weft.tensors.nested import rows_of, without_rows
 
@@ -135,10 +135,7 @@ class ShardedLoader(Extension[T]):
 
     def _own(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, BatchInfo]]:
         reading = self.weft_reading
-        # A dataset that knows of epochs has to learn the epoch before its workers start; a stream has one at a time.
-        apart = len(spans) > 1 and (
-            reading.stream is not None or reading.keyed or callable(getattr(self.dataset, "set_epoch", None))
-        )
+        apart = len(spans) > 1 and reading.stream is not None  # which has one epoch at a time
         left = tuple(span for span in spans if span.start < span.stop)
         for group in [(span,) for span in left] if apart else [left] if left else []:
             if apart:
@@ -158,6 +155,7 @@ class ShardedLoader(Extension[T]):
         indices = self.__dict__.get("weft_indices")
         if indices is not None:  # workers that stay keep reading it
             indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, given
+            indices.iteration += 1
         if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
         return iter(super().__iter__())
@@ -252,12 +250,19 @@ def _on_device(read: Iterator[tuple[Any, ...]], ctx: DistContext) -> Iterator[tu
 
 
 def _sample_ids(given: BatchInfo) -> SampleIds:
-    ids = [] if given.empty else list(given.ids)
-    numbers = all(isinstance(one, int) for one in ids)
+    ids = [] if given.empty else [as_number(one) for one in given.ids]
+    numbers = [isinstance(one, int) for one in ids]
+    if any(numbers) and not all(numbers):
+        raise ContractError(
+            "shard_data: with_ids=True, and some indices of a batch are numbers and others are not",
+            found=listed(repr(one) for one in given.ids),
+            expected="indices of one kind: whole numbers, which sort the samples, or keys, which cannot",
+            fix="weft.shard_data(loader, ctx)  # without with_ids; or a dataset whose indices are whole numbers",
+        )
     valid = torch.zeros(len(ids), dtype=torch.bool)
     valid[: given.valid] = True
     return SampleIds(
-        ids=torch.tensor(ids if numbers else [-1] * len(ids), dtype=torch.int64), valid=valid, epoch=given.epoch
+        ids=torch.tensor(ids if all(numbers) else [-1] * len(ids), dtype=torch.int64), valid=valid, epoch=given.epoch
     )
 
 

@@ -39,9 +39,8 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         fields["collate_fn"] = CollateSteps(loader.collate_fn, single=reading.single)
     else:
         assert reading.units is not None
-        announces = callable(getattr(loader.dataset, "set_epoch", None))
-        keyed = reading.seed if reading.keyed else None
-        fields["dataset"] = Samples(loader.dataset, loader.weft_ctx.rank, reading.epochs, keyed, announces=announces)
+        keyed, starts = reading.seed if reading.keyed else None, (seed, rank)
+        fields["dataset"] = Samples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
         indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
         loader.__dict__["weft_indices"] = indices
         indices.seed, indices.reading, indices.given = reading.seed, spans, given
