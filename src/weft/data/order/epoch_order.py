@@ -18,20 +18,8 @@ from weft.rng import mix, seeded
 __all__ = ["EpochOrder", "epoch_order", "generators_of", "tell_epoch"]
 
 _DEEPEST, _MOST_PARTS, _FEW = 8, 10_000, 16  # of what is looked at for a `set_epoch`
-_NO_PARTS = (
-    str,
-    bytes,
-    int,
-    float,
-    type(None),
-    type,
-    torch.Tensor,
-    torch.nn.Module,
-    np.ndarray,
-    np.generic,
-    ModuleType,
-)
-_NO_PARTS += (FunctionType, DataLoader)
+_VALUES = (str, bytes, int, float, type(None), torch.Tensor, np.ndarray, np.generic)
+_NO_PARTS = (*_VALUES, type, FunctionType, ModuleType, torch.nn.Module, DataLoader)
 _DATA = ("data_source", "dataset")  # of a sampler
 
 

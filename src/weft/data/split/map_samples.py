@@ -11,7 +11,7 @@ import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
@@ -21,8 +21,23 @@ from weft.data.split.split_plan import Plan, Span
 from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
+from weft.tensors.rng_state import RngState
 
-__all__ = ["BatchInfo", "Epoch", "Samples", "StepIndices", "WorkerStart", "as_number", "at_sample", "name_samples"]
+__all__ = [
+    "AS_PLANNED",
+    "BatchInfo",
+    "Epoch",
+    "Read",
+    "Samples",
+    "StepIndices",
+    "WorkerStart",
+    "as_number",
+    "at_sample",
+    "name_samples",
+]
+
+
+AS_PLANNED = -1
 
 
 class BatchInfo(NamedTuple):
@@ -36,6 +51,8 @@ class BatchInfo(NamedTuple):
         last: Of a stream: nothing comes after it.
         state: Of a stream: its own state after the samples of this step.
         everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
+        held: Samples that are in it, if they are not as many as were asked for; None: they cannot be counted.
+        left_out: Samples that are not in it, and not among `ids`.
     """
 
     epoch: int
@@ -45,6 +62,13 @@ class BatchInfo(NamedTuple):
     last: bool = False
     state: Any = None
     everyone: int | None = None
+    held: int | None = AS_PLANNED
+    left_out: int = 0
+
+    @property
+    def asked(self) -> int:
+        """Samples that were asked for."""
+        return len(self.ids) + self.left_out
 
 
 def as_number(index: Any) -> Any:
@@ -87,6 +111,20 @@ class Request(NamedTuple):
     indices: Any
 
 
+class Read(NamedTuple):
+    """What was read for a batch.
+
+    Attributes:
+        samples: As the dataset returned them.
+        asked: How many were asked for.
+        present: Places of the samples among those asked for; None: all, or nobody knows.
+    """
+
+    samples: Any
+    asked: int
+    present: Sequence[int] | None
+
+
 class Samples(Dataset[Any]):
     """A map-style dataset, with the name of the sample in each error and, if asked for, keyed randomness.
 
@@ -95,6 +133,7 @@ class Samples(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, rank: int, seed: int | None, *, epoch: int, worker_seed: tuple[int, int]) -> None:
+        self.counts: Literal["no", "yes", "by name"] = "no"  # whether batches are counted, and known by their samples
         self.dataset = dataset
         self.rank = rank
         self.seed = seed  # of keyed randomness
@@ -103,17 +142,30 @@ class Samples(Dataset[Any]):
         self.told: int | None = None  # the epoch that `set_epoch` was called with, in this process and iteration
         self.fetch = getattr(dataset, "__getitems__", None)
 
-    def __getitems__(self, request: Request) -> Sequence[Any]:
-        indices = request.indices
+    def __getitems__(self, request: Request) -> Any:
+        indices, present = request.indices, None
         if self.fetch is None or self.seed is not None:
-            return self._one_by_one(request, indices)
-        self._follow(request)
+            found: Sequence[Any] = self._one_by_one(request, indices)
+        else:
+            self._follow(request)
+            try:
+                found = self.fetch(indices)
+            except Exception as error:
+                at_sample(error, listed(indices), self.rank)
+                raise
+            if self.counts == "by name" and len(found) != len(indices):
+                present = self._present(indices, len(found))
+        return found if self.counts == "no" else Read(found, len(indices), present)
+
+    def _present(self, indices: Sequence[Any], count: int) -> list[int] | None:
+        """Places of the samples that the dataset has, of which it returned so many: each is read once more, alone."""
+        before = RngState.capture()
         try:
-            found: Sequence[Any] = self.fetch(indices)
-        except Exception as error:
-            at_sample(error, listed(indices), self.rank)
-            raise
-        return found
+            counts = [len(self.fetch([index])) for index in indices] if self.fetch else []
+        finally:
+            before.apply()
+        places = [place for place, found in enumerate(counts) if found]
+        return places if sum(counts) == len(places) == count else None
 
     def __getitem__(self, request: Request) -> Any:
         return self._one_by_one(request, [request.indices])[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data.loader_copy import Size
-from weft.data.split.map_samples import BatchInfo
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.errors import value_error
@@ -60,9 +60,13 @@ class Cursor:
         planned, given = reading.planned(self.todo), self.last
         assert given is not None
         if planned is not None:
-            return planned(self.steps - 1)
-        own = self.rows if reading.single else 0 if given.empty else len(given.ids)
-        return own, None if reading.single or reading.alone else given.everyone
+            own, everyone = planned(self.steps - 1)
+        else:
+            own = self.rows if reading.single else 0 if given.empty else len(given.ids)
+            everyone = None if reading.single or reading.alone else given.everyone
+        if given.held != AS_PLANNED and not given.empty:
+            own = given.held
+        return own, own if reading.lone else everyone
 
 
 def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:

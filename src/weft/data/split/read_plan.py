@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from weft.data.loader_copy import Size
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.split.map_samples import Epoch
+from weft.data.split.real_batches import Shares
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks
@@ -70,6 +71,7 @@ class ReadPlan:
         scattered: Rank 0 reads for all ranks, and sends.
         total: Units of an epoch, where that is always the same; None: see `units`, or unknown.
         whole: Units are batches of a batch sampler.
+        shares: Whether shares that come from this plan hold for the batches that were read.
         states: States of a stream by number of batches, in the running iteration.
         keyed: Whether every sample is read with random states of its own.
         resized: What a position in a dataset of another length does.
@@ -90,6 +92,7 @@ class ReadPlan:
     total: int | None = None
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
+    shares: Shares = field(default_factory=Shares)
     states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def epoch(self, number: int, seed: int | None = None) -> Span:
@@ -119,6 +122,11 @@ class ReadPlan:
             return {"batches" if self.whole else "samples": left.start}
         used = self.units.order(self.seed, left.epoch)[: left.start] if left.start else ()
         return {"samples": sum(map(len, used)), "batches": left.start}
+
+    @property
+    def lone(self) -> bool:
+        """Whether no other rank reads."""
+        return self.plan.size == 1 and self.split_for in (None, 1)
 
     @property
     def alone(self) -> bool:

@@ -11,12 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from weft.context import DistContext
-from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
+from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_iterator, torch_iterator
 from weft.data.order.epoch_order import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import BatchInfo, as_number, name_samples
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, as_number, name_samples
 from weft.data.split.position import Cursor, checked_position, position
 from weft.data.split.read_plan import ReadPlan
+from weft.data.split.real_batches import Arrivals, keeps_all
 from weft.data.split.split_plan import Span
 from weft.data.split.torch_view import StreamIterator, torch_view
 from weft.errors import ContractError, listed, type_error
@@ -26,6 +27,7 @@ from weft.tensors.nested import rows_of, without_rows
 __all__ = ["ShardedLoader", "sharded_copy"]
 
 T = TypeVar("T")
+_TORCHS = DataLoader.__mro__
 
 
 class ShardedLoader(Extension[T]):
@@ -63,10 +65,12 @@ class ShardedLoader(Extension[T]):
         all ranks alike.
 
         Raises:
-            ContractError: No batch is being processed.
+            ContractError: No batch is being processed. Or, on several ranks, a batch that this rank was given does
+                not hold the samples that were read for it, or its samples cannot be counted, because `collate_fn` or
+                the dataset left some out; such a batch raises when it is next if a share was asked for before it.
             PeerError: A peer failed.
         """
-        cursor, ctx = self.weft_cursor, self.weft_ctx
+        cursor, ctx, reading = self.weft_cursor, self.weft_ctx, self.weft_reading
         if cursor.last is None:
             raise ContractError(
                 "share: there is no current batch",
@@ -74,10 +78,14 @@ class ShardedLoader(Extension[T]):
                 expected="loader.share inside the loop over the loader",
                 fix="for x, y in loader:\n    loss = cross_entropy(model(x), y) * loader.share",
             )
+        self._note(cursor.last)
+        self.weft_ask()
         own, everyone = self.weft_size()
+        cursor.weighed = True
+        if reading.lone:
+            return float(own != 0)
         if everyone is None:
             everyone = samples_of_all([own], ctx)
-        cursor.weighed = True
         return own * ctx.data_size * ctx.num_replicas / everyone if own else 0.0
 
     # -- one iteration ---------------------------------------------------------------------------
@@ -140,29 +148,50 @@ class ShardedLoader(Extension[T]):
         for group in [(span,) for span in left] if apart else [left] if left else []:
             if apart:
                 tell_epoch(self.dataset, group[-1].epoch)
-            given: deque[BatchInfo] = deque()
             reading.epochs.set(group[-1].epoch, group[-1].start)
+            arrivals = Arrivals(changed=_iterates_itself(type(self)))
             try:
-                for batch in self._torch_batches(group, given):
-                    yield batch, given.popleft()
+                for batch in self._torch_batches(group, arrivals):
+                    given = arrivals.next(batch, type(self))
+                    if given.held != AS_PLANNED:
+                        self._note(given)
+                    yield batch, given
+                arrivals.end(type(self))
+            except ContractError:
+                raise
             except Exception as error:
-                name_samples(error, given, self.weft_ctx.rank)
+                if isinstance(error.__cause__, StopIteration):  # of an iterator that was kept, in a generator
+                    arrivals.next(None, type(self))
+                name_samples(error, arrivals.asked, self.weft_ctx.rank)
                 raise
 
-    def _torch_batches(self, spans: tuple[Span, ...], given: deque[BatchInfo]) -> Iterator[Any]:
+    def _note(self, given: BatchInfo) -> None:
+        elastic = self.weft_ctx.replicas is not None
+        self.weft_reading.shares.note(given, self.weft_ctx.rank, elastic=elastic, alone=self.weft_reading.lone)
+
+    def _torch_batches(self, spans: tuple[Span, ...], arrivals: Arrivals) -> Iterator[Any]:
         """Torch's own iterator, or that of the user's class."""
-        self.__dict__["weft_now"] = (spans, given)
+        self.__dict__["weft_now"] = (spans, arrivals)
         indices = self.__dict__.get("weft_indices")
         if indices is not None:  # workers that stay keep reading it
-            indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, given
+            indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, arrivals.asked
             indices.iteration += 1
+        if is_torch_iterator(stays := self.__dict__["_iterator"]):
+            stays.weft_note = arrivals.noting()
         if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
-        return iter(super().__iter__())
+        held = self.__dict__.items()
+        kept = [
+            key for key, one in held if key != "_iterator" and (is_torch_iterator(one) or type(one) is StreamIterator)
+        ]
+        if kept:  # a class that keeps its iterator for all epochs
+            self.__dict__.update(dict.fromkeys(kept, DataLoader.__iter__(self)))
+        found: Any = super().__iter__()
+        return _by_next(self) if found is self else iter(found)
 
     def _get_iterator(self) -> Any:
         if self.weft_reading.stream is None:
-            return torch_iterator(torch_view(self)[0])
+            return torch_iterator(torch_view(self)[0], self.__dict__["weft_now"][1].noting())
         return StreamIterator(self)
 
     # -- the position ----------------------------------------------------------------------------
@@ -195,8 +224,14 @@ class ShardedLoader(Extension[T]):
         self.weft_cursor.held = count
         return True
 
+    def weft_ask(self) -> None:
+        """See `Seekable`."""
+        self.weft_reading.shares.ask(elastic=self.weft_ctx.replicas is not None)
+
     def weft_planned(self) -> Callable[[int], Size] | None:
         """See `Seekable`."""
+        if self.weft_reading.lone and not keeps_all(self.collate_fn):
+            return None  # on one rank, what batches hold is counted when they are read
         return self.weft_reading.planned(self.weft_cursor.todo)
 
     def weft_size(self) -> Size:
@@ -263,6 +298,23 @@ def _sample_ids(given: BatchInfo) -> SampleIds:
     valid[: given.valid] = True
     return SampleIds(
         ids=torch.tensor(ids if all(numbers) else [-1] * len(ids), dtype=torch.int64), valid=valid, epoch=given.epoch
+    )
+
+
+def _by_next(loader: Any) -> Iterator[Any]:
+    """The batches of a loader that is its own iterator."""
+    while True:
+        try:
+            batch = loader.__next__()
+        except StopIteration:
+            return
+        yield batch
+
+
+def _iterates_itself(cls: type[Any]) -> bool:
+    """Whether the user's class may change the batches that torch's iterator yields."""
+    return any(
+        "__iter__" in vars(base) for base in cls.__mro__ if not issubclass(base, Extension) and base not in _TORCHS
     )
 
 

@@ -78,7 +78,7 @@ class _SeekableWindowLoader(_WindowLoader):
         if length is not None and splitter.remainder == "carry":
             rest = splitter.fit(splitter.windows, length)[1]
             length -= rest if loader.weft_hold_back(rest) else 0
-        return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned())
+        return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned(), loader.weft_ask)
 
     @property
     def share(self) -> float:

@@ -1,0 +1,357 @@
+"""What a batch really holds, measured where it is made, against what was asked for.
+
+[Note: counting] Nothing says which part of a batch counts its samples: a list of two tensors is two samples, or two
+columns. So it is measured: a `collate_fn` is called with one sample, and with this sample twice; what is twice as long
+the second time counts samples. Batches that can be read in one way only need no measurement, and neither do those of
+torch's own `collate_fn`, which leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate, default_convert
+
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Read
+from weft.errors import ContractError
+from weft.tensors.nested import rows_of
+from weft.tensors.rng_state import RngState
+
+__all__ = ["Arrivals", "CountedCollate", "OddBatch", "Shares", "keeps_all"]
+
+_Place = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
+_PROBES, _SAMPLES, _DEEP, _WIDE = 4, 3, 4, 64
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)  # noqa: S311  (no secrets)
+
+
+def keeps_all(collate: object) -> bool:
+    """Whether a `collate_fn` is one of torch's own, which make a batch of all samples or raise."""
+    return collate is default_collate or collate is default_convert
+
+
+class OddBatch(NamedTuple):
+    """A batch that does not hold what was asked for, on its way from where it was made.
+
+    Attributes:
+        batch: As it was made.
+        held: Samples in it; None: they cannot be counted.
+        kept: Places of its samples among those asked for; None: unknown.
+    """
+
+    batch: Any
+    held: int | None
+    kept: Sequence[int] | None
+
+    def of(self, given: BatchInfo) -> BatchInfo:
+        """What is known of the batch, corrected."""
+        if self.kept is None:
+            return given._replace(held=self.held)
+        valid = sum(place < given.valid for place in self.kept)
+        ids = [given.ids[place] for place in self.kept]
+        return given._replace(held=self.held, ids=ids, valid=valid, left_out=len(given.ids) - len(ids))
+
+
+class CountedCollate:
+    """A user's `collate_fn`, and a count of the samples in each batch that it makes.
+
+    Args:
+        collate: The user's.
+        names: Whether it is asked which samples were left out.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], *, names: bool) -> None:
+        self.collate = collate
+        self.names = names
+        self.trusted = keeps_all(collate)
+        self.scales: dict[_Place, int] | None = None  # see [Note: counting]: what has a size, and that for one sample
+        self.probes = 0
+
+    def __call__(self, read: Read) -> Any:
+        """The batch as the user's function makes it; in an `OddBatch`, if it is another one than was asked for."""
+        samples, asked, present = read
+        if self.trusted:
+            batch, spare = self.collate(samples), samples
+            held = len(samples) if hasattr(samples, "__len__") else None
+        else:
+            spare = [*map(_spare, samples)] if isinstance(samples, (list, tuple)) else []
+            batch = self.collate(samples)
+            held = asked if _is_square(batch, asked) else self._count(batch, spare)
+        if held == asked:
+            return batch
+        kept = None if not self.names or held is None else self._kept(spare, held)
+        return OddBatch(batch, held, kept if kept is None or present is None else [present[place] for place in kept])
+
+    def _count(self, batch: Any, samples: Sequence[Any]) -> int | None:
+        if _is_empty(batch):
+            return 0
+        held = self._counted(batch)
+        if held is None and self.probes < _PROBES:
+            self.probes += 1
+            found = self._measured(samples)
+            known = found if self.scales is None else self.scales
+            self.scales = {place: scale for place, scale in known.items() if found.get(place, scale) == scale} or None
+            held = self._counted(batch)
+        return held
+
+    def _counted(self, batch: Any) -> int | None:
+        counts = {_size_at(batch, place) / scale for place, scale in (self.scales or {}).items()}
+        held = counts.pop() if len(counts) == 1 else -1.0
+        return int(held) if held.is_integer() and held >= 0 else None
+
+    def _measured(self, samples: Sequence[Any]) -> dict[_Place, int]:
+        """What has a size that grows with the number of samples, and the size for one; alike for several samples."""
+        found: dict[_Place, int] | None = None
+        with _Undisturbed(self.collate) as collate:
+            tried = 0
+            for sample in samples:
+                one, two = (_made(collate, sample, times) for times in (1, 2))
+                if _is_empty(one) or two is None:
+                    continue
+                sizes = dict(_sizes(two))
+                scales = {place: size for place, size in _sizes(one) if size and sizes.get(place) == 2 * size}
+                found = scales if found is None else {p: n for p, n in found.items() if scales.get(p) == n}
+                tried += 1
+                if tried == _SAMPLES:
+                    break
+        return found or {}
+
+    def _kept(self, samples: Sequence[Any], held: int) -> list[int] | None:
+        """Places of the samples in a batch that holds so many; None if that cannot be found out."""
+        places = [place for place, sample in enumerate(samples) if sample is not None]
+        if len(places) != held and not self.trusted:
+            with _Undisturbed(self.collate) as collate:
+                places = [place for place in places if not _is_empty(_made(collate, samples[place], 1))]
+        return places if len(places) == held else None
+
+
+class _Undisturbed:
+    """The user's function for calls that leave no trace: random states, and attributes of the function, stay."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+        self.before: Any = None
+
+    def __enter__(self) -> Any:
+        self.before = RngState.capture()
+        try:
+            twin = copy.copy(self.collate)
+        except Exception:  # noqa: BLE001  (whatever a foreign class raises: it cannot be copied)
+            return self.collate
+        for name, value in getattr(twin, "__dict__", {}).items() if twin is not self.collate else ():
+            if isinstance(value, (*_GENERATORS, list, dict)):
+                twin.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict)) else copy.deepcopy(value)
+        return twin
+
+    def __exit__(self, *error: object) -> None:
+        self.before.apply()
+
+
+def _spare(sample: Any) -> Any:
+    """A sample for one more call: functions take items out of the dicts and lists that they are given."""
+    return sample.copy() if type(sample) in (dict, list) else sample
+
+
+def _made(collate: Any, sample: Any, times: int) -> Any:
+    """A batch of a sample alone; None if it cannot be made."""
+    try:
+        return collate([_spare(sample) for _ in range(times)])
+    except Exception:  # noqa: BLE001  (whatever the user's function raises: there is no such batch)
+        return None
+
+
+# -- sizes -------------------------------------------------------------------------------------------
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return len(value)
+    except Exception:  # noqa: BLE001  (whatever a foreign class raises: it has no length)
+        return None
+
+
+def _is_empty(batch: Any) -> bool:
+    return batch is None or _length(batch) == 0 or rows_of(batch) == 0
+
+
+def _is_square(batch: Any, count: int) -> bool:
+    """Whether a batch holds so many samples in whatever way it is read."""
+    if isinstance(batch, torch.Tensor):
+        return batch.dim() > 0 and len(batch) == count
+    if isinstance(batch, Mapping):
+        sizes = [size for value in batch.values() if (size := _length(value)) is not None]
+        return bool(sizes) and all(size == count for size in sizes)
+    if type(batch) not in (list, tuple) or len(batch) != count:
+        return False
+    return all((size := _length(value)) is None or size == count for value in batch)
+
+
+def _inside(value: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
+    """What is in a part of a batch, and how to get there."""
+    if isinstance(value, Mapping):
+        yield from (((False, key), item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from (((False, place), item) for place, item in enumerate(value[:_WIDE]))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from (((True, field.name), getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif not isinstance(value, (torch.Tensor, np.ndarray, torch.nn.Module, type)) and not callable(value):
+        yield from (((True, name), item) for name, item in getattr(value, "__dict__", {}).items())
+
+
+def _sizes(batch: Any, place: _Place = (), deep: int = _DEEP) -> Iterator[tuple[_Place, int]]:
+    """The lengths of a batch and of what is in it."""
+    size = _length(batch)
+    if size is not None:
+        yield place, size
+    for step, item in _inside(batch) if deep else ():
+        yield from _sizes(item, (*place, step), deep - 1)
+
+
+def _size_at(batch: Any, place: _Place) -> float:
+    try:
+        for is_attribute, name in place:
+            batch = getattr(batch, name) if is_attribute else batch[name]
+    except Exception:  # noqa: BLE001  (a batch of another structure)
+        return -1.0
+    size = _length(batch)
+    return -1.0 if size is None else size
+
+
+# -- the process that uses the batches ---------------------------------------------------------------
+
+
+class Arrivals:
+    """The batches of one iteration: those asked for, and those that came, in one order.
+
+    Attributes:
+        asked: What is known of batches that are still being read.
+        came: The same of batches that were read and not given yet.
+        sizes: Of those, if somebody may change them before they are given.
+    """
+
+    def __init__(self, *, changed: bool) -> None:
+        self.asked: deque[BatchInfo] = deque()
+        self.came: deque[BatchInfo] = deque()
+        self.sizes: deque[dict[_Place, int]] | None = deque() if changed else None
+
+    def noting(self) -> Callable[[Any], Any]:
+        """What takes each batch of torch's iterator that is made now, and returns it as the user's function made it."""
+        return functools.partial(self._note, self.asked)
+
+    def _note(self, asked: deque[BatchInfo], batch: Any) -> Any:
+        given = asked.popleft()
+        if type(batch) is OddBatch:
+            given, batch = batch.of(given), batch.batch
+        self.came.append(given)
+        if self.sizes is not None:
+            self.sizes.append(dict(_sizes(batch)))
+        return batch
+
+    def next(self, batch: Any, loader: type[Any]) -> BatchInfo:
+        """What is known of a batch that is given now.
+
+        Raises:
+            ContractError: It was not read in this iteration.
+        """
+        if not self.came:
+            raise _other_batches(loader, "one more batch than were read in this iteration")
+        given = self.came.popleft()
+        if not self.sizes:
+            return given
+        sizes, now = self.sizes.popleft(), dict(_sizes(batch))
+        if _is_empty(batch):
+            return given._replace(held=0)
+        if given.held == AS_PLANNED and _is_square(batch, given.asked):
+            return given
+        return given if all(now.get(place) == size for place, size in sizes.items()) else given._replace(held=None)
+
+    def end(self, loader: type[Any]) -> None:
+        """The iteration is over.
+
+        Raises:
+            ContractError: Batches were read, and not given.
+        """
+        if self.came:
+            raise _other_batches(loader, f"{len(self.came)} batches fewer than were read in this iteration")
+
+
+def _other_batches(loader: type[Any], found: str) -> ContractError:
+    return ContractError(
+        f"shard_data: {loader.__name__}.__iter__ does not yield the batches of this iteration, each once",
+        found=f"{found}: it keeps an iterator from before, or skips, repeats or joins batches, so weft cannot tell "
+        "which samples a batch holds",
+        expected="an __iter__ that yields one batch for each of super().__iter__(), in order",
+        fix="DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay; a "
+        "collate_fn or the dataset for other batches",
+    )
+
+
+class Shares:
+    """Whether `share`, which is computed from planned sizes, holds for the batches that came.
+
+    The sizes of the other ranks' batches are not known without a message. So where one batch of this rank is not as
+    planned, no share is returned from then on; and if one was before, the batch is not given.
+
+    Attributes:
+        odd: What was found in the first batch that is not as planned.
+        short: Whether its samples could be counted.
+    """
+
+    def __init__(self) -> None:
+        self.odd = ""
+        self.short = False
+        self._asked = False
+
+    def note(self, given: BatchInfo, rank: int, *, elastic: bool, alone: bool) -> None:
+        """Look at a batch before it is given.
+
+        Raises:
+            ContractError: It makes a share wrong that was returned before.
+        """
+        if given.held == AS_PLANNED or given.empty or alone:
+            return
+        if not self.odd or (not self.short and given.held is not None):
+            self.short = given.held is not None
+            self.odd = (
+                f"{given.held} samples in a batch of rank {rank} for which {given.asked} were read"
+                if self.short
+                else f"a batch of rank {rank}, made of {given.asked} samples, whose samples cannot be counted"
+            )
+        if self._asked:
+            raise self._wrong(elastic=elastic)
+
+    def ask(self, *, elastic: bool) -> None:
+        """Note that a share is asked for.
+
+        Raises:
+            ContractError: A batch was not as planned.
+        """
+        self._asked = True
+        if self.odd:
+            raise self._wrong(elastic=elastic)
+
+    def _wrong(self, *, elastic: bool) -> ContractError:
+        fix = (
+            'loss = cross_entropy(model(x), y, reduction="sum") / weft.metrics.denominator(len(y), ctx)  # in windows '
+            "/ window.denominator(lambda batch: len(batch[1])). Where nothing is left of a batch, return one without "
+            "rows from collate_fn, such as torch.empty(0, 3), not None: every rank takes part in every step"
+        )
+        return ContractError(
+            "share: batches do not hold the samples that were read for them",
+            found=self.odd,
+            expected="a batch of all samples that were read for it, on every rank: the sizes of the batches of other "
+            "ranks are known by plan only",
+            fix="dataset = torch.utils.data.Subset(dataset, good)  # before shard_data; in an elastic job, counts "
+            "cannot be added up with weft.metrics.denominator"
+            if elastic
+            else fix,
+        )
