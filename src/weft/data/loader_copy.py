@@ -176,6 +176,11 @@ class _Quick:
             self._num_yielded += 1
         return data if self.weft_note is None else self.weft_note(data)
 
+    def _reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if self.weft_note is not None:
+            self.weft_note = loader.weft_noting()
+        super()._reset(loader, first_iter)  # type: ignore[misc]
+
 
 class _QuickSingle(_Quick, _SingleProcessDataLoaderIter):
     pass

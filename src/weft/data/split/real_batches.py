@@ -235,64 +235,74 @@ class Arrivals:
     Attributes:
         asked: What is known of batches that are still being read.
         came: The same of batches that were read and not given yet.
-        sizes: Of those, if somebody may change them before they are given.
+        batches: Those batches and their sizes, if the user's class may change them before they are given.
     """
 
-    def __init__(self, *, changed: bool) -> None:
+    def __init__(self, loader: type[Any], *, changed: bool) -> None:
         self.asked: deque[BatchInfo] = deque()
         self.came: deque[BatchInfo] = deque()
-        self.sizes: deque[dict[_Place, int]] | None = deque() if changed else None
+        self.batches: deque[tuple[Any, dict[_Place, int]]] | None = deque() if changed else None
+        self._loader = loader
+        self._has_begun = False
 
     def noting(self) -> Callable[[Any], Any]:
-        """What takes each batch of torch's iterator that is made now, and returns it as the user's function made it."""
+        """What takes each batch of torch's iterator that is made now, and returns it as the user's function made it.
+
+        Raises:
+            ContractError: Batches came from another one in this iteration.
+        """
+        if self._has_begun:
+            raise self._others("it begins again in one iteration")
         return functools.partial(self._note, self.asked)
 
     def _note(self, asked: deque[BatchInfo], batch: Any) -> Any:
+        self._has_begun = True
         given = asked.popleft()
         if type(batch) is OddBatch:
             given, batch = batch.of(given), batch.batch
         self.came.append(given)
-        if self.sizes is not None:
-            self.sizes.append(dict(_sizes(batch)))
+        if self.batches is not None:
+            self.batches.append((batch, dict(_sizes(batch))))
         return batch
 
-    def next(self, batch: Any, loader: type[Any]) -> BatchInfo:
+    def next(self, batch: Any) -> BatchInfo:
         """What is known of a batch that is given now.
 
         Raises:
-            ContractError: It was not read in this iteration.
+            ContractError: It is not the next one that was read in this iteration.
         """
         if not self.came:
-            raise _other_batches(loader, "one more batch than were read in this iteration")
+            raise self._others("one more batch than were read in this iteration")
         given = self.came.popleft()
-        if not self.sizes:
+        if self.batches is None:
             return given
-        sizes, now = self.sizes.popleft(), dict(_sizes(batch))
+        read, sizes = self.batches.popleft()
         if _is_empty(batch):
             return given._replace(held=0)
+        if batch is not read and any(batch is other for other, _ in self.batches):
+            raise self._others("a batch that was read after others that were not given")
         if given.held == AS_PLANNED and _is_square(batch, given.asked):
             return given
+        now = dict(_sizes(batch))
         return given if all(now.get(place) == size for place, size in sizes.items()) else given._replace(held=None)
 
-    def end(self, loader: type[Any]) -> None:
+    def end(self) -> None:
         """The iteration is over.
 
         Raises:
             ContractError: Batches were read, and not given.
         """
         if self.came:
-            raise _other_batches(loader, f"{len(self.came)} batches fewer than were read in this iteration")
+            raise self._others(f"{len(self.came)} batches fewer than were read in this iteration")
 
-
-def _other_batches(loader: type[Any], found: str) -> ContractError:
-    return ContractError(
-        f"shard_data: {loader.__name__}.__iter__ does not yield the batches of this iteration, each once",
-        found=f"{found}: it keeps an iterator from before, or skips, repeats or joins batches, so weft cannot tell "
-        "which samples a batch holds",
-        expected="an __iter__ that yields one batch for each of super().__iter__(), in order",
-        fix="DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay; a "
-        "collate_fn or the dataset for other batches",
-    )
+    def _others(self, found: str) -> ContractError:
+        return ContractError(
+            f"shard_data: {self._loader.__name__}.__iter__ does not yield the batches of this iteration, each once",
+            found=f"{found}; weft cannot tell which samples a batch holds",
+            expected="an __iter__ that calls super().__iter__() once and yields a batch for each of its batches",
+            fix="DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay; a "
+            "collate_fn or the dataset for other batches",
+        )
 
 
 class Shares:

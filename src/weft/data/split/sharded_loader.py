@@ -149,19 +149,19 @@ class ShardedLoader(Extension[T]):
             if apart:
                 tell_epoch(self.dataset, group[-1].epoch)
             reading.epochs.set(group[-1].epoch, group[-1].start)
-            arrivals = Arrivals(changed=_iterates_itself(type(self)))
+            arrivals = Arrivals(type(self), changed=_iterates_itself(type(self)))
             try:
                 for batch in self._torch_batches(group, arrivals):
-                    given = arrivals.next(batch, type(self))
+                    given = arrivals.next(batch)
                     if given.held != AS_PLANNED:
                         self._note(given)
                     yield batch, given
-                arrivals.end(type(self))
+                arrivals.end()
             except ContractError:
                 raise
             except Exception as error:
                 if isinstance(error.__cause__, StopIteration):  # of an iterator that was kept, in a generator
-                    arrivals.next(None, type(self))
+                    arrivals.next(None)
                 name_samples(error, arrivals.asked, self.weft_ctx.rank)
                 raise
 
@@ -176,23 +176,23 @@ class ShardedLoader(Extension[T]):
         if indices is not None:  # workers that stay keep reading it
             indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, arrivals.asked
             indices.iteration += 1
-        if is_torch_iterator(stays := self.__dict__["_iterator"]):
-            stays.weft_note = arrivals.noting()
         if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
-        held = self.__dict__.items()
-        kept = [
-            key for key, one in held if key != "_iterator" and (is_torch_iterator(one) or type(one) is StreamIterator)
-        ]
-        if kept:  # a class that keeps its iterator for all epochs
+        kept = [key for key, value in self.__dict__.items() if key != "_iterator" and _is_iterator(value)]
+        if kept := [*kept, *self.__dict__.pop("weft_kept", ())]:  # a class that keeps its iterator for all epochs
             self.__dict__.update(dict.fromkeys(kept, DataLoader.__iter__(self)))
         found: Any = super().__iter__()
         return _by_next(self) if found is self else iter(found)
 
     def _get_iterator(self) -> Any:
         if self.weft_reading.stream is None:
-            return torch_iterator(torch_view(self)[0], self.__dict__["weft_now"][1].noting())
+            return torch_iterator(torch_view(self)[0], self.weft_noting())
         return StreamIterator(self)
+
+    def weft_noting(self) -> Callable[[Any], Any]:
+        """What torch's iterator hands its batches to; see `Arrivals`."""
+        noting: Callable[[Any], Any] = self.__dict__["weft_now"][1].noting()
+        return noting
 
     # -- the position ----------------------------------------------------------------------------
 
@@ -309,6 +309,10 @@ def _by_next(loader: Any) -> Iterator[Any]:
         except StopIteration:
             return
         yield batch
+
+
+def _is_iterator(value: object) -> bool:
+    return is_torch_iterator(value) or type(value) is StreamIterator
 
 
 def _iterates_itself(cls: type[Any]) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from weft.data.loader_copy import torch_iterator
 from weft.data.split.map_samples import BatchInfo, Samples, StepIndices, WorkerStart
 from weft.data.split.real_batches import CountedCollate, keeps_all
-from weft.data.split.stream_samples import CollateSteps, Step
+from weft.data.split.stream_samples import CollateSteps
 from weft.rng import mix
 
 __all__ = ["StreamIterator", "torch_view"]
@@ -52,7 +52,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         indices.seed, indices.reading, indices.given = reading.seed, spans, arrivals.asked
         fields["sampler" if reading.single else "batch_sampler"] = indices
     view.__dict__.update(fields)
-    return view, arrivals.came
+    return view, arrivals.asked
 
 
 class StreamIterator:
@@ -60,11 +60,13 @@ class StreamIterator:
 
     def __init__(self, loader: Any) -> None:
         view, self._given = torch_view(loader)
+        self._note = loader.weft_noting()
         self._ready: deque[Any] = deque()
         self._inner = torch_iterator(view)
 
     def _reset(self, loader: Any) -> None:
         view, self._given = torch_view(loader)
+        self._note = loader.weft_noting()
         self._ready.clear()
         self._inner._reset(view)
 
@@ -72,14 +74,8 @@ class StreamIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._ready:
-            return self._ready.popleft()
-        step = next(self._inner)
-        if not isinstance(step, Step):
-            return step
-        parts, given = step
-        self._given.extend(given)
-        if len(parts) == 1:
-            return parts[0]
-        self._ready.extend(parts)
-        return self._ready.popleft()
+        if not self._ready:
+            parts, given = next(self._inner)
+            self._given.extend(given)
+            self._ready.extend(parts)
+        return self._note(self._ready.popleft())
