@@ -60,7 +60,8 @@ def by_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
         source = getattr(loader, name)
         if source is None or length_of(source) is not None:
             continue
-        inner = [one for one in vars(source).values() if hasattr(one, "__iter__") and length_of(one) is not None]
+        parts = getattr(source, "__dict__", {}).values()
+        inner = [one for one in parts if hasattr(one, "__iter__") and length_of(one) is not None]
         if len(inner) != 1 or isinstance(inner[0], (str, bytes, Dataset)):
             found = f"{type(loader).__name__}, which keeps an iterator over a {type(source).__name__} without a length"
             fix = "DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay"

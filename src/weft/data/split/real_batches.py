@@ -1,9 +1,9 @@
 """What a batch really holds, measured where it is made, against what was asked for.
 
 [Note: counting] Nothing says which part of a batch counts its samples: a list of two tensors is two samples, or two
-columns. So it is measured: a `collate_fn` is called with one sample, and with this sample twice; what is twice as long
-the second time counts samples. Batches that can be read in one way only need no measurement, and neither do those of
-torch's own `collate_fn`, which leaves nothing out.
+columns. So it is measured: a `collate_fn` is called with one sample, with another one, and with both; what is twice as
+long then counts samples. Batches that can be read in one way only need no measurement, and neither do those of torch's
+own `collate_fn`, which leaves nothing out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +23,14 @@ from torch.utils.data import default_collate, default_convert
 
 from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Read
 from weft.errors import ContractError
-from weft.tensors.nested import rows_of
+from weft.tensors.nested import leaves, rows_of
 from weft.tensors.rng_state import RngState
 
 __all__ = ["Arrivals", "CountedCollate", "OddBatch", "Shares", "keeps_all"]
 
 _Place = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
-_PROBES, _SAMPLES, _DEEP, _WIDE = 4, 3, 4, 64
+_PROBES, _TRIED, _PAIRS, _DEEP, _WIDE = 4, 6, 3, 4, 64
+_CHANGED = {dict, list}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)  # noqa: S311  (no secrets)
 
 
@@ -81,13 +83,15 @@ class CountedCollate:
             batch, spare = self.collate(samples), samples
             held = len(samples) if hasattr(samples, "__len__") else None
         else:
-            spare = [*map(_spare, samples)] if isinstance(samples, (list, tuple)) else []
+            spare = _spares(samples) if isinstance(samples, (list, tuple)) else []
             batch = self.collate(samples)
             held = asked if _is_square(batch, asked) else self._count(batch, spare)
-        if held == asked:
+        if held == asked and not (self.names and any(sample is None for sample in spare)):
             return batch
-        kept = None if not self.names or held is None else self._kept(spare, held)
-        return OddBatch(batch, held, kept if kept is None or present is None else [present[place] for place in kept])
+        kept = None
+        if self.names and (present is not None or len(spare) == asked):
+            kept = [place if present is None else present[place] for place in self._kept(spare, held, batch)]
+        return OddBatch(batch, AS_PLANNED if held == asked else held, kept)
 
     def _count(self, batch: Any, samples: Sequence[Any]) -> int | None:
         if _is_empty(batch):
@@ -95,9 +99,9 @@ class CountedCollate:
         held = self._counted(batch)
         if held is None and self.probes < _PROBES:
             self.probes += 1
-            found = self._measured(samples)
-            known = found if self.scales is None else self.scales
-            self.scales = {place: scale for place, scale in known.items() if found.get(place, scale) == scale} or None
+            if found := self._measured(samples):
+                known = found if self.scales is None else self.scales
+                self.scales = {place: scale for place, scale in known.items() if found.get(place) == scale}
             held = self._counted(batch)
         return held
 
@@ -110,26 +114,27 @@ class CountedCollate:
         """What has a size that grows with the number of samples, and the size for one; alike for several samples."""
         found: dict[_Place, int] | None = None
         with _Undisturbed(self.collate) as collate:
-            tried = 0
-            for sample in samples:
-                one, two = (_made(collate, sample, times) for times in (1, 2))
-                if _is_empty(one) or two is None:
-                    continue
-                sizes = dict(_sizes(two))
-                scales = {place: size for place, size in _sizes(one) if size and sizes.get(place) == 2 * size}
-                found = scales if found is None else {p: n for p, n in found.items() if scales.get(p) == n}
-                tried += 1
-                if tried == _SAMPLES:
-                    break
+            alone: list[tuple[Any, dict[_Place, int]]] = []
+            for sample in [one for one in samples if one is not None][:_TRIED]:
+                batch = _made(collate, sample)
+                alone += [] if _is_empty(batch) else [(sample, dict(_sizes(batch)))]
+            for (one, first), (other, second) in itertools.islice(zip(alone, alone[1:] or alone, strict=False), _PAIRS):
+                both = dict(_sizes(_made(collate, one, other)))
+                scales = {p: n for p, n in first.items() if n and second.get(p) == n and both.get(p) == 2 * n}
+                if scales:  # nothing grows where one of them is left out
+                    found = scales if found is None else {p: n for p, n in found.items() if scales.get(p) == n}
         return found or {}
 
-    def _kept(self, samples: Sequence[Any], held: int) -> list[int] | None:
-        """Places of the samples in a batch that holds so many; None if that cannot be found out."""
-        places = [place for place, sample in enumerate(samples) if sample is not None]
-        if len(places) != held and not self.trusted:
-            with _Undisturbed(self.collate) as collate:
-                places = [place for place in places if not _is_empty(_made(collate, samples[place], 1))]
-        return places if len(places) == held else None
+    def _kept(self, samples: Sequence[Any], held: int | None, batch: Any) -> list[int]:
+        """Places of the samples in a batch that holds so many; of all that may be in it, if they cannot be told."""
+        there = [place for place, sample in enumerate(samples) if sample is not None]
+        if held is None or held >= len(there) or self.trusted:
+            return there
+        with _Undisturbed(self.collate) as collate:
+            places = [place for place in there if not _is_empty(_made(collate, samples[place]))]
+            # Others are in it if samples are left out for another reason, or at random.
+            is_sure = len(places) == held and _is_equal(_made(collate, *(samples[place] for place in places)), batch)
+        return places if is_sure else there
 
 
 class _Undisturbed:
@@ -154,15 +159,17 @@ class _Undisturbed:
         self.before.apply()
 
 
-def _spare(sample: Any) -> Any:
-    """A sample for one more call: functions take items out of the dicts and lists that they are given."""
-    return sample.copy() if type(sample) in (dict, list) else sample
+def _spares(samples: Sequence[Any]) -> list[Any]:
+    """Samples for one more call: functions take items out of the dicts and lists that they are given."""
+    if _CHANGED.isdisjoint(map(type, samples)):
+        return [*samples]
+    return [sample.copy() if type(sample) in _CHANGED else sample for sample in samples]
 
 
-def _made(collate: Any, sample: Any, times: int) -> Any:
-    """A batch of a sample alone; None if it cannot be made."""
+def _made(collate: Any, *samples: Any) -> Any:
+    """A batch of one or two samples; None if it cannot be made."""
     try:
-        return collate([_spare(sample) for _ in range(times)])
+        return collate(_spares(samples))
     except Exception:  # noqa: BLE001  (whatever the user's function raises: there is no such batch)
         return None
 
@@ -187,9 +194,6 @@ def _is_square(batch: Any, count: int) -> bool:
     """Whether a batch holds so many samples in whatever way it is read."""
     if isinstance(batch, torch.Tensor):
         return batch.dim() > 0 and len(batch) == count
-    if isinstance(batch, Mapping):
-        sizes = [size for value in batch.values() if (size := _length(value)) is not None]
-        return bool(sizes) and all(size == count for size in sizes)
     if type(batch) not in (list, tuple) or len(batch) != count:
         return False
     return all((size := _length(value)) is None or size == count for value in batch)
@@ -224,6 +228,15 @@ def _size_at(batch: Any, place: _Place) -> float:
         return -1.0
     size = _length(batch)
     return -1.0 if size is None else size
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two batches are the same, as far as that can be seen."""
+    try:
+        pairs = zip(leaves(one), leaves(other), strict=True)
+        return all(p == q and (a is b or bool(np.all(np.asarray(a == b)))) for (p, a), (q, b) in pairs)
+    except Exception:  # noqa: BLE001  (whatever a foreign class raises, or batches of other sizes)
+        return False
 
 
 # -- the process that uses the batches ---------------------------------------------------------------
@@ -281,9 +294,10 @@ class Arrivals:
             return given._replace(held=0)
         if batch is not read and any(batch is other for other, _ in self.batches):
             raise self._others("a batch that was read after others that were not given")
-        if given.held == AS_PLANNED and _is_square(batch, given.asked):
-            return given
         now = dict(_sizes(batch))
+        columns = {now.get(((False, key),)) for key in batch} if isinstance(batch, Mapping) else set()
+        if given.held == AS_PLANNED and (_is_square(batch, given.asked) or columns - {None} == {given.asked}):
+            return given
         return given if all(now.get(place) == size for place, size in sizes.items()) else given._replace(held=None)
 
     def end(self) -> None:
@@ -321,13 +335,13 @@ class Shares:
         self.short = False
         self._asked = False
 
-    def note(self, given: BatchInfo, rank: int, *, elastic: bool, alone: bool) -> None:
+    def note(self, given: BatchInfo, rank: int, *, elastic: bool) -> None:
         """Look at a batch before it is given.
 
         Raises:
             ContractError: It makes a share wrong that was returned before.
         """
-        if given.held == AS_PLANNED or given.empty or alone:
+        if given.held == AS_PLANNED or given.empty:
             return
         if not self.odd or (not self.short and given.held is not None):
             self.short = given.held is not None

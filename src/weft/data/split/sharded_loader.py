@@ -78,12 +78,12 @@ class ShardedLoader(Extension[T]):
                 expected="loader.share inside the loop over the loader",
                 fix="for x, y in loader:\n    loss = cross_entropy(model(x), y) * loader.share",
             )
-        self._note(cursor.last)
-        self.weft_ask()
         own, everyone = self.weft_size()
         cursor.weighed = True
         if reading.lone:
             return float(own != 0)
+        self._note(cursor.last)
+        self.weft_ask()
         if everyone is None:
             everyone = samples_of_all([own], ctx)
         return own * ctx.data_size * ctx.num_replicas / everyone if own else 0.0
@@ -166,8 +166,9 @@ class ShardedLoader(Extension[T]):
                 raise
 
     def _note(self, given: BatchInfo) -> None:
-        elastic = self.weft_ctx.replicas is not None
-        self.weft_reading.shares.note(given, self.weft_ctx.rank, elastic=elastic, alone=self.weft_reading.lone)
+        ctx, reading = self.weft_ctx, self.weft_reading
+        if not reading.lone or keeps_all(self.collate_fn):  # otherwise nothing comes from the plan
+            reading.shares.note(given, ctx.rank, elastic=ctx.replicas is not None)
 
     def _torch_batches(self, spans: tuple[Span, ...], arrivals: Arrivals) -> Iterator[Any]:
         """Torch's own iterator, or that of the user's class."""
