@@ -29,7 +29,7 @@ from weft.tensors.rng_state import RngState
 __all__ = ["Arrivals", "CountedCollate", "OddBatch", "Shares", "keeps_all"]
 
 _Place = tuple[tuple[bool, Any], ...]  # a way into a batch: attributes (True) and keys
-_PROBES, _TRIED, _PAIRS, _DEEP, _WIDE = 4, 6, 3, 4, 64
+_PROBES, _TRIED, _PAIRS, _DEEP, _SHALLOW, _WIDE = 4, 6, 3, 4, 2, 64
 _CHANGED = {dict, list}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)  # noqa: S311  (no secrets)
 
@@ -94,9 +94,9 @@ class CountedCollate:
         return OddBatch(batch, AS_PLANNED if held == asked else held, kept)
 
     def _count(self, batch: Any, samples: Sequence[Any]) -> int | None:
-        if _is_empty(batch):
-            return 0
         held = self._counted(batch)
+        if held is None and _is_empty(batch):
+            return 0
         if held is None and self.probes < _PROBES:
             self.probes += 1
             if found := self._measured(samples):
@@ -251,7 +251,7 @@ class Arrivals:
         batches: Those batches and their sizes, if the user's class may change them before they are given.
     """
 
-    def __init__(self, loader: type[Any], *, changed: bool) -> None:
+    def __init__(self, loader: str, *, changed: bool) -> None:
         self.asked: deque[BatchInfo] = deque()
         self.came: deque[BatchInfo] = deque()
         self.batches: deque[tuple[Any, dict[_Place, int]]] | None = deque() if changed else None
@@ -275,7 +275,7 @@ class Arrivals:
             given, batch = batch.of(given), batch.batch
         self.came.append(given)
         if self.batches is not None:
-            self.batches.append((batch, dict(_sizes(batch))))
+            self.batches.append((batch, dict(_sizes(batch, deep=_SHALLOW))))
         return batch
 
     def next(self, batch: Any) -> BatchInfo:
@@ -294,7 +294,7 @@ class Arrivals:
             return given._replace(held=0)
         if batch is not read and any(batch is other for other, _ in self.batches):
             raise self._others("a batch that was read after others that were not given")
-        now = dict(_sizes(batch))
+        now = dict(_sizes(batch, deep=_SHALLOW))
         columns = {now.get(((False, key),)) for key in batch} if isinstance(batch, Mapping) else set()
         if given.held == AS_PLANNED and (_is_square(batch, given.asked) or columns - {None} == {given.asked}):
             return given
@@ -311,7 +311,7 @@ class Arrivals:
 
     def _others(self, found: str) -> ContractError:
         return ContractError(
-            f"shard_data: {self._loader.__name__}.__iter__ does not yield the batches of this iteration, each once",
+            f"shard_data: {self._loader}.__iter__ does not yield the batches of this iteration, each once",
             found=f"{found}; weft cannot tell which samples a batch holds",
             expected="an __iter__ that calls super().__iter__() once and yields a batch for each of its batches",
             fix="DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay; a "
@@ -346,9 +346,9 @@ class Shares:
         if not self.odd or (not self.short and given.held is not None):
             self.short = given.held is not None
             self.odd = (
-                f"{given.held} samples in a batch of rank {rank} for which {given.asked} were read"
+                f"{given.held} samples in a batch made on rank {rank}, for which {given.asked} were read"
                 if self.short
-                else f"a batch of rank {rank}, made of {given.asked} samples, whose samples cannot be counted"
+                else f"a batch made on rank {rank} of {given.asked} samples, which cannot be counted in it"
             )
         if self._asked:
             raise self._wrong(elastic=elastic)

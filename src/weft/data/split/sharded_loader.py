@@ -149,10 +149,12 @@ class ShardedLoader(Extension[T]):
             if apart:
                 tell_epoch(self.dataset, group[-1].epoch)
             reading.epochs.set(group[-1].epoch, group[-1].start)
-            arrivals = Arrivals(type(self), changed=_iterates_itself(type(self)))
+            arrivals = Arrivals(type(self).__name__, changed=_iterates_itself(type(self)))
             try:
                 for batch in self._torch_batches(group, arrivals):
                     given = arrivals.next(batch)
+                    if reading.single and (batch is None or (isinstance(batch, (list, tuple, dict)) and not batch)):
+                        given = given._replace(held=0)
                     if given.held != AS_PLANNED:
                         self._note(given)
                     yield batch, given
