@@ -72,16 +72,18 @@ class _Watch:
         self._look_at_weights(optimizer)
 
     def _check_share(self, own: int | None, everyone: int | None) -> None:
-        ranks = self._ctx.data_size
-        if own is None or everyone is None or own * ranks == everyone:
+        ranks, shares = self._ctx.data_size, self._reading.shares
+        if not shares.short and (own is None or everyone is None or own * ranks == everyone):
             return
         self._weighed = True
+        sizes = f"{own} samples on rank {self._ctx.rank}, {everyone} on all {ranks} ranks"
         warn(
             "shard_data: a step on an unweighted loss, with different numbers of samples on the ranks",
-            found=f"{own} samples on rank {self._ctx.rank}, {everyone} on all {ranks} ranks; the mean of their "
-            "mean losses is not the mean over the samples",
+            found=f"{shares.odd or sizes}; the mean of their mean losses is not the mean over the samples",
             expected="mean losses times their share, or sums divided by weft.metrics.denominator",
-            fix="loss = cross_entropy(model(x), y) * loader.share",
+            fix='loss = cross_entropy(model(x), y, reduction="sum") / weft.metrics.denominator(len(y), ctx)'
+            if shares.odd
+            else "loss = cross_entropy(model(x), y) * loader.share",
         )
 
     def _look_at_weights(self, optimizer: torch.optim.Optimizer) -> None:

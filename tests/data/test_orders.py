@@ -42,7 +42,8 @@ def _epochs(loader, ctx, epochs, positions=None):
             if positions is not None:
                 positions.append(loader.state_dict())
         ranks = weft.collectives.gather_objects(mine, ctx)
-        found.append([list(itertools.chain(*step)) for step in zip(*ranks, strict=True)])
+        # A rank that has no sample left is done before the others.
+        found.append([list(itertools.chain(*step)) for step in itertools.zip_longest(*ranks, fillvalue=())])
     return found
 
 

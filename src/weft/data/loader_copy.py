@@ -12,12 +12,25 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.autograd import _profiler_enabled as _is_profiled
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from weft.data.worker_signals import workers_outlive_signals
 
-__all__ = ["Extension", "Seekable", "Size", "extended_copy", "length_of", "split_already", "torch_iterator"]
+__all__ = [
+    "Extension",
+    "Seekable",
+    "Size",
+    "extended_copy",
+    "is_torch_iterator",
+    "length_of",
+    "split_already",
+    "torch_iterator",
+]
 
 T = TypeVar("T")
 Size = tuple[int | None, int | None]  # samples in this rank's batch, and in those of all ranks; None: not known here
@@ -53,6 +66,10 @@ class Seekable(Protocol):
 
     def weft_size(self) -> Size:
         """The size of the batch that was given last."""
+        ...
+
+    def weft_ask(self) -> None:
+        """Note that shares are computed from sizes; raises if batches were not of the size that was planned."""
         ...
 
 
@@ -128,34 +145,48 @@ def split_already(loader: Any) -> str | None:
 # -- torch's own iterators ---------------------------------------------------------------------------
 
 
-def torch_iterator(loader: DataLoader[Any]) -> Any:
-    """Torch's iterator over a loader that is used for nothing else.
+def is_torch_iterator(value: Any) -> bool:
+    """Whether this is an iterator of torch over some loader."""
+    return isinstance(value, _BaseDataLoaderIter)
+
+
+def torch_iterator(loader: DataLoader[Any], note: Callable[[Any], Any] | None = None) -> Any:
+    """Torch's iterator over a loader that is used for nothing else; `note` takes each batch and returns it.
 
     It names its batches in a profile only while a profiler runs: torch opens a `record_function` around every
     batch, watched or not, which takes 2 to 5 us of CPU.
     """
     if loader.num_workers:
         with workers_outlive_signals(loader) as begun:
-            iterator = DataLoader._get_iterator(loader)
+            iterator: Any = DataLoader._get_iterator(loader)
             begun(iterator)
     else:
         iterator = DataLoader._get_iterator(loader)
     if type(iterator) in _QUICK:
         iterator.__class__ = _QUICK[type(iterator)]
+    iterator.weft_note = note
     return iterator
 
 
 class _Quick:
     """What both of torch's iterators do for a batch, without the name."""
 
+    weft_note: Callable[[Any], Any] | None = None
+
     def __next__(self: Any) -> Any:
         if _is_profiled() or self._IterableDataset_len_called is not None:
-            return super().__next__()  # type: ignore[misc]
-        if self._sampler_iter is None:
-            self._reset()
-        data = self._next_data()
-        self._num_yielded += 1
-        return data
+            data = super().__next__()  # type: ignore[misc]
+        else:
+            if self._sampler_iter is None:
+                self._reset()
+            data = self._next_data()
+            self._num_yielded += 1
+        return data if self.weft_note is None else self.weft_note(data)
+
+    def _reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if self.weft_note is not None:
+            self.weft_note = loader.weft_noting()
+        super()._reset(loader, first_iter)  # type: ignore[misc]
 
 
 class _QuickSingle(_Quick, _SingleProcessDataLoaderIter):

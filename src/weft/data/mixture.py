@@ -15,8 +15,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from weft.checks import check_choice, check_count
 from weft.data.loader_copy import length_of
-from weft.data.order.epoch_order import generators_of, tell_epoch
+from weft.data.order.epoch_order import generators_of
 from weft.data.order.mixed_order import MixedOrder, Place
+from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.stream_samples import SeekableStream, has_state
 from weft.errors import ContractError, type_error, value_error
 from weft.rng import mix as hashed

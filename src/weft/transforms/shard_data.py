@@ -24,7 +24,14 @@ from weft.data.loader_copy import length_of
 from weft.data.mixture import Mixture
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.place import place_of
-from weft.data.split.loader_checks import check_balance, check_divisible, check_loader, check_uneven, warn_of_no_steps
+from weft.data.split.loader_checks import (
+    by_epochs,
+    check_balance,
+    check_divisible,
+    check_loader,
+    check_uneven,
+    warn_of_no_steps,
+)
 from weft.data.split.map_samples import Epoch
 from weft.data.split.read_plan import DataPlan, ReadPlan, is_stock
 from weft.data.split.sharded_loader import ShardedLoader, sharded_copy
@@ -175,6 +182,7 @@ def shard_data(
         [[2, 3], [6, 7]]
     """
     check_loader(loader, mode, uneven, resized, already_sharded=already_sharded)
+    loader = by_epochs(loader)
     check_balance(loader, balance, cost, mode, uneven)
     if mode == "shards":
         loader, already_sharded = with_own_shards(loader, ctx), True

@@ -20,11 +20,12 @@ from weft.data.equal_cost import Costs, alike_together
 from weft.data.order.digest import digest_of
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.sampler_state import SamplerState
+from weft.data.order.tell_epoch import tell_epoch
 from weft.errors import ContractError, message, value_error
 from weft.rng import mix, seeded
 from weft.tensors.rng_state import RngState
 
-__all__ = ["EpochOrder", "OtherOrder", "generators_of", "tell_epoch"]
+__all__ = ["EpochOrder", "OtherOrder", "generators_of"]
 
 _READ_AHEAD = 2**16  # units beyond those expected, after which an order counts as endless
 
@@ -242,7 +243,7 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int, most: int) -> Sequence
         return range(len(sampler))
     if type(sampler) is RandomSampler and _is_plain(sampler):
         return _permutation(len(sampler.data_source), sampler.generator, mix(seed, epoch, "order"))
-    tell_epoch(sampler, epoch)
+    tell_epoch(sampler, epoch, of_data=False)
     generators = generators_of(sampler)
     with seeded(mix(seed, epoch, "order"), generators):
         iterator = iter(sampler)
@@ -280,13 +281,6 @@ def _by_epoch(pairs: Any, kind: type[Any]) -> dict[int, Any]:
             fix="loader.load_state_dict(saved_loader.state_dict())",
         )
     return {pair[0]: pair[1] for pair in pairs}
-
-
-def tell_epoch(obj: object, epoch: int) -> None:
-    """Call `obj.set_epoch(epoch)` if there is such a method."""
-    method = getattr(obj, "set_epoch", None)
-    if callable(method):
-        method(epoch)
 
 
 def generators_of(source: Any) -> list[torch.Generator]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from weft.checks import check_choice
 from weft.context import DistContext
-from weft.data.loader_copy import split_already
+from weft.data.loader_copy import is_torch_iterator, length_of, split_already
 from weft.data.split.read_plan import DataPlan, is_stock
 from weft.data.split.split_plan import warn_of_no_step
 from weft.data.split.stream_samples import shards_of
 from weft.errors import type_error, value_error
 
-__all__ = ["check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
+__all__ = ["by_epochs", "check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
 
 _MODES = ("batches", "split", "dispatch", "shards")
 _UNEVEN = ("balance", "empty", "pad", "drop", "error", "join")
@@ -40,6 +41,34 @@ def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, al
     check_choice("shard_data", "resized", resized, ("error", "next_epoch"), fix=fix)
     _check_mode(loader, mode)
     _check_split(loader, mode, uneven, already_sharded=already_sharded)
+
+
+def by_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader that keeps one iterator for all epochs, over a sampler without end, as one that is read by epochs.
+
+    Such loaders, of several vision libraries, were made so that workers stay; in the one returned they do.
+
+    Raises:
+        ValueError: It keeps an iterator, and what an epoch is cannot be told.
+    """
+    kept = [name for name, value in vars(loader).items() if name != "_iterator" and is_torch_iterator(value)]
+    if not kept:
+        return loader
+    new = copy.copy(loader)
+    new.__dict__.update(dict.fromkeys(kept), weft_kept=kept)  # the iterator stays with the original
+    for name in ("sampler", "batch_sampler"):
+        source = getattr(loader, name)
+        if source is None or length_of(source) is not None:
+            continue
+        parts = getattr(source, "__dict__", {}).values()
+        inner = [one for one in parts if hasattr(one, "__iter__") and length_of(one) is not None]
+        if len(inner) != 1 or isinstance(inner[0], (str, bytes, Dataset)):
+            found = f"{type(loader).__name__}, which keeps an iterator over a {type(source).__name__} without a length"
+            fix = "DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay"
+            raise _refusal(found, "a loader that is read by epochs", fix)
+        new.__dict__[name] = inner[0]
+    new.__dict__["persistent_workers"] = loader.num_workers > 0
+    return new
 
 
 def _refusal(found: str, expected: str, fix: str) -> ValueError:

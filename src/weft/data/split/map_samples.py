@@ -7,22 +7,40 @@ in a queue (`BatchInfo`), so that it is known which samples each batch holds.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from weft.data.order.endless_order import EndlessOrder, parts_of
-from weft.data.order.epoch_order import EpochOrder, tell_epoch
+from weft.data.order.epoch_order import EpochOrder
+from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.split_plan import Plan, Span
 from weft.environments import end_with_parent
 from weft.errors import listed
 from weft.rng import mix, seeded, seeds_for
+from weft.tensors.rng_state import RngState
 
-__all__ = ["BatchInfo", "Epoch", "Mark", "Samples", "StepIndices", "WorkerStart", "at_sample", "name_samples"]
+__all__ = [
+    "AS_PLANNED",
+    "BatchInfo",
+    "Epoch",
+    "Mark",
+    "Read",
+    "Samples",
+    "StepIndices",
+    "WorkerStart",
+    "as_number",
+    "at_sample",
+    "name_samples",
+]
+
+
+AS_PLANNED = -1
 
 
 class Mark(NamedTuple):
@@ -55,6 +73,8 @@ class BatchInfo(NamedTuple):
         last: Of a stream: nothing comes after it.
         mark: Of a stream that is read from its beginning: where it stands after the samples of this step.
         everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
+        held: Samples that are in it, if they are not as many as were asked for; None: they cannot be counted.
+        left_out: Samples that are not in it, and not among `ids`.
     """
 
     epoch: int
@@ -64,10 +84,25 @@ class BatchInfo(NamedTuple):
     last: bool = False
     mark: Mark | None = None
     everyone: int | None = None
+    held: int | None = AS_PLANNED
+    left_out: int = 0
+
+    @property
+    def asked(self) -> int:
+        """Samples that were asked for."""
+        return len(self.ids) + self.left_out
+
+
+def as_number(index: Any) -> Any:
+    """An index of any integer type, such as numpy's or a tensor without dimensions, as an int; others as they are."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return index
 
 
 class Epoch:
-    """The number of the epoch, also in workers that outlive one; `start` is where a stream begins."""
+    """The number of the epoch of a stream, also in workers that outlive one; `start` is where it begins."""
 
     def __init__(self, *, shared: bool) -> None:
         self._now = torch.zeros(2, dtype=torch.int64)
@@ -84,55 +119,113 @@ class Epoch:
         return number, start
 
 
-class Samples(Dataset[Any]):
-    """A map-style dataset, with the name of the sample in each error and, if asked for, keyed randomness."""
+class Request(NamedTuple):
+    """What is read for one batch; it goes to the process that reads it.
 
-    def __init__(self, dataset: Any, rank: int, epoch: Epoch, seed: int | None, *, announces: bool) -> None:
+    Attributes:
+        iteration: Number of the iteration among those of one set of workers, and its epoch.
+        epoch: Whose order the batch is a part of: an earlier one for batches that were carried over.
+        indices: Of the samples; with `batch_size=None`, the index of the one.
+    """
+
+    iteration: tuple[int, int]
+    epoch: int
+    indices: Any
+
+
+class Read(NamedTuple):
+    """What was read for a batch.
+
+    Attributes:
+        samples: As the dataset returned them.
+        asked: How many were asked for.
+        present: Places of the samples among those asked for; None: all, or nobody knows.
+    """
+
+    samples: Any
+    asked: int
+    present: Sequence[int] | None
+
+
+class Samples(Dataset[Any]):
+    """A map-style dataset, with the name of the sample in each error and, if asked for, keyed randomness.
+
+    Where it reads, it tells the dataset the epoch of each batch. A worker that outlives an iteration begins the next
+    one like a new worker.
+    """
+
+    def __init__(self, dataset: Any, rank: int, seed: int | None, *, epoch: int, worker_seed: tuple[int, int]) -> None:
+        self.counts: Literal["no", "yes", "by name"] = "no"  # whether batches are counted, and known by their samples
         self.dataset = dataset
         self.rank = rank
-        self.epoch = epoch
         self.seed = seed  # of keyed randomness
-        self.announced = -1 if announces else None  # the epoch that `set_epoch` was called with in this process
+        self.iteration = (0, epoch)
+        self.worker_seed = worker_seed  # and the rank, as in `WorkerStart`
+        self.told: int | None = None  # the epoch that `set_epoch` was called with, in this process and iteration
         self.fetch = getattr(dataset, "__getitems__", None)
 
-    def __getitems__(self, indices: Sequence[Any]) -> Sequence[Any]:
+    def __getitems__(self, request: Request) -> Any:
+        indices, present = request.indices, None
         if self.fetch is None or self.seed is not None:
-            return self._one_by_one(indices)
-        self._follow()
+            found: Sequence[Any] = self._one_by_one(request, indices)
+        else:
+            self._follow(request)
+            try:
+                found = self.fetch(indices)
+            except Exception as error:
+                at_sample(error, listed(indices), self.rank)
+                raise
+            if self.counts == "by name" and len(found) != len(indices):
+                present = self._present(indices, len(found))
+        return found if self.counts == "no" else Read(found, len(indices), present)
+
+    def _present(self, indices: Sequence[Any], count: int) -> list[int] | None:
+        """Places of the samples that the dataset has, of which it returned so many: each is read once more, alone."""
+        before = RngState.capture()
         try:
-            found: Sequence[Any] = self.fetch(indices)
-        except Exception as error:
-            at_sample(error, listed(indices), self.rank)
-            raise
-        return found
+            counts = [len(self.fetch([index])) for index in indices] if self.fetch else []
+        finally:
+            before.apply()
+        places = [place for place, found in enumerate(counts) if found]
+        return places if sum(counts) == len(places) == count else None
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._one_by_one([index])[0]
+    def __getitem__(self, request: Request) -> Any:
+        return self._one_by_one(request, [request.indices])[0]
 
-    def _one_by_one(self, indices: Sequence[Any]) -> list[Any]:
-        self._follow()
+    def _one_by_one(self, request: Request, indices: Sequence[Any]) -> list[Any]:
+        self._follow(request)
         dataset, keyed, rest = self.dataset, self.seed is not None, iter(indices)
         try:
-            return [self._keyed(index) if keyed else dataset[index] for index in rest]
+            return [self._keyed(request.epoch, index) if keyed else dataset[index] for index in rest]
         except Exception as error:
             at_sample(error, indices[len(indices) - len(list(rest)) - 1], self.rank)
             raise
 
-    def _keyed(self, index: Any) -> Any:
-        with seeded(mix(self.seed, self.epoch.get()[0], index, "sample")):
+    def _keyed(self, epoch: int, index: Any) -> Any:
+        with seeded(mix(self.seed, epoch, as_number(index), "sample")):
             return self.dataset[index]
 
-    def _follow(self) -> None:
-        """Tell the dataset of an epoch that began since this worker did."""
-        if self.announced is None or get_worker_info() is None:
-            return
-        number, _ = self.epoch.get()
-        if self.announced != number:
-            tell_epoch(self.dataset, number)
-            self.announced = number
+    def _follow(self, request: Request) -> None:
+        """Begin an iteration, or an epoch, that the request is the first of."""
+        if request.iteration != self.iteration:
+            self.iteration, self.told, worker = request.iteration, None, get_worker_info()
+            if worker is not None:
+                seed_worker(*self.worker_seed, request.iteration[1], worker.id)
+        if request.epoch != self.told:
+            tell_epoch(self.dataset, request.epoch)
+            self.told = request.epoch
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+def seed_worker(seed: int, rank: int, epoch: int, worker: int) -> None:
+    """Seed this worker process for an epoch."""
+    seeds = seeds_for(seed, epoch, rank, worker)
+    seeds.apply()
+    info = get_worker_info()
+    if info is not None:
+        object.__setattr__(info, "seed", seeds.torch)
 
 
 def at_sample(error: BaseException, sample: object, rank: int) -> None:
@@ -157,20 +250,19 @@ class WorkerStart:
         """Seed, and call the user's function."""
         if os.getppid() == self.parent:  # it holds the connections of a replica, whose peers see its end by theirs
             end_with_parent(self.parent)
-        seeds = seeds_for(self.seed, self.epoch, self.rank, worker)
-        seeds.apply()
+        seed_worker(self.seed, self.rank, self.epoch, worker)
         info = get_worker_info()
         if info is not None:  # the user's dataset, and not what is put around it
-            object.__setattr__(info, "seed", seeds.torch)
             object.__setattr__(info, "dataset", getattr(info.dataset, "dataset", info.dataset))
         if self.user is not None:
             self.user(worker)
 
 
 class StepIndices(Sampler[Any]):
-    """Yields the indices of one rank (or, for dispatch, of all in turn), in the order of the epochs.
+    """Yields the requests of one rank (or, for dispatch, of all in turn), in the order of the epochs.
 
     Attributes:
+        iteration: Number of the iteration that begins now, among those of one set of workers.
         reading: What an iterator that is made now yields.
         given: Where it notes what it asked for.
     """
@@ -181,6 +273,7 @@ class StepIndices(Sampler[Any]):
         self.whole = whole
         self.single = single  # batch_size=None: a unit is read alone
         self.seed = 0
+        self.iteration = 0
         self.reading: Sequence[Span] = ()
         self.given: deque[BatchInfo] = deque()
 
@@ -188,6 +281,7 @@ class StepIndices(Sampler[Any]):
         return self._indices(self.reading, self.given)  # of now, not of the moment when the first is asked for
 
     def _indices(self, spans: Sequence[Span], given: deque[BatchInfo]) -> Iterator[Any]:
+        iteration = (self.iteration, spans[-1].epoch)
         for whole_span in spans:
             order = self.units.order(self.seed, whole_span.epoch)
             endless = isinstance(order, EndlessOrder)
@@ -195,12 +289,14 @@ class StepIndices(Sampler[Any]):
                 if endless:
                     self.plans[0].check(span.stop - span.start, "batches" if self.whole else "samples")
                 if len(self.plans) == 1 and not self.whole and not self.single and not endless:
-                    yield from self._plain(order, span, given)
+                    yield from self._plain(order, span, given, iteration)
                 else:
-                    yield from self._counted(order, span, given)
+                    yield from self._counted(order, span, given, iteration)
 
-    def _counted(self, order: Sequence[Any], span: Span, given: deque[BatchInfo]) -> Iterator[Any]:
-        """The indices of batches, each with a note of the samples of all ranks in its step."""
+    def _counted(
+        self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
+    ) -> Iterator[Request]:
+        """The requests of batches, each with a note of the samples of all ranks in its step."""
         plan = self.plans[0]
         pieces = [each.pieces(order, span.start, span.stop) for each in self.plans]
         for number, step in enumerate(zip(*pieces, strict=True)):
@@ -217,18 +313,22 @@ class StepIndices(Sampler[Any]):
                 else:
                     ids, kept = list(units), valid
                 given.append(BatchInfo(span.epoch, ids, kept, empty=not len(piece), everyone=everyone))
-                yield units[0] if self.single else ids
+                # A batch is asked for as the user's batch sampler made it, if it is one.
+                untouched = self.single or (self.whole and len(units) == 1)
+                yield Request(iteration, span.epoch, units[0] if untouched else ids)
 
-    def _plain(self, order: Sequence[Any], span: Span, given: deque[BatchInfo]) -> Iterator[Any]:
+    def _plain(
+        self, order: Sequence[Any], span: Span, given: deque[BatchInfo], iteration: tuple[int, int]
+    ) -> Iterator[Request]:
         """Fast path for the common case."""
         note, epoch, instead = given.append, span.epoch, [order[span.start]] if span.start < len(order) else []
         for piece, valid in self.plans[0].pieces(order, span.start, span.stop):
             if len(piece):
                 note(BatchInfo(epoch, piece, valid))
-                yield piece
+                yield Request(iteration, epoch, piece)
             else:
                 note(BatchInfo(epoch, instead, 0, empty=True))
-                yield instead
+                yield Request(iteration, epoch, instead)
 
 
 def name_samples(error: Exception, given: deque[BatchInfo], rank: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from weft.data.loader_copy import Size
 from weft.data.order.epoch_order import OtherOrder
 from weft.data.order.place import Place
-from weft.data.split.map_samples import BatchInfo
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import UNKNOWN, Span
 from weft.errors import ContractError, value_error
@@ -137,9 +137,13 @@ class Cursor:
         planned, given = reading.planned(self.todo), self.last
         assert given is not None
         if planned is not None:
-            return planned(self.now.steps - 1)
-        own = self.rows if reading.single else 0 if given.empty else len(given.ids)
-        return own, None if reading.single or reading.alone else given.everyone
+            own, everyone = planned(self.now.steps - 1)
+        else:
+            own = self.rows if reading.single else 0 if given.empty else len(given.ids)
+            everyone = None if reading.single or reading.alone else given.everyone
+        if given.held != AS_PLANNED and not given.empty:
+            own = given.held
+        return own, own if reading.lone else everyone
 
 
 def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:

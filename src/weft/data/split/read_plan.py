@@ -16,6 +16,7 @@ from weft.data.order.compare_order import compare_order
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.place import Place
 from weft.data.split.map_samples import Epoch, Mark
+from weft.data.split.real_batches import Shares
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
 from weft.data.split.uneven_ranks import UnevenRanks
@@ -74,6 +75,7 @@ class ReadPlan:
         total: Units of an epoch, where that is always the same; None: see `units`, or unknown.
         whole: Units are batches of a batch sampler.
         marks: Places in a stream, one per batch that was given.
+        shares: Whether shares that come from this plan hold for the batches that were read.
         keyed: Whether every sample is read with random states of its own.
         resized: What a position in a dataset of another length does.
         place: Of the loader in the program.
@@ -99,6 +101,7 @@ class ReadPlan:
     whole: bool = False
     resized: Literal["error", "next_epoch"] = "error"
     mixture: str | None = None
+    shares: Shares = field(default_factory=Shares)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_KEPT_MARKS))
 
     def mark(self, place: Span) -> Mark | None:
@@ -175,6 +178,11 @@ class ReadPlan:
             return {"batches" if self.whole else "samples": left.start}
         used = self.units.order(self.seed, left.epoch)[: left.start] if left.start else ()
         return {"samples": sum(map(len, used)), "batches": left.start}
+
+    @property
+    def lone(self) -> bool:
+        """Whether no other rank reads."""
+        return self.plan.size == 1 and self.split_for in (None, 1)
 
     @property
     def alone(self) -> bool:

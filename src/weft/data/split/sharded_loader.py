@@ -13,22 +13,24 @@ import torch
 from torch.utils.data import DataLoader
 
 from weft.context import DistContext
-from weft.data.loader_copy import Extension, Size, extended_copy, torch_iterator
+from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_iterator, torch_iterator
 from weft.data.lock_step import LockStep, lock_step
-from weft.data.order.epoch_order import tell_epoch
+from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import BatchInfo, Mark, name_samples
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Mark, as_number, name_samples
 from weft.data.split.position import Cursor, Pass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
+from weft.data.split.real_batches import Arrivals, keeps_all
 from weft.data.split.split_plan import UNKNOWN, Span
 from weft.data.split.torch_view import StreamIterator, torch_view
-from weft.errors import ContractError, type_error, warn
+from weft.errors import ContractError, listed, type_error, warn
 from weft.metrics import SampleIds, samples_of_all
 from weft.tensors.nested import rows_of, without_rows
 
 __all__ = ["ShardedLoader", "sharded_copy"]
 
 T = TypeVar("T")
+_TORCHS = DataLoader.__mro__
 
 
 class ShardedLoader(Extension[T]):
@@ -90,10 +92,12 @@ class ShardedLoader(Extension[T]):
         all ranks alike.
 
         Raises:
-            ContractError: No batch is being processed.
+            ContractError: No batch is being processed. Or, on several ranks, a batch that this rank was given does
+                not hold the samples that were read for it, or its samples cannot be counted, because `collate_fn` or
+                the dataset left some out; such a batch raises when it is next if a share was asked for before it.
             PeerError: A peer failed.
         """
-        cursor, ctx = self.weft_cursor, self.weft_ctx
+        cursor, ctx, reading = self.weft_cursor, self.weft_ctx, self.weft_reading
         if cursor.last is None:
             raise ContractError(
                 "share: there is no current batch",
@@ -102,9 +106,13 @@ class ShardedLoader(Extension[T]):
                 fix="for x, y in loader:\n    loss = cross_entropy(model(x), y) * loader.share",
             )
         own, everyone = self.weft_size()
+        cursor.weighed = True
+        if reading.lone:
+            return float(own != 0)
+        self._note(cursor.last)
+        self.weft_ask()
         if everyone is None:
             everyone = samples_of_all([own], ctx)
-        cursor.weighed = True
         return own * ctx.data_size * ctx.num_replicas / everyone if own else 0.0
 
     # -- one iteration ---------------------------------------------------------------------------
@@ -193,37 +201,59 @@ class ShardedLoader(Extension[T]):
 
     def _own(self, spans: tuple[Span, ...]) -> Iterator[tuple[Any, BatchInfo]]:
         reading = self.weft_reading
-        # A dataset that knows of epochs has to learn the epoch before its workers start; a stream has one at a time.
-        apart = len(spans) > 1 and (
-            reading.stream is not None or reading.keyed or callable(getattr(self.dataset, "set_epoch", None))
-        )
+        apart = len(spans) > 1 and reading.stream is not None  # which has one epoch at a time
         left = tuple(span for span in spans if span.start < span.stop)
         for group in [(span,) for span in left] if apart else [left] if left else []:
             if apart:
                 tell_epoch(self.dataset, group[-1].epoch)
-            given: deque[BatchInfo] = deque()
             reading.epochs.set(group[-1].epoch, group[-1].start)
+            arrivals = Arrivals(type(self).__name__, changed=_iterates_itself(type(self)))
             try:
-                for batch in self._torch_batches(group, given):
-                    yield batch, given.popleft()
+                for batch in self._torch_batches(group, arrivals):
+                    given = arrivals.next(batch)
+                    if reading.single and (batch is None or (isinstance(batch, (list, tuple, dict)) and not batch)):
+                        given = given._replace(held=0)
+                    if given.held != AS_PLANNED:
+                        self._note(given)
+                    yield batch, given
+                arrivals.end()
+            except ContractError:
+                raise
             except Exception as error:
-                name_samples(error, given, self.weft_ctx.rank)
+                if isinstance(error.__cause__, StopIteration):  # of an iterator that was kept, in a generator
+                    arrivals.next(None)
+                name_samples(error, arrivals.asked, self.weft_ctx.rank)
                 raise
 
-    def _torch_batches(self, spans: tuple[Span, ...], given: deque[BatchInfo]) -> Iterator[Any]:
+    def _note(self, given: BatchInfo) -> None:
+        ctx, reading = self.weft_ctx, self.weft_reading
+        if not reading.lone or keeps_all(self.collate_fn):  # otherwise nothing comes from the plan
+            reading.shares.note(given, ctx.rank, elastic=ctx.replicas is not None)
+
+    def _torch_batches(self, spans: tuple[Span, ...], arrivals: Arrivals) -> Iterator[Any]:
         """Torch's own iterator, or that of the user's class."""
-        self.__dict__["weft_now"] = (spans, given)
+        self.__dict__["weft_now"] = (spans, arrivals)
         indices = self.__dict__.get("weft_indices")
         if indices is not None:  # workers that stay keep reading it
-            indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, given
+            indices.seed, indices.reading, indices.given = self.weft_reading.seed, spans, arrivals.asked
+            indices.iteration += 1
         if _has_own_state(type(self)):
             return iter(DataLoader.__iter__(self))  # its `__iter__` belongs to its `state_dict`, which is ours
-        return iter(super().__iter__())
+        kept = [key for key, value in self.__dict__.items() if key != "_iterator" and _is_iterator(value)]
+        if kept := [*kept, *self.__dict__.pop("weft_kept", ())]:  # a class that keeps its iterator for all epochs
+            self.__dict__.update(dict.fromkeys(kept, DataLoader.__iter__(self)))
+        found: Any = super().__iter__()
+        return _by_next(self) if found is self else iter(found)
 
     def _get_iterator(self) -> Any:
         if self.weft_reading.stream is None:
-            return torch_iterator(torch_view(self)[0])
+            return torch_iterator(torch_view(self)[0], self.weft_noting())
         return StreamIterator(self)
+
+    def weft_noting(self) -> Callable[[Any], Any]:
+        """What torch's iterator hands its batches to; see `Arrivals`."""
+        noting: Callable[[Any], Any] = self.__dict__["weft_now"][1].noting()
+        return noting
 
     # -- the position ----------------------------------------------------------------------------
 
@@ -271,8 +301,14 @@ class ShardedLoader(Extension[T]):
             return None, None
         return reading.steps_in(now.todo) - now.left_out - now.steps, reading.steps_in(now.whole)
 
+    def weft_ask(self) -> None:
+        """See `Seekable`."""
+        self.weft_reading.shares.ask(elastic=self.weft_ctx.replicas is not None)
+
     def weft_planned(self) -> Callable[[int], Size] | None:
         """See `Seekable`."""
+        if self.weft_reading.lone and not keeps_all(self.collate_fn):
+            return None  # on one rank, what batches hold is counted when they are read
         return self.weft_reading.planned(self.weft_cursor.todo)
 
     def weft_size(self) -> Size:
@@ -327,12 +363,40 @@ def _on_device(read: Iterator[tuple[Any, ...]], ctx: DistContext) -> Iterator[tu
 
 
 def _sample_ids(given: BatchInfo) -> SampleIds:
-    ids = [] if given.empty else list(given.ids)
-    numbers = all(isinstance(one, int) for one in ids)
+    ids = [] if given.empty else [as_number(one) for one in given.ids]
+    numbers = [isinstance(one, int) for one in ids]
+    if any(numbers) and not all(numbers):
+        raise ContractError(
+            "shard_data: with_ids=True, and some indices of a batch are numbers and others are not",
+            found=listed(repr(one) for one in given.ids),
+            expected="indices of one kind: whole numbers, which sort the samples, or keys, which cannot",
+            fix="weft.shard_data(loader, ctx)  # without with_ids; or a dataset whose indices are whole numbers",
+        )
     valid = torch.zeros(len(ids), dtype=torch.bool)
     valid[: given.valid] = True
     return SampleIds(
-        ids=torch.tensor(ids if numbers else [-1] * len(ids), dtype=torch.int64), valid=valid, epoch=given.epoch
+        ids=torch.tensor(ids if all(numbers) else [-1] * len(ids), dtype=torch.int64), valid=valid, epoch=given.epoch
+    )
+
+
+def _by_next(loader: Any) -> Iterator[Any]:
+    """The batches of a loader that is its own iterator."""
+    while True:
+        try:
+            batch = loader.__next__()
+        except StopIteration:
+            return
+        yield batch
+
+
+def _is_iterator(value: object) -> bool:
+    return is_torch_iterator(value) or type(value) is StreamIterator
+
+
+def _iterates_itself(cls: type[Any]) -> bool:
+    """Whether the user's class may change the batches that torch's iterator yields."""
+    return any(
+        "__iter__" in vars(base) for base in cls.__mro__ if not issubclass(base, Extension) and base not in _TORCHS
     )
 
 

@@ -28,10 +28,12 @@ from torch.utils.data._utils import worker as torch_worker
 from weft.context import DistContext
 from weft.contract import Stateful
 from weft.data.order.compare_order import compare_order
-from weft.data.order.epoch_order import generators_of, tell_epoch
+from weft.data.order.epoch_order import generators_of
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
 from weft.data.order.stream_state import StreamState
-from weft.data.split.map_samples import BatchInfo, Epoch, Mark, WorkerStart, at_sample
+from weft.data.order.tell_epoch import tell_epoch
+from weft.data.split.map_samples import BatchInfo, Epoch, Mark, Read, WorkerStart, at_sample
+from weft.data.split.real_batches import CountedCollate, OddBatch
 from weft.data.split.split_plan import UNKNOWN, Plan, warn_of_no_step
 from weft.errors import ContractError, value_error
 from weft.peers.world import World
@@ -78,14 +80,19 @@ class Step(NamedTuple):
 class CollateSteps:
     """Makes batches of the samples of a step, with the user's function."""
 
-    def __init__(self, collate: Callable[[Any], Any], *, single: bool) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[Any], Any], *, single: bool, names: bool) -> None:
+        self.collate: Callable[[Any], Any] = collate if single else CountedCollate(collate, names=names)
         self.single = single
 
     def __call__(self, step: Step) -> Step:
         """The same step with batches in it."""
-        collate, single = self.collate, self.single
-        return Step([collate(part[0] if single else part) for part in step.parts], step.given)
+        if self.single:
+            return Step([self.collate(part[0]) for part in step.parts], step.given)
+        parts = [self.collate(Read(part, len(part), None)) for part in step.parts]
+        odd = [place for place, part in enumerate(parts) if type(part) is OddBatch]
+        for place in odd:
+            parts[place], step.given[place] = parts[place].batch, parts[place].of(step.given[place])
+        return Step(parts, step.given)
 
 
 class StreamSteps(IterableDataset[Step]):

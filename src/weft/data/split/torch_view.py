@@ -11,16 +11,18 @@ from torch.utils.data import DataLoader
 
 from weft.data.loader_copy import torch_iterator
 from weft.data.split.map_samples import BatchInfo, Samples, StepIndices, WorkerStart
-from weft.data.split.stream_samples import CollateSteps, Step, StreamSteps
+from weft.data.split.real_batches import CountedCollate, keeps_all
+from weft.data.split.stream_samples import CollateSteps, StreamSteps
 from weft.rng import mix
 
 __all__ = ["StreamIterator", "torch_view"]
 
 
 def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
-    """The loader as torch is to see it for the iteration that begins, and where notes come in."""
+    """The loader as torch is to see it for the iteration that begins, and where notes of what came go."""
     reading = loader.weft_reading
-    spans, given = loader.__dict__["weft_now"]
+    spans, arrivals = loader.__dict__["weft_now"]
+    arrivals.asked = deque()  # of this iterator, if the user's class makes another one
     epoch, start = spans[-1].epoch, spans[-1].start
     view: Any = object.__new__(DataLoader)
     fields = dict(loader.__dict__)
@@ -30,6 +32,7 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         reading.plan.rank if elastic else loader.weft_ctx.data_rank,
     )
     # Torch draws the seeds of workers from the loader's generator, or from the global one.
+    fields["in_order"] = True  # what is known of a batch is found by its number
     fields["generator"] = torch.Generator().manual_seed(mix(seed, epoch, rank, "loader"))
     if loader.num_workers:
         fields["worker_init_fn"] = WorkerStart(loader.worker_init_fn, seed, epoch, rank, elastic=elastic)
@@ -39,18 +42,20 @@ def torch_view(loader: Any) -> tuple[DataLoader[Any], deque[BatchInfo]]:
         stream.resumed = reading.mark(spans[-1]) if start else None
         stream.worker_start = fields["worker_init_fn"] if loader.num_workers else None
         fields |= {"dataset": stream, "batch_sampler": None, "drop_last": False}
-        fields["collate_fn"] = CollateSteps(loader.collate_fn, single=reading.single)
+        fields["collate_fn"] = CollateSteps(loader.collate_fn, single=reading.single, names=reading.with_ids)
     else:
         assert reading.units is not None
-        announces = callable(getattr(loader.dataset, "set_epoch", None))
-        keyed = reading.seed if reading.keyed else None
-        fields["dataset"] = Samples(loader.dataset, loader.weft_ctx.rank, reading.epochs, keyed, announces=announces)
+        keyed, starts = reading.seed if reading.keyed else None, (seed, rank)
+        fields["dataset"] = Samples(loader.dataset, loader.weft_ctx.rank, keyed, epoch=epoch, worker_seed=starts)
         indices = StepIndices(reading.units, reading.readers, whole=reading.whole, single=reading.single)
         loader.__dict__["weft_indices"] = indices
-        indices.seed, indices.reading, indices.given = reading.seed, spans, given
+        if not reading.single and not (keeps_all(loader.collate_fn) and fields["dataset"].fetch is None):
+            fields["dataset"].counts = "by name" if reading.with_ids else "yes"
+            fields["collate_fn"] = CountedCollate(loader.collate_fn, names=reading.with_ids)
+        indices.seed, indices.reading, indices.given = reading.seed, spans, arrivals.asked
         fields["sampler" if reading.single else "batch_sampler"] = indices
     view.__dict__.update(fields)
-    return view, given
+    return view, arrivals.asked
 
 
 class StreamIterator:
@@ -64,6 +69,7 @@ class StreamIterator:
 
     def _begun(self, loader: Any) -> DataLoader[Any]:
         view, self._given = torch_view(loader)
+        self._note = loader.weft_noting()
         self._ready: deque[Any] = deque()
         reading = loader.weft_reading
         self._stream: StreamSteps = reading.stream
@@ -76,16 +82,10 @@ class StreamIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._ready:
-            return self._ready.popleft()
-        step = next(self._inner)
-        if not isinstance(step, Step):
-            return step
-        parts, given = step
-        if given[0].mark is not None and given[0].mark.new:
-            self._stream.compare(given[0].mark, self._seen, self._world)
-        self._given.extend(given)
-        if len(parts) == 1:
-            return parts[0]
-        self._ready.extend(parts)
-        return self._ready.popleft()
+        if not self._ready:
+            parts, given = next(self._inner)
+            if given[0].mark is not None and given[0].mark.new:
+                self._stream.compare(given[0].mark, self._seen, self._world)
+            self._given.extend(given)
+            self._ready.extend(parts)
+        return self._note(self._ready.popleft())

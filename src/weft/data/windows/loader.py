@@ -89,7 +89,7 @@ class _SeekableWindowLoader(_WindowLoader):
         if length is not None and splitter.remainder != "step":
             rest = splitter.fit(splitter.windows, length)[1]
             length -= rest if loader.weft_leave_out(rest, carry=splitter.remainder == "carry") else 0
-        return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned())
+        return splitter.split(batches, length, lambda _: loader.weft_size(), loader.weft_planned(), loader.weft_ask)
 
     def __len__(self) -> int:
         """Windows of an epoch, with what is carried over into it, whether some of it are read already or not."""

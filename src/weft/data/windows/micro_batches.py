@@ -23,6 +23,7 @@ class MicroBatches(Generic[B]):
         source: The micro-batches, each with its size; None: see `planned`.
         length: How many there are.
         planned: The size of a batch by its number in the pass, if that is known for all ranks beforehand.
+        ask: Raises if the sizes of all ranks' batches are not what a share is computed from.
         first: Number of the first one in the pass.
         looked_at: How many were taken from the loader before the window was made.
         given: How many were handed out, or skipped.
@@ -32,6 +33,7 @@ class MicroBatches(Generic[B]):
     source: Iterator[tuple[B, Size | None]]
     length: int
     planned: Planned = None
+    ask: Callable[[], None] | None = None
     first: int = 0
     looked_at: int = 0
     given: int = 0

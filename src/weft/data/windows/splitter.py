@@ -94,7 +94,12 @@ class WindowSplitter(Generic[B]):
         return {"loader": batches(), "windows": self.windows}
 
     def split(
-        self, batches: Iterator[B], length: int | None, measure: Callable[[B], Size], planned: Planned = None
+        self,
+        batches: Iterator[B],
+        length: int | None,
+        measure: Callable[[B], Size],
+        planned: Planned = None,
+        ask: Callable[[], None] | None = None,
     ) -> Iterator[Window[B]]:
         """Yield the windows of one pass over `batches`.
 
@@ -103,6 +108,7 @@ class WindowSplitter(Generic[B]):
             length: How many there are; None: nobody knows.
             measure: The size of the batch that was read last.
             planned: The size of a batch by its number in this pass, if that is known for all ranks beforehand.
+            ask: Called before a share is computed.
         """
         sync = self.sync
         began = self.began = self._begin()
@@ -128,7 +134,7 @@ class WindowSplitter(Generic[B]):
                     self.windows = windows = windows + 1
                     sync.handed_out = number = sync.handed_out + 1
                     looked_at = have if left is None else 0
-                    micro_batches = MicroBatches(stream, have, planned, first=first, looked_at=looked_at)
+                    micro_batches = MicroBatches(stream, have, planned, ask, first=first, looked_at=looked_at)
                     sync.current = micro_batches
                     yield Window(micro_batches, sync)
                     micro_batches.skip()

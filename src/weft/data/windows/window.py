@@ -142,7 +142,8 @@ class Window(Generic[B]):
         first tensor then, and the window's micro-batches are read now.
 
         Raises:
-            ContractError: No micro-batch is being processed.
+            ContractError: No micro-batch is being processed. Or, on several ranks, a batch does not hold the samples
+                that were read for it; see `loader.share`.
             PeerError: A peer failed.
         """
         if not self._batches.running:
@@ -152,6 +153,8 @@ class Window(Generic[B]):
                 expected="window.share inside the loop over the window",
                 fix="for x, y in window:\n    loss = cross_entropy(model(x), y) * window.share",
             )
+        if self._batches.ask is not None:
+            self._batches.ask()
         self._normalised = True
         if self._samples is None:
             sizes, ctx = self._batches.sizes(), self._sync.ctx
