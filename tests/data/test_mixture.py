@@ -387,6 +387,15 @@ def test_data_that_was_split_already():
         weft.shard_data(DataLoader(mixture), fake(0, 2), uneven="empty")
 
 
+@pytest.mark.parametrize("workers", [0, *slow(1)])
+def test_two_loaders_of_one_mixture_in_different_epochs(workers):
+    mixture, later = make("map", "all"), epoch(make("map", "all"))
+    one, other = (weft.shard_data(DataLoader(mixture, num_workers=workers), weft.local())[0] for _ in range(2))
+    other.set_epoch(1)
+    pairs = [(a.item(), b.item()) for a, b in zip(one, other, strict=True)]
+    assert pairs == list(zip(make("map", "all"), later, strict=True))
+
+
 # -- what raises -------------------------------------------------------------------------------------
 
 

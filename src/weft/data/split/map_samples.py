@@ -103,11 +103,12 @@ class Samples(Dataset[Any]):
             return self.dataset[index]
 
     def _follow(self) -> None:
-        """Tell the dataset of an epoch that began since this worker did."""
-        if self.announced is None or get_worker_info() is None:
+        """Tell the dataset of an epoch that began since this worker did; or, here, that another loader has changed."""
+        if self.announced is None:
             return
         number, _ = self.epoch.get()
-        if self.announced != number:
+        known = getattr(self.dataset, "epoch", number) if get_worker_info() is None else self.announced
+        if known != number:
             tell_epoch(self.dataset, number)
             self.announced = number
 
