@@ -196,6 +196,7 @@ class Mixture(Dataset[Any]):
         self.endless = stop == "never"
         self._shuffle = [shuffle and source.kind == "map" for source in sources]
         self.epoch = 0
+        self._orders: dict[int, MixedOrder] = {}
         self._order = self._order_of(0)
         # Under the name where `shard_data` looks for it: whether a source was split by `split_dataset_by_node`.
         splits = [getattr(source.dataset, "_distributed", None) for source in sources]
@@ -229,14 +230,13 @@ class Mixture(Dataset[Any]):
         return torch.tensor([order[at].source for at in given.flatten().tolist()], dtype=torch.int64).view(given.shape)
 
     def _order_of(self, epoch: int) -> MixedOrder:
-        order: MixedOrder | None = getattr(self, "_order", None)
-        if order is not None and order.epoch == epoch:
-            return order
-        lengths = [source.length or 0 for source in self._sources]
-        endless = self.counts is None
-        return MixedOrder(
-            self.names, self._rates, lengths, self._shuffle, endless=endless, seed=self._seed, epoch=epoch
-        )
+        if epoch not in self._orders:
+            lengths, endless = [source.length or 0 for source in self._sources], self.counts is None
+            order = MixedOrder(
+                self.names, self._rates, lengths, self._shuffle, endless=endless, seed=self._seed, epoch=epoch
+            )
+            self._orders = dict([*self._orders.items()][-1:]) | {epoch: order}  # two loaders may take turns
+        return self._orders[epoch]
 
     def _given(self, source: int, sample: Any) -> Any:
         return (self.names[source], sample) if self._with_names else sample

@@ -75,7 +75,6 @@ class MixedOrder:
         self.endless = endless
         self.lengths = np.array(lengths, np.int64)
         self.shuffle = np.array(shuffle)
-        self.epoch = epoch
         self.keys = np.array([mix(seed, epoch, name, "mixture") for name in names], np.uint64)
         self._blocks: dict[int, _Block] = {}
 

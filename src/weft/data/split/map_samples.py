@@ -211,7 +211,8 @@ class Samples(Dataset[Any]):
             self.iteration, self.told, worker = request.iteration, None, get_worker_info()
             if worker is not None:
                 seed_worker(*self.worker_seed, request.iteration[1], worker.id)
-        if request.epoch != self.told:
+        # Another loader over the same dataset may have told it another one since.
+        if request.epoch != self.told or getattr(self.dataset, "epoch", request.epoch) != request.epoch:
             tell_epoch(self.dataset, request.epoch)
             self.told = request.epoch
 
