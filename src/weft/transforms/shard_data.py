@@ -136,8 +136,9 @@ def shard_data(
             rank would get none. "empty" or "join": the same, and a rank that would get none gets a batch whose
             tensors have no rows if others wait for it in a collective of the step; else its loop ends before it.
             "drop": as "balance", leaving out what does not give every rank the same number. "pad": samples from the
-            beginning repeat, all batches are full. "error": raises unless all ranks get the same number. Has to be chosen for streams of unknown length.
-            With `already_sharded` it is about the number of batches, see there.
+            beginning repeat, all batches are full. "error": raises unless all ranks get the same number. Has
+            to be chosen for streams of unknown length. With `already_sharded` it is about the number of batches, see
+            there.
         seed: Of the order; default: that of the sampler's generator, else `ctx.seed`.
         already_sharded: The loader reads this rank's part already (a `DistributedSampler`, a stream
             split by node). If ranks have different numbers of batches: "error" (default) raises on all,
