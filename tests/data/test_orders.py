@@ -280,3 +280,22 @@ def test_the_state_of_a_sampler_is_what_iterating_it_changes():
     assert list(other) == list(sampler)
     fresh.prepare(first)()
     assert other.epoch is None and list(other) == order
+
+
+def test_the_order_of_data_that_rank_0_reads_for_all_is_known_to_every_rank():
+    found, positions = run_ranks(_dispatched, 2, samplers.OwnNumpy)[0]
+    alone, _ = _read(weft.local(), [samplers.OwnNumpy])[0]
+    assert _flat(found) == _flat(alone)
+    for at in (3, 17, 20):
+        for ranks in (1, 2):
+            got = run_ranks(_dispatched, ranks, samplers.OwnNumpy, positions[at])[0][0]
+            assert _flat(got) == _flat(found)[sum(len(step) for step in [*itertools.chain(*found)][: at + 1]) :]
+    with pytest.raises(RanksFailed, match="Entropy yields another order of epoch 0"):
+        run_ranks(_dispatched, 2, samplers.Entropy, run_ranks(_dispatched, 2, samplers.Entropy)[0][1][3])
+
+
+def _dispatched(ctx, kind, position=None):
+    loader, positions = _loader(kind, ctx, mode="dispatch"), []
+    if position is not None:
+        loader.load_state_dict(position)
+    return _epochs(loader, ctx, 3, positions), positions

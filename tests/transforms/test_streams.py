@@ -401,10 +401,6 @@ def _plainly(batch):
     return batch["x"].tolist(), batch["name"], [r.tolist() for r in ragged], padded.tolist(), batch["none"]
 
 
-def _without_order(loader):
-    return {name: value for name, value in loader.state_dict().items() if name != "order"}  # rank 0 alone knows it
-
-
 def _dispatched(ctx, cases):
     found = []
     for n, uneven, workers, stream in cases:
@@ -414,7 +410,7 @@ def _dispatched(ctx, cases):
             options = {"num_workers": workers} if stream else {"num_workers": workers, "shuffle": True}
             loader = DataLoader(data, batch_size=2, collate_fn=_collate, **options)
             loader, _ = weft.shard_data(loader, ctx, mode=mode, uneven=uneven, with_ids=True, seed=4)
-            steps = [(_plainly(b), r.ids.tolist(), r.valid.tolist(), _without_order(loader)) for b, r in loader]
+            steps = [(_plainly(b), r.ids.tolist(), r.valid.tolist(), loader.state_dict()) for b, r in loader]
             runs.append(steps)
             if mode == "dispatch" and ctx.rank and not stream:
                 assert data.read == []

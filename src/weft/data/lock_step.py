@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["LockStep", "lock_step"]
 
 _SLICE_S = 0.1  # how long the end of a step is waited for before its rank is asked what it does
-_KEPT = 64  # ends of steps that stay in the store, for ranks that are late
+_RANKS_PER_S = 1000.0  # that may ask
+_KEPT = 10_000  # ends of steps that stay in the store, for ranks that are late
 
 
 def lock_step(reading: ReadPlan, cursor: Cursor, ctx: DistContext) -> LockStep | None:
@@ -62,7 +63,7 @@ class LockStep:
         self._key = f"step/{ctx.world.next_number('step')}"
         self._peers = next(ranks for ranks in rank_groups(ctx, ctx.data_axes) if ctx.rank in ranks)
         self._iterations = self._num_groups = 0
-        self._counters: list[Callable[[], int]] = []
+        self._counters: list[Callable[[], int]] = []  # of the groups that were there when there were so many
         self._told: deque[str] = deque()
         self._warned = False
         self._optimizer_steps = steps = [0]
@@ -76,6 +77,7 @@ class LockStep:
         """Yield what an iteration over the loader gives; without what has no rows, if this rank is done before."""
         cursor = self._cursor
         self._iterations += 1
+        self._num_groups = 0
         first, stepped = True, self._optimizer_steps[0]
         for batch in given:
             assert cursor.last is not None
@@ -105,8 +107,9 @@ class LockStep:
     def _leader(self, step: int) -> int | None:
         """A rank that has samples in a step in which another one has none, the same for all; None: there is none."""
         cursor, given = self._cursor, self._reading.uneven_ranks
-        if given is None or given.counts is None:
+        if given is None:
             return self._peers[0] if step == cursor.now.total else None
+        assert given.counts is not None
         done = cursor.todo[-1].start // given.per_step
         return self._peers[given.counts.index(max(given.counts))] if done + step > min(given.counts) else None
 
@@ -134,7 +137,7 @@ class LockStep:
         at = f"watch/at/{member}"
         while True:
             asked.add("watch/asked", 1)
-            found = store.come(key, _SLICE_S)
+            found = store.come(key, max(_SLICE_S, world.size / _RANKS_PER_S))
             if found is None:
                 theirs = asked.read(at, "collectives")["collectives"] if asked.has(at) else {}
                 ahead = is_behind(root.collectives(), theirs) or _is_at_meeting(self._ctx, leader)
@@ -171,9 +174,9 @@ class LockStep:
         self._warned = True
         warn(
             "shard_data: an evaluation got a batch without rows",
-            found=f"no sample for rank {ctx.rank} in step {cursor.now.steps}, which it has to make: the loop, or the "
-            "strategy of the model, makes collectives in each step. The mean loss of no rows is not-a-number",
-            expected="a loop that counts sums over samples, or batches with rows that do not count",
+            found=f"no sample for rank {ctx.rank} in step {cursor.now.steps}, in which others wait for it: the loop, "
+            "or the strategy of the model, makes collectives there. A sum over no rows is 0, a mean is not-a-number",
+            expected="sums over samples instead of mean losses, or batches with rows that do not count",
             fix='loader, ctx = weft.shard_data(loader, ctx, uneven="pad", with_ids=True)\n'
             "for (x, y), ids in loader:\n"
             '    total += cross_entropy(model(x), y, reduction="none")[ids.valid].sum().item()\n'

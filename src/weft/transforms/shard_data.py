@@ -126,8 +126,9 @@ def shard_data(
 
     Changes: nothing; a copy of the loader comes back, an instance of its class with every
     attribute kept. Iterating leaves the global random state alone.
-    Collectives: none here (a meeting through the store) and none while iterating, except with mode="dispatch" (two per
-    step) and with `already_sharded` streams of unknown length and uneven="join" or "drop" (one per step).
+    Collectives: none here (a meeting through the store) and none while iterating (but a rank that has no sample in
+    the last step may wait for another one to end it), except with mode="dispatch" (two per step) and with
+    `already_sharded` streams of unknown length and uneven="join" or "drop" (one per step).
 
     Args:
         loader: A `DataLoader` or an instance of a subclass, over a map-style or iterable dataset; with
@@ -141,15 +142,16 @@ def shard_data(
             are `already_sharded`.
         uneven: When the last step has too few samples for full batches (and not `drop_last`):
             "balance" (default): they are split evenly, ranks differ by at most one sample; raises if a
-            rank would get none. "empty" or "join": the same, and a rank may get a batch whose tensors
-            have no rows. "drop": as "balance", leaving out what does not give every rank the same
-            number. "pad": samples from the beginning repeat, all batches are full. "error": raises
-            unless all ranks get the same number. Has to be chosen for streams of unknown length.
-            With `already_sharded` it is about the number of batches, see there.
+            rank would get none. "empty" or "join": the same, and a rank that would get none gets a batch whose
+            tensors have no rows if others wait for it in a collective of the step; else its loop ends before it.
+            "drop": as "balance", leaving out what does not give every rank the same number. "pad": samples from the
+            beginning repeat, all batches are full. "error": raises unless all ranks get the same number. Has
+            to be chosen for streams of unknown length. With `already_sharded` it is about the number of batches, see
+            there.
         seed: Of the order; default: that of the sampler's generator, else `ctx.seed`.
         already_sharded: The loader reads this rank's part already (a `DistributedSampler`, a stream
             split by node). If ranks have different numbers of batches: "error" (default) raises on all,
-            "drop" ends with the shortest, "join" continues to the longest with batches without rows.
+            "drop" ends with the shortest, "join" continues to the longest with batches without rows, as above.
         resized: What `load_state_dict` does with a position in the middle of an epoch of a dataset that had another
             length, or of another mixture: "error", or "next_epoch": the epoch after it begins, in the new order.
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft.collectives.objects import scatter_made
@@ -13,7 +13,11 @@ __all__ = ["scattered"]
 
 
 def scattered(
-    read: Iterator[tuple[Any, BatchInfo]], ctx: DistContext, size: int, steps: int | None
+    read: Iterator[tuple[Any, BatchInfo]],
+    ctx: DistContext,
+    size: int,
+    steps: int | None,
+    complete: Callable[[BatchInfo], BatchInfo],
 ) -> Iterator[tuple[Any, BatchInfo]]:
     """Send what rank 0 reads, the batches of all ranks in turn: a broadcast of sizes and a scatter per step.
 
@@ -31,7 +35,7 @@ def scattered(
                 assert number == 0, "a step has a batch for every rank"
                 return None
             batch, given = pair
-            facts = given._replace(ids=list(given.ids), last=given.last or done + 1 == steps)
+            facts = complete(given)._replace(ids=list(given.ids), last=given.last or done + 1 == steps)
             parts.append((batch, list(facts)))
         return [parts[place] for place in places]
 

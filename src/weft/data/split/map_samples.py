@@ -75,6 +75,7 @@ class BatchInfo(NamedTuple):
         everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
         held: Samples that are in it, if they are not as many as were asked for; None: they cannot be counted.
         left_out: Samples that are not in it, and not among `ids`.
+        orders: Of data that rank 0 reads for all: what a position says of the order, in this epoch and at the next.
     """
 
     epoch: int
@@ -86,6 +87,7 @@ class BatchInfo(NamedTuple):
     everyone: int | None = None
     held: int | None = AS_PLANNED
     left_out: int = 0
+    orders: Sequence[dict[str, Any]] = ()
 
     @property
     def asked(self) -> int:

@@ -184,7 +184,7 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
         found["carried"] = [list(span) for span in left[:-1]]
     if whole[1:] and left[-1].start:
         found["carried_in"] = [list(span) for span in whole[:-1]]
-    return found | reading.order_state(left)
+    return found | reading.order_state(left, cursor.last)
 
 
 def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str, Any], Pass]:
@@ -197,7 +197,7 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
     if _other_data(state, reading):
         state = _next_epoch(state, _data_of(state, reading))
     undo = _no_undo
-    if reading.units is not None and reading.orders_are_kept and _has_numbers(state, reading):
+    if reading.units is not None and reading.split_for is None and _has_numbers(state, reading):
         try:
             undo = reading.units.resume(state["seed"], state, _begun(state, reading))
         except OtherOrder as error:

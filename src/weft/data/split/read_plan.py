@@ -15,7 +15,7 @@ from weft.data.loader_copy import Size
 from weft.data.order.compare_order import compare_order
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.place import Place
-from weft.data.split.map_samples import Epoch, Mark
+from weft.data.split.map_samples import BatchInfo, Epoch, Mark
 from weft.data.split.real_batches import Shares
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
 from weft.data.split.stream_samples import StreamSteps
@@ -114,16 +114,21 @@ class ReadPlan:
             return Span(number, 0, self.units.length(self.seed if seed is None else seed, number))
         return Span(number, 0, UNKNOWN if self.total is None else self.total)
 
-    @property
-    def orders_are_kept(self) -> bool:
-        """Whether all ranks make the same orders of their own, which are compared."""
-        return self.units is not None and self.split_for is None and not self.scattered
-
-    def order_state(self, left: Sequence[Span]) -> dict[str, Any]:
-        """What a position says of the orders of what is left."""
-        if self.units is None or not self.orders_are_kept:
+    def order_state(self, left: Sequence[Span], given: BatchInfo | None = None) -> dict[str, Any]:
+        """What a position says of the orders of what is left; where rank 0 reads for all, it came with the batch."""
+        if self.scattered and given is not None and given.orders:
+            return given.orders[left[-1].epoch != given.epoch]
+        if self.units is None or self.split_for is not None or self.scattered:
             return {}
         return self.units.state(self.seed, {span.epoch: span.start > 0 for span in left})
+
+    def with_orders(self, given: BatchInfo) -> BatchInfo:
+        """What is known of a batch that rank 0 has read for another rank, with what that does not know of the order."""
+        if self.units is None:
+            return given
+        following = {given.epoch + 1: False}
+        orders = self.units.state(self.seed, {given.epoch: True}), self.units.state(self.seed, following)
+        return given._replace(orders=orders)
 
     def begin(self, todo: tuple[Span, ...], iteration: int, ctx: DistContext) -> tuple[Span, ...]:
         """Make the orders of what an iteration reads, and compare them with those of the other ranks.
@@ -148,7 +153,7 @@ class ReadPlan:
             if span.stop != UNKNOWN:
                 self.plan.check(span.stop - span.start, "batches" if self.whole else "samples")
         digests = [self.units.digest(self.seed, span.epoch) for span in found]
-        if self.orders_are_kept and any(digests):
+        if self.split_for is None and not self.scattered and any(digests):
             name = type(self.units.source).__name__
             compare_order(
                 ctx.world,

@@ -44,6 +44,10 @@ class ShardedLoader(Extension[T]):
     def __len__(self) -> int:
         """Batches of an epoch, whether some of it are read already or not; see `remaining`."""
         reading = self.weft_reading
+        if self.__dict__.get("weft_inside"):  # the user's `__iter__` asks how many batches it yields
+            now = self.weft_cursor.now
+            if now.total is not None:
+                return now.total - now.left_out
         span = reading.epoch(self._current().epoch)
         if span.stop == UNKNOWN and (reading.units is None or reading.units.known is None):
             raise _no_length(self.dataset)
@@ -191,7 +195,7 @@ class ShardedLoader(Extension[T]):
         read: Iterator[tuple[Any, BatchInfo]] = self._own(spans) if reading.readers else iter(())
         if reading.scattered:
             last = None if spans[-1].stop == UNKNOWN else reading.steps_in(spans)
-            read = scattered(read, ctx, reading.plan.size, last)
+            read = scattered(read, ctx, reading.plan.size, last, reading.with_orders)
         elif reading.uneven_ranks is not None:
             read = reading.uneven_ranks.batches(read, spans[-1], ctx)
         for batch, given in read:
@@ -243,7 +247,20 @@ class ShardedLoader(Extension[T]):
         if kept := [*kept, *self.__dict__.pop("weft_kept", ())]:  # a class that keeps its iterator for all epochs
             self.__dict__.update(dict.fromkeys(kept, DataLoader.__iter__(self)))
         found: Any = super().__iter__()
-        return _by_next(self) if found is self else iter(found)
+        found = _by_next(self) if found is self else iter(found)
+        return self._inside(found) if _iterates_itself(type(self)) else found
+
+    def _inside(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of the user's own `__iter__`, for which `len` is that of the iteration."""
+        while True:
+            self.__dict__["weft_inside"] = True
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.__dict__["weft_inside"] = False
+            yield batch
 
     def _get_iterator(self) -> Any:
         if self.weft_reading.stream is None:
