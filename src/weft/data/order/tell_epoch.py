@@ -38,7 +38,7 @@ def tell_epoch(obj: object, epoch: int, *, of_data: bool = True) -> None:
     for _ in range(_DEEPEST):
         found = itertools.chain.from_iterable(_parts(each, of_data=of_data) for each in level)
         level = []
-        for part in itertools.islice(found, _MOST_PARTS):
+        for part in [*itertools.islice(found, _MOST_PARTS)]:
             if isinstance(part, _NO_PARTS) or id(part) in seen:
                 continue
             seen.add(id(part))

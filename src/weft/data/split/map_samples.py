@@ -177,7 +177,7 @@ class Samples(Dataset[Any]):
             except Exception as error:
                 at_sample(error, listed(indices), self.rank)
                 raise
-            if self.counts == "by name" and len(found) != len(indices):
+            if self.counts == "by name" and isinstance(found, list) and len(found) != len(indices):
                 present = self._present(indices, len(found))
         return found if self.counts == "no" else Read(found, len(indices), present)
 

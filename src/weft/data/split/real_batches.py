@@ -85,7 +85,10 @@ class CountedCollate:
         else:
             spare = _spares(samples) if isinstance(samples, (list, tuple)) else []
             batch = self.collate(samples)
-            held = asked if _is_square(batch, asked) else self._count(batch, spare)
+            if not spare and isinstance(batch, (Mapping, torch.Tensor)):  # the dataset makes batches itself
+                held = rows_of(batch)
+            else:
+                held = asked if _is_square(batch, asked) else self._count(batch, spare)
         if held == asked and not (self.names and any(sample is None for sample in spare)):
             return batch
         kept = None
