@@ -77,6 +77,21 @@ class InPlace(Stream):
         return self.files
 
 
+class Chunks(Stream):
+    """Lists in a list, of a dataset in the dataset."""
+
+    def __init__(self):
+        self.source = InPlace()
+        self.source.files = [list(range(first, min(first + 5, N))) for first in range(0, N, 5)]
+
+    def order(self):
+        files = self.source.order()
+        for file in files:
+            random.shuffle(file)
+        self.source.files = random.sample(files, len(files))
+        return itertools.chain(*self.source.files)
+
+
 class Counter(Stream):
     def order(self):
         self.epoch += 1
@@ -130,7 +145,7 @@ class LaterOfEntropy(Stream):
         return [*range(5), *(5 + np.random.default_rng().permutation(N - 5)).tolist()]
 
 
-SAME = [Position, Stateful, InPlace, Counter, OfNumpy, OfPython, OfRandomState, OfGlobal, OfInitialSeed]
+SAME = [Position, Stateful, InPlace, Chunks, Counter, OfNumpy, OfPython, OfRandomState, OfGlobal, OfInitialSeed]
 
 
 def _loader(kind, ctx, workers=0, persistent=False, batch_size=2, **options):

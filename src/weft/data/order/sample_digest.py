@@ -23,6 +23,10 @@ _EVERY = 64  # samples of which one is looked at, behind the first ones
 _VALUES = 8  # of a tensor, an array, or a sequence
 _CHARACTERS = 32  # at both ends of a text
 _TENSOR: Any = torch.Tensor
+_OF_NUMPY = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
 _DEPTH = 6  # of values in values
 _TINY = 1e-6  # numbers that may be nothing but rounding
 
@@ -124,20 +128,19 @@ def _of_tensor(value: torch.Tensor) -> str:
     bare: Any = value.detach()
     if type(bare).__torch_dispatch__ is not _TENSOR.__torch_dispatch__:  # one that is only pretended has no values
         return text
-    bare, places = bare.as_subclass(torch.Tensor), _spread(value.numel())
-    if bare.is_contiguous():
-        found = bare.view(-1)[places].tolist()
-    else:  # without a copy of all of it
-        found = [bare[tuple(np.unravel_index(place, bare.shape))].item() for place in places]
-    return f"#{text}{' '.join(map(_number, found))}"
+    bare = bare.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    array = bare.numpy() if bare.dtype in _OF_NUMPY else bare.float().numpy()
+    return f"#{text}{_some(array)}"
 
 
 def _of_array(value: np.ndarray[Any, Any]) -> str:
     text = f"{value.dtype.kind}{value.dtype.itemsize if value.dtype.kind != 'U' else ''}{list(value.shape)}"
-    if value.dtype.kind not in "biufcSU" or value.size == 0:
-        return text
-    found = [value[tuple(np.unravel_index(place, value.shape))].item() for place in _spread(value.size)]
-    return f"#{text}{' '.join(map(_number, found))}"
+    return text if value.dtype.kind not in "biufcSU" or value.size == 0 else f"#{text}{_some(value)}"
+
+
+def _some(array: np.ndarray[Any, Any]) -> str:
+    """A few of its values, without a copy of all."""
+    return " ".join([_number(array.item(place)) for place in _spread(array.size)])
 
 
 def _spread(count: int) -> list[int]:

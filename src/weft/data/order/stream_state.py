@@ -8,8 +8,9 @@ lists as they were when the last one began, unless somebody else has changed the
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +28,18 @@ _PLAIN = (bool, int, float, str, type(None))
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)  # noqa: S311  (no secrets)
 
 
-class _Place(NamedTuple):
-    """A generator or plain value, and what sets the value."""
+class _Found(NamedTuple):
+    """What is in a stream.
 
-    value: Any
-    put: Callable[[Any], object] | None
+    Attributes:
+        generators: By path.
+        values: Numbers, texts and lists that are attributes, with what holds them, by its id and their name.
+        lists: Those and lists in them, each with a copy, by id.
+    """
+
+    generators: dict[str, Any]
+    values: dict[tuple[int, str], tuple[dict[str, Any], Any]]
+    lists: dict[int, tuple[list[Any], list[Any]]]
 
 
 class StreamState:
@@ -46,52 +54,61 @@ class StreamState:
 
     def __init__(self, stream: object, seeded: Sequence[torch.Generator]) -> None:
         # Generators that the program has seeded otherwise draw otherwise.
-        names = {id(generator) for generator in seeded}
-        places = {path: place.value for path, place in _places(stream).items() if id(place.value) not in names}
-        self._first = {path: _digest(value) for path, value in places.items() if isinstance(value, _GENERATORS)}
-        self._begun: dict[str, Any] = {}
-        self._left: dict[str, Any] = {}
+        names, found = {id(generator) for generator in seeded}, _look(stream).generators
+        self._first = {path: _digest(value) for path, value in found.items() if id(value) not in names}
+        self._begun: _Found | None = None
+        self._left: _Found | None = None
 
     def begin(self, stream: object, seed: int) -> None:
         """Make the stream one that was not read, for an epoch with this seed."""
-        for path, (value, put) in _places(stream).items():
+        if self._begun is not None and self._left is not None:
+            _put_back(self._begun, self._left, _look(stream))
+        self._begun, self._left = _look(stream), None
+        for path, generator in self._begun.generators.items():
             if path in self._first:
-                _seed(value, mix(seed, path, self._first[path]))
-            elif put is not None and path in self._begun and _same(value, self._left.get(path, _Place)):
-                put(self._begun[path])
-        self._begun, self._left = _plain(stream), {}
+                _seed(generator, mix(seed, path, self._first[path]))
 
     def end(self, stream: object) -> None:
         """Note what reading has left."""
-        self._left = _plain(stream)
+        self._left = _look(stream)
+        if self._begun is not None:  # also lists that it has replaced
+            lists = {number: (entries, list(entries)) for number, (entries, _) in self._begun.lists.items()}
+            self._left.lists.update(lists)
 
 
-def _plain(stream: object) -> dict[str, Any]:
-    places = {path: place.value for path, place in _places(stream).items() if place.put is not None}
-    return {path: list(value) if isinstance(value, list) else value for path, value in places.items()}
+def _put_back(begun: _Found, left: _Found, now: _Found) -> None:
+    """Set what reading has changed, and nobody else since, to what it was."""
+    for key, (holder, before) in begun.values.items():
+        if key in left.values and key in now.values and now.values[key][1] is left.values[key][1]:
+            holder[key[1]] = before
+    for number, (entries, before) in begun.lists.items():
+        after = left.lists.get(number, (entries, []))[1]
+        if len(entries) == len(after) and all(map(operator.is_, entries, after)):
+            entries[:] = before
 
 
-def _places(stream: object) -> dict[str, _Place]:
-    """Generators and plain values by path."""
+def _look(stream: object) -> _Found:
     package = type(stream).__module__.partition(".")[0]
-    found: dict[str, _Place] = {}
+    found = _Found({}, {}, {})
     seen: set[int] = set()
-    todo: list[tuple[str, Any, int]] = [("", stream, 0)]
-    for path, holder, depth in todo:  # which grows meanwhile
+    todo: list[tuple[str, Any, int, bool]] = [("", stream, 0, True)]
+    for path, holder, depth, mine in todo:  # which grows meanwhile
         if id(holder) in seen:
             continue
         seen.add(id(holder))
         for name, value in _entries(holder):
             where = f"{path}.{name}"
             if isinstance(value, _GENERATORS):
-                found[where] = _Place(value, None)
-            elif isinstance(holder, Dataset) and isinstance(value, _PLAIN):
-                found[where] = _Place(value, _setter(holder, name))
-            elif isinstance(holder, Dataset) and type(value) is list and len(value) <= _ENTRIES:
-                found[where] = _Place(value, _filler(value))
+                found.generators[where] = value
+            elif mine and isinstance(holder, Dataset) and isinstance(value, (list, *_PLAIN)):
+                found.values[id(holder), name] = vars(holder), value
+            if mine and isinstance(value, list) and len(value) <= _ENTRIES:
+                entries: list[Any] = value
+                found.lists[id(entries)] = entries, list(entries)
             own = type(value).__module__.partition(".")[0] == package and hasattr(value, "__dict__")
-            if depth < _DEPTH and (own or (isinstance(value, (list, tuple, dict)) and len(value) <= _NESTED)):
-                todo.append((where, value, depth + 1))
+            inside = isinstance(value, (list, tuple, dict)) and len(value) <= _NESTED
+            if depth < _DEPTH and (own or inside):
+                todo.append((where, value, depth + 1, isinstance(value, Dataset) or (mine and inside)))
     return found
 
 
@@ -100,20 +117,6 @@ def _entries(holder: Any) -> Iterator[tuple[str, Any]]:
         return ((str(at), value) for at, value in enumerate(holder))
     names: dict[Any, Any] = holder if isinstance(holder, dict) else vars(holder)
     return ((str(name), value) for name, value in list(names.items()))
-
-
-def _setter(holder: Any, name: str) -> Callable[[Any], object]:
-    return lambda value: vars(holder).__setitem__(name, value)
-
-
-def _filler(entries: list[Any]) -> Callable[[Any], object]:
-    return lambda value: entries.__setitem__(slice(None), value)
-
-
-def _same(value: Any, left: Any) -> bool:
-    if isinstance(value, list) and isinstance(left, list):
-        return len(value) == len(left) and all(map(lambda one, other: one is other, value, left))
-    return value is left
 
 
 def _digest(generator: Any) -> str:

@@ -297,6 +297,7 @@ class _Reader:
         self.number = number
         self.start = start
         self.plan = owner.plans[0]
+        self.seekable = owner.seekable
         self.begin: list[Any] = []  # the first samples of the epoch, for uneven="pad"
         self.digest = ReadDigest()
         self.new: list[tuple[int, str]] = []  # what the ranks compare
@@ -387,7 +388,7 @@ class _Reader:
         owner, new, self.new = self.owner, self.new, []
         if owner.stateful:
             return Mark(self.number, samples, copy.deepcopy(owner.dataset.state_dict()), None, new)
-        return Mark(self.number, samples, None, None if owner.seekable else self.digest.last, new)
+        return Mark(self.number, samples, None, None if self.seekable else self.digest.last, new)
 
     def _step(self, chunk: list[Any], position: int, mark: Mark | None, *, last: bool) -> Step:
         parts, given = [], []
