@@ -276,6 +276,7 @@ def test_a_stream_with_a_state_goes_back_to_it():
     assert next(iter(again)).tolist() == [2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:shard_data. Plain changes while it is read")
 def test_break_and_other_loaders_inside_change_nothing():
     loader, _ = weft.shard_data(DataLoader(Resumable(7), batch_size=2), weft.local())
     other, _ = weft.shard_data(DataLoader(Plain(4), batch_size=2), weft.local())

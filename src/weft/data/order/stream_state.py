@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from weft.errors import listed, warn
 from weft.rng import mix
 
 __all__ = ["StreamState"]
@@ -58,11 +59,20 @@ class StreamState:
         self._first = {path: _digest(value) for path, value in found.items() if id(value) not in names}
         self._begun: _Found | None = None
         self._left: _Found | None = None
+        self._has_warned = False
 
     def begin(self, stream: object, seed: int) -> None:
         """Make the stream one that was not read, for an epoch with this seed."""
         if self._begun is not None and self._left is not None:
-            _put_back(self._begun, self._left, _look(stream))
+            changed = _put_back(self._begun, self._left, _look(stream))
+            if changed and not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"shard_data: {type(stream).__name__} changes while it is read, and begins each epoch as it was",
+                    found=f"{listed(changed)}, put back: workers that are new in an epoch do not know it",
+                    expected="an order that depends on the epoch by `set_epoch`, and counts of what was read elsewhere",
+                    fix="def set_epoch(self, epoch): self.epoch = epoch  # called in each epoch, in workers as well",
+                )
         self._begun, self._left = _look(stream), None
         for path, generator in self._begun.generators.items():
             if path in self._first:
@@ -76,15 +86,20 @@ class StreamState:
             self._left.lists.update(lists)
 
 
-def _put_back(begun: _Found, left: _Found, now: _Found) -> None:
-    """Set what reading has changed, and nobody else since, to what it was."""
+def _put_back(begun: _Found, left: _Found, now: _Found) -> list[str]:
+    """Set what reading has changed, and nobody else since, to what it was; returns which numbers and texts."""
+    changed: list[str] = []
     for key, (holder, before) in begun.values.items():
         if key in left.values and key in now.values and now.values[key][1] is left.values[key][1]:
+            after = holder[key[1]]
+            if isinstance(after, _PLAIN) and after != before:
+                changed.append(f"{key[1]} from {before!r:.40} to {after!r:.40}")
             holder[key[1]] = before
     for number, (entries, before) in begun.lists.items():
         after = left.lists.get(number, (entries, []))[1]
         if len(entries) == len(after) and all(map(operator.is_, entries, after)):
             entries[:] = before
+    return changed
 
 
 def _look(stream: object) -> _Found:
