@@ -4,6 +4,7 @@ docs/mistakes.md lists them; a test compares the two.
 """
 
 import pathlib
+import random
 import re
 import tempfile
 import warnings
@@ -67,6 +68,23 @@ def loader_not_sharded(ctx, strategy):
 def split_twice(ctx):
     data = _loader().dataset
     weft.shard_data(DataLoader(data, sampler=DistributedSampler(data, ctx.world_size, ctx.rank)), ctx)
+
+
+def order_from_entropy(ctx):
+    """Each rank shuffles by itself."""
+    order = list(range(16))
+    random.SystemRandom().shuffle(order)
+    loader, ctx = weft.shard_data(_loader(sampler=order), ctx)
+    model, ctx = weft.replicate(_net(), ctx)
+    _train(model, _sgd(model), loader)
+
+
+def mean_losses_of_no_rows(ctx):
+    model, _, _, ctx = _begin(ctx, weft.fully_shard)
+    loader, ctx = weft.shard_data(_loader(samples=5), ctx, uneven="empty")
+    with torch.no_grad():
+        for x, y in loader:
+            mse_loss(model(x), y)
 
 
 def share_forgotten(ctx):
@@ -345,7 +363,14 @@ CASES = [
     (loader_not_sharded, (weft.replicate,), UserWarning, "replicate: all 2 ranks compute the same batches"),
     (loader_not_sharded, (weft.fully_shard,), UserWarning, "fully_shard: all 2 ranks compute the same batches"),
     (split_twice, (), ValueError, "shard_data: this loader cannot be split over the ranks"),
+    (
+        order_from_entropy,
+        (),
+        weft.errors.ContextError,
+        "shard_data: the ranks read what list yields in",
+    ),
     (share_forgotten, (), UserWarning, "shard_data: a step on an unweighted loss"),
+    (mean_losses_of_no_rows, (), UserWarning, "shard_data: an evaluation got a batch without rows"),
     (no_strategy, (), UserWarning, "shard_data: ranks train apart"),
     (part_without_strategy, (0,), UserWarning, "shard_data: ranks train apart"),
     (part_without_strategy, (1,), UserWarning, "shard_data: ranks train apart"),

@@ -282,7 +282,7 @@ def _train_some(parts, turns):
 
 def _build(ctx, precision, steps):
     loader = DataLoader(_sequences(), batch_size=4, shuffle=True, collate_fn=_collate)
-    loader, ctx = weft.shard_data(loader, ctx, uneven="empty")
+    loader, ctx = weft.shard_data(loader, ctx, uneven="empty", seed=0)  # all of them read the same order
     model, ctx = weft.with_precision(_model(torch.float32), ctx, precision)
     model, ctx = weft.replicate(model, ctx, flat=precision == "fp32")
     optimizer = _optimizer(Config(), model)

@@ -99,7 +99,9 @@ def test_what_is_carried_over_is_read_once_and_at_another_number_of_ranks(n, dro
     position = alone.state_dict()
     # 5 or 6 batches: one window of 4, the rest waits, unread.
     assert sorted(dataset.read) == sorted(_flat(first[0])) and len(dataset.read) == 24
-    assert position == {"seed": 5, "epoch": 1, "samples": 0, "carried": [[0, 24, 33]], "length": 33, "windows": 1}
+    digest = position.get("order")
+    expected = {"seed": 5, "epoch": 1, "samples": 0, "carried": [[0, 24, 33]], "length": 33, "windows": 1}
+    assert position == expected | {"order": digest} and [epoch for epoch, _ in digest] == [0]
     expected = _after_each_window(alone, 3)
     parts = []
     for rank in range(n):
@@ -134,6 +136,7 @@ def test_windows_larger_than_epochs_carry_several_of_them():
         "samples": 0,
         "carried": [[2, 2, 4]],
         "length": 4,
+        "order": again.state_dict()["order"],
         "windows": 1,
     }
 
@@ -178,11 +181,12 @@ def test_batches_that_are_read_ahead_for_an_accelerator_do_not_count():
 def test_a_position_of_a_loader_without_windows_and_back():
     windows, _ = _windows(weft.local(), Ids(12), steps=2)
     windows.load_state_dict({"seed": 5, "epoch": 1, "samples": 4})
-    assert len(windows) == 2
+    assert (len(windows), windows.remaining) == (3, 2)
     position = _after_each_window(windows, 1)[0][1]
     loader, _ = weft.shard_data(DataLoader(Ids(12), batch_size=4, shuffle=True), weft.local())
     loader.load_state_dict(position)
-    assert position["windows"] == 1 and loader.state_dict() == {"seed": 5, "epoch": 1, "samples": 8, "length": 12}
+    assert position.pop("windows") == 1 and loader.state_dict() == position
+    assert position == {"seed": 5, "epoch": 1, "samples": 8, "length": 12, "order": position["order"]}
 
 
 @pytest.mark.parametrize(

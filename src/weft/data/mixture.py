@@ -48,7 +48,7 @@ def mix(
     a sample takes longer to find.
 
     Changes: nothing; sources with `set_epoch` are told the epoch when the mixture is (streams in later passes of it
-    another number, so that they shuffle anew), and `generator`s of streams are seeded. Collectives: none.
+    another number, so that they shuffle anew), and each `generator` of a stream is seeded. Collectives: none.
 
     Args:
         sources: By name: a dataset, and its weight, a number above 0; they need not sum to 1. Map-style datasets,

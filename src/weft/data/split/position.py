@@ -220,7 +220,9 @@ def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str
 
 
 def _begun(state: Mapping[str, Any], reading: ReadPlan) -> set[int]:
-    carried = {span[0] for span in state.get("carried", ()) if isinstance(span, (list, tuple)) and any(span[1:2])}
+    spans: Any = state.get("carried")
+    spans = [span for span in spans if isinstance(span, (list, tuple))] if isinstance(spans, (list, tuple)) else []
+    carried = {span[0] for span in spans if any(span[1:2])}
     here = {state["epoch"]} if state[_start_in(state, reading)] else set[int]()
     if not carried | here and reading.units is not None and not reading.units.is_plain:
         return {state["epoch"] - 1}
