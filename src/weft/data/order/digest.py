@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["digest_of"]
 
-_MOST = 2**20  # units that are looked at: of a longer order evenly many
+_MOST = 2**16  # units that are looked at, of a longer order evenly many: some 3 ms
 
 
 def digest_of(units: Sequence[Any]) -> str:
@@ -28,7 +28,7 @@ def digest_of(units: Sequence[Any]) -> str:
     """
     found = hashlib.blake2b(str(len(units)).encode(), digest_size=8)
     some = units[:: -(-len(units) // _MOST) or 1]
-    if not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, some))):
+    if not (isinstance(some, range) or all(issubclass(kind, (int, np.integer)) for kind in set(map(type, some)))):
         some = [_canonical(unit) for unit in some]
     if some and all(isinstance(unit, (list, tuple)) for unit in some):  # batches
         found.update(np.fromiter(map(len, some), np.int64, len(some)).tobytes())
