@@ -36,12 +36,9 @@ def main(ctx: weft.DistContext, directory: str = "") -> None:  # new
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     objects = {"model": model, "optimizer": optimizer, "loader": loader}  # new
     state, ctx = weft.checkpointable(objects, ctx)  # new
-    restored = weft.restore(state, directory, ctx)  # new
-    first = restored.step if restored else 0  # new
+    weft.restore(state, directory, ctx)  # new
 
-    for epoch in range(8):
-        if epoch < first:  # new
-            continue  # new
+    for epoch in range(loader.epoch, 8):  # new
         total = 0.0
         for x, y in loader:
             loss = cross_entropy(model(x), y)

@@ -21,6 +21,7 @@ __all__ = [
     "prepare_generator",
     "python_json",
     "python_state",
+    "seeding",
     "to_hex",
     "torch_state",
 ]
@@ -70,7 +71,7 @@ def prepare_generator(generator: Generator, state: Any, *, new: tuple[int, int, 
         ValueError: It is not a state of such a generator; a TypeError or LookupError means the same.
     """
     if state is None:
-        return _seed(generator, zlib.crc32(" ".join(map(str, new)).encode()))
+        return seeding(generator, zlib.crc32(" ".join(map(str, new)).encode()))
     if isinstance(generator, torch.Generator):
         values = torch_state(state)
         try:
@@ -89,13 +90,14 @@ def prepare_generator(generator: Generator, state: Any, *, new: tuple[int, int, 
     return partial(generator.set_state, numpy_state(*state))
 
 
-def _seed(generator: Generator, seed: int) -> Callable[[], object]:
+def seeding(generator: Generator, seed: int) -> Callable[[], object]:
+    """What seeds a generator, of any kind."""
     if isinstance(generator, torch.Generator):
         return partial(generator.manual_seed, seed)
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return partial(setattr, bits, "state", type(bits)(seed).state)
-    return partial(generator.seed, seed)
+    return partial(generator.seed, seed % 2**32)
 
 
 def _plain(value: Any) -> Any:

@@ -8,17 +8,17 @@ lists as they were when the last one began, unless somebody else has changed the
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from weft.errors import listed, warn
 from weft.rng import mix
+from weft.tensors.generator_state import Generator, generator_state, is_generator, seeding
 
 __all__ = ["StreamState"]
 
@@ -26,7 +26,6 @@ _DEPTH = 6  # of objects in each other
 _NESTED = 64  # entries of a list in which generators are looked for
 _ENTRIES = 2**16  # of a list that is copied
 _PLAIN = (bool, int, float, str, type(None))
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)  # noqa: S311  (no secrets)
 
 
 class _Found(NamedTuple):
@@ -76,7 +75,7 @@ class StreamState:
         self._begun, self._left = _look(stream), None
         for path, generator in self._begun.generators.items():
             if path in self._first:
-                _seed(generator, mix(seed, path, self._first[path]))
+                seeding(generator, mix(seed, path, self._first[path]))()
 
     def end(self, stream: object) -> None:
         """Note what reading has left."""
@@ -113,7 +112,7 @@ def _look(stream: object) -> _Found:
         seen.add(id(holder))
         for name, value in _entries(holder):
             where = f"{path}.{name}"
-            if isinstance(value, _GENERATORS):
+            if is_generator(value):
                 found.generators[where] = value
             elif mine and isinstance(holder, Dataset) and isinstance(value, (list, *_PLAIN)):
                 found.values[id(holder), name] = vars(holder), value
@@ -134,24 +133,5 @@ def _entries(holder: Any) -> Iterator[tuple[str, Any]]:
     return ((str(name), value) for name, value in list(names.items()))
 
 
-def _digest(generator: Any) -> str:
-    if isinstance(generator, torch.Generator):
-        state: Any = generator.get_state().tolist()
-    elif isinstance(generator, np.random.Generator):
-        state = generator.bit_generator.state
-    elif isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-    else:
-        state = None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    with np.printoptions(threshold=2**20):
-        return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        bits: Any = generator.bit_generator
-        bits.state = type(bits)(seed).state
-    else:
-        generator.seed(seed % 2**32)
+def _digest(generator: Generator) -> str:
+    return hashlib.blake2b(json.dumps(generator_state(generator)).encode(), digest_size=8).hexdigest()
