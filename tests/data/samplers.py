@@ -231,6 +231,37 @@ class Bits(_Sampler):
         return iter(np.asarray(self.bits.permutation(self.n), dtype=np.uint16))
 
 
+class Growing(_Sampler):
+    """Reads more in each epoch."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.n // 4 * (self.epoch + 1)
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+
+class Once(Sampler):
+    """Its own iterator, and does not tell its length."""
+
+    def __init__(self, n):
+        self.rest = iter(range(n))
+
+    def __iter__(self):
+        return self.rest
+
+
+def once(n):
+    return iter(range(n))
+
+
 def subset(n):
     return SubsetRandomSampler(range(n), generator=torch.Generator().manual_seed(1))
 

@@ -299,3 +299,31 @@ def _dispatched(ctx, kind, position=None):
     if position is not None:
         loader.load_state_dict(position)
     return _epochs(loader, ctx, 3, positions), positions
+
+
+def test_a_sampler_whose_length_changes_from_epoch_to_epoch():
+    found, positions = _read(weft.local(), [samplers.Growing])[0]
+    assert [len(_flat([epoch])) for epoch in found] == [17, 34, 51]
+    parts = [_loader(samplers.Growing, weft.testing.fake(rank, 2)) for rank in range(2)]
+    steps = [[batch.tolist() for _ in range(3) for batch in part] for part in parts]
+    assert sorted(i for part in steps for batch in part for i in batch) == sorted(_flat(found))
+    again = _loader(samplers.Growing, weft.local())
+    again.load_state_dict(positions[8])  # after the first epoch
+    assert _flat(_epochs(again, weft.local(), 3)) == _flat(found[1:])
+
+
+def test_a_sampler_that_can_be_read_once():
+    loader = _loader(samplers.once, weft.local())
+    batches = iter(loader)
+    next(batches)
+    position = loader.state_dict()
+    assert _flat([[batch.tolist() for batch in batches]]) == list(range(2, N))
+    again = _loader(samplers.once, weft.local())
+    again.load_state_dict(position)
+    assert len(again) == 35 and _flat(_epochs(again, weft.local(), 1)) == list(range(2, N))
+    loader = _loader(samplers.Once, weft.local())
+    assert _flat([[batch.tolist() for batch in loader]]) == list(range(N))
+    loader = _loader(samplers.Once, weft.local())
+    assert len(loader) == 35
+    with pytest.raises(ContractError, match=r"(?s)number of samples when it is run again.*found: +0 .*70 .*fix:"):
+        list(loader)

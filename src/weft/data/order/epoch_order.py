@@ -9,7 +9,7 @@ compared between the ranks, and on resume with the one in the position.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from weft.data.equal_cost import Costs, alike_together
+from weft.data.loader_copy import length_of
 from weft.data.order.digest import digest_of
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.sampler_state import SamplerState
@@ -75,19 +76,22 @@ class EpochOrder:
         """
         return self._of(seed, epoch).units
 
-    def length(self, seed: int, epoch: int) -> int:
-        """Number of units of an epoch; `UNKNOWN` if it does not end. Leaves the sampler as it is."""
+    def known_length(self, seed: int, epoch: int) -> int | None:
+        """Number of units of an epoch, `UNKNOWN` if it does not end; None before somebody has asked for it."""
         made = self._made.get((seed, epoch))
-        if made is not None or self.known is not None:
-            return self.known or 0 if made is None else len(made.units)
-        if (seed, epoch) not in self._lengths:
-            self._lengths[seed, epoch] = len(self.peek(seed, epoch))
-        return self._lengths[seed, epoch]
+        return self._lengths.get((seed, epoch), self.known) if made is None else len(made.units)
+
+    def length(self, seed: int, epoch: int) -> int:
+        """The same; a sampler that does not tell its length is run for it, and left as it was."""
+        found = self.known_length(seed, epoch)
+        if found is None:
+            found = self._lengths[seed, epoch] = len(self.peek(seed, epoch))
+        return found
 
     def peek(self, seed: int, epoch: int) -> Sequence[Any]:
         """The units of an epoch whose turn may come later, as the sampler would yield them now."""
-        if (seed, epoch) in self._made or self._state is None:
-            return self.order(seed, epoch)
+        if (seed, epoch) in self._made or self._state is None or isinstance(self.source, Iterator):
+            return self.order(seed, epoch)  # an iterator yields once
         put_back, starts = self._state.prepare(self._state.capture()), dict(self._starts)
         try:
             return self._make(seed, epoch).units
@@ -156,7 +160,7 @@ class EpochOrder:
             if put_back is not None:
                 put_back()
 
-        self._made, self._starts = {}, starts
+        self._made, self._starts = dict(made) if isinstance(self.source, Iterator) else {}, starts
         try:
             for epoch, digest in ((epoch, digests[epoch]) for epoch in digests if epoch in begun):
                 found = self._digest(self._of(seed, epoch))
@@ -175,6 +179,13 @@ class EpochOrder:
             if made is not None:  # an endless one has to begin anew
                 self._starts.setdefault(epoch, made.start)
             made = self._made[seed, epoch] = self._make(seed, epoch)
+            if self._lengths.get((seed, epoch), len(made.units)) != len(made.units):
+                raise ContractError(
+                    f"shard_data: {type(self.source).__name__} yields another number of samples when it is run again",
+                    found=f"{len(made.units)} in epoch {epoch}, {self._lengths[seed, epoch]} before",
+                    expected="an __iter__ that begins anew, or a __len__, so that it is run once",
+                    fix="def __len__(self): return ...  # the number of samples of an epoch",
+                )
         return made
 
     def _start(self, epoch: int) -> dict[str, Any]:
@@ -190,11 +201,11 @@ class EpochOrder:
         units = _drawn(self.source, seed, epoch, self._most)
         if isinstance(units, EndlessOrder):
             return _Made(units, start, units[0 : self._most])
-        if self.known is not None and len(units) != self.known:
+        if self.known is not None and len(units) not in (self.known, length_of(self.source)):
             raise ContractError(
                 "shard_data: the sampler does not yield what its length says",
                 found=f"{len(units)} in epoch {epoch}, {self.known} at set-up",
-                expected="the same number in every epoch",
+                expected="as many as its length says, in every epoch",
                 fix="give the sampler a __len__ that is true, or none",
             )
         if self.costs is not None:

@@ -158,7 +158,7 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
             found=f"{len(cursor.open)} iterations over it that have not ended",
             expected="one iteration at a time over a loader whose position is saved",
             fix="two loaders: first, ctx = weft.shard_data(DataLoader(data), ctx); second, ctx = "
-            "weft.shard_data(DataLoader(data), ctx)  # or `del` an iterator that is not needed any more",
+            "weft.shard_data(DataLoader(data), ctx)  # or loader.set_epoch(n) before the loop, if one was interrupted",
         )
     now, steps = cursor.now, cursor.now.steps
     if back > steps and cursor.before is not None:  # in the iteration that ended before
@@ -283,6 +283,8 @@ def _pass_from(state: Mapping[str, Any], reading: ReadPlan) -> Pass:
     """
     if _has_numbers(state, reading):
         full = reading.epoch(state["epoch"], state["seed"])
+        if state[_start_in(state, reading)]:
+            full = _measured(state, reading)
         with contextlib.suppress(TypeError):
             earlier = [tuple(Span(*span) for span in state.get(name, ())) for name in ("carried", "carried_in")]
             todo = (*earlier[0], full._replace(start=state[_start_in(state, reading)]))
@@ -311,7 +313,7 @@ def _other_data(state: Mapping[str, Any], reading: ReadPlan) -> bool:
     if not begun or not all(type(state.get(name)) is int for name in ("seed", "epoch")):
         return False
     known = reading.length_known and type(state.get("length")) is int
-    same_length = not known or state["length"] == reading.epoch(state["epoch"], state["seed"]).stop
+    same_length = not known or state["length"] == _measured(state, reading).stop
     if same_length and state.get("mixture", reading.mixture) == reading.mixture:
         return False
     if reading.resized == "next_epoch":
@@ -324,11 +326,15 @@ def _other_data(state: Mapping[str, Any], reading: ReadPlan) -> bool:
     )
 
 
+def _measured(state: Mapping[str, Any], reading: ReadPlan) -> Span:
+    return reading.measured((reading.epoch(state["epoch"], state["seed"]),), state["seed"])[0]
+
+
 def _data_of(state: Mapping[str, Any], reading: ReadPlan) -> str:
     if state.get("mixture", reading.mixture) != reading.mixture:
         return f"mixture {state.get('mixture')} when it was saved, {reading.mixture} now"
     what = "batches" if reading.whole else "samples"
-    now = reading.epoch(state["epoch"], state["seed"]).stop
+    now = _measured(state, reading).stop
     return f"{state['length']} {what} when it was saved, {now} {what} now"
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from weft.context import DistContext
 from weft.data.loader_copy import Size
 from weft.data.order.compare_order import compare_order
+from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.epoch_order import EpochOrder
 from weft.data.order.place import Place
 from weft.data.split.map_samples import BatchInfo, Epoch, Mark
@@ -109,10 +110,20 @@ class ReadPlan:
         return next((each for each in reversed(self.marks) if each[:2] == place[:2]), None)
 
     def epoch(self, number: int, seed: int | None = None) -> Span:
-        """All of an epoch; of the order of another seed, if one is given."""
+        """All of an epoch, as far as it is known before its order is made; of that of another seed, if one is given."""
+        known = self.total
         if self.units is not None:
-            return Span(number, 0, self.units.length(self.seed if seed is None else seed, number))
-        return Span(number, 0, UNKNOWN if self.total is None else self.total)
+            known = self.units.known_length(self.seed if seed is None else seed, number)
+        return Span(number, 0, UNKNOWN if known is None else known)
+
+    def measured(self, spans: tuple[Span, ...], seed: int | None = None) -> tuple[Span, ...]:
+        """The same spans with their ends, for which a sampler that does not tell its length is run."""
+        units, seed = self.units, self.seed if seed is None else seed
+        if units is None:
+            return spans
+        return tuple(
+            span._replace(stop=units.length(seed, span.epoch)) if span.stop == UNKNOWN else span for span in spans
+        )
 
     def order_state(self, left: Sequence[Span], given: BatchInfo | None = None) -> dict[str, Any]:
         """What a position says of the orders of what is left; where rank 0 reads for all, it came with the batch."""
@@ -149,9 +160,9 @@ class ReadPlan:
             return todo
         self.units.keep([span.epoch for span in todo])
         found = tuple(span._replace(stop=len(self.units.order(self.seed, span.epoch))) for span in todo)
-        for span in found if self.units.known is None else ():
-            if span.stop != UNKNOWN:
-                self.plan.check(span.stop - span.start, "batches" if self.whole else "samples")
+        for span in found:
+            if span.stop not in (UNKNOWN, self.total):  # which was checked at set-up
+                self.plan.check(max(span.stop - span.start, 0), "batches" if self.whole else "samples")
         digests = [self.units.digest(self.seed, span.epoch) for span in found]
         if self.split_for is None and not self.scattered and any(digests):
             name = type(self.units.source).__name__
@@ -181,8 +192,10 @@ class ReadPlan:
         """How much of an epoch is used, of which this is left."""
         if not self.whole or self.units is None or self.scattered:
             return {"batches" if self.whole else "samples": left.start}
-        used = self.units.order(self.seed, left.epoch)[: left.start] if left.start else ()
-        return {"samples": sum(map(len, used)), "batches": left.start}
+        order = self.units.order(self.seed, left.epoch) if left.start else ()
+        if isinstance(order, EndlessOrder):
+            return {"batches": left.start}
+        return {"samples": sum(map(len, order[: left.start])), "batches": left.start}
 
     @property
     def lone(self) -> bool:

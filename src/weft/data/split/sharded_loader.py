@@ -48,7 +48,7 @@ class ShardedLoader(Extension[T]):
             now = self.weft_cursor.now
             if now.total is not None:
                 return now.total - now.left_out
-        span = reading.epoch(self._current().epoch)
+        span = reading.measured((reading.epoch(self._current().epoch),))[0]
         if span.stop == UNKNOWN and (reading.units is None or reading.units.known is None):
             raise _no_length(self.dataset)
         # A sampler that never ends may have a length: it is what torch calls an epoch.
@@ -57,10 +57,10 @@ class ShardedLoader(Extension[T]):
     @property
     def remaining(self) -> int:
         """Batches that are left of the running epoch, or of the one that the next iteration reads."""
-        now = self._current()
-        if now.endless:
+        left, _ = self.weft_lengths()
+        if left is None:
             raise _no_length(self.dataset)
-        return self.weft_reading.steps_in(now.todo) - now.left_out - now.steps
+        return left
 
     @property
     def epoch(self) -> int:
@@ -130,8 +130,10 @@ class ShardedLoader(Extension[T]):
 
     def _begin(self) -> Pass:
         reading, cursor = self.weft_reading, self.weft_cursor
-        if not cursor.fresh:
-            self.set_epoch(cursor.latest + 1)
+        if not cursor.fresh and cursor.now.is_complete and not cursor.open - {cursor.now}:
+            self._ended(cursor.now)
+        elif not cursor.fresh:  # the last iteration was left early, or runs
+            self._go_to(cursor.latest + 1)
         now = cursor.now
         cursor.iterations += 1
         now.todo = reading.begin(now.todo, cursor.iterations, self.weft_ctx)
@@ -284,10 +286,13 @@ class ShardedLoader(Extension[T]):
         cursor.told = None
         if not cursor.fresh and cursor.now.is_complete and not cursor.open - {cursor.now}:
             self._ended(cursor.now)
-        if cursor.fresh and epoch == cursor.epoch:
-            return
+        cursor.open.clear()  # one that was interrupted may be kept by its traceback
+        if not cursor.fresh or epoch != cursor.epoch:
+            self._go_to(epoch)
+
+    def _go_to(self, epoch: int) -> None:
         self.weft_reading.marks.clear()
-        cursor.go_to(epoch, (self.weft_reading.epoch(epoch),))
+        self.weft_cursor.go_to(epoch, (self.weft_reading.epoch(epoch),))
 
     def state_dict(self) -> dict[str, Any]:
         """The position: seed, epoch, and samples used by all ranks together. Free of world size.
@@ -314,9 +319,10 @@ class ShardedLoader(Extension[T]):
     def weft_lengths(self) -> tuple[int | None, int | None]:
         """Batches that are left, and of the whole epoch; see `Seekable`."""
         reading, now = self.weft_reading, self._current()
-        if now.endless:
+        todo, whole = reading.measured(now.todo), reading.measured(now.whole)
+        if todo[-1].stop == UNKNOWN:
             return None, None
-        return reading.steps_in(now.todo) - now.left_out - now.steps, reading.steps_in(now.whole)
+        return reading.steps_in(todo) - now.left_out - now.steps, reading.steps_in(whole)
 
     def weft_ask(self) -> None:
         """See `Seekable`."""
@@ -356,6 +362,7 @@ class ShardedLoader(Extension[T]):
             self.__dict__["_iterator"] = None  # workers that stay cannot be sent it
         self.weft_cursor.go_to(now.epoch, now.todo, now.whole)
         self.weft_cursor.told = None
+        self.weft_cursor.open.clear()
 
 
 def _no_length(dataset: object) -> TypeError:
