@@ -184,6 +184,7 @@ def test_an_epoch_does_not_depend_on_what_was_read_before(kind):
     assert _epochs(again, 3)[0] == {1: whole[1][2 * 2 :], 2: whole[2]}
 
 
+@pytest.mark.filterwarnings("ignore:shard_data. .* changes while it is read")
 @pytest.mark.parametrize("kind", [Position, OfNumpy, *slow(*SAME[1:])])
 @pytest.mark.parametrize(("workers", "persistent"), [(2, True), *slow_cases((1, True), (1, False))])
 def test_nor_on_the_worker_that_reads_it(kind, workers, persistent):
@@ -304,6 +305,7 @@ def test_a_position_says_what_was_read_at_any_batch_size_and_number_of_ranks():
     assert [reads[0][0] for _, reads in sorted(found.items())][:8] == [0, 1, 1, 3, 3, 3, 3, 7]
 
 
+@pytest.mark.filterwarnings("ignore:shard_data. .* changes while it is read")
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("kind", [Plain, *SAME])
