@@ -141,7 +141,7 @@ def _cases(ranks, kinds):
                         yield loop, by_hand, n, batch_size, steps, remainder, kind
 
 
-@pytest.mark.parametrize(("ranks", "every"), [(1, 1), (2, 7), *slow_cases((2, 1), (3, 1))])
+@pytest.mark.parametrize(("ranks", "every"), [(1, 3), (2, 11), *slow_cases((1, 1), (2, 1), (3, 1))])
 def test_a_loop_that_is_stopped_at_any_step_and_resumed_reads_what_one_reads_that_is_not(ranks, every):
     for wrong in run_ranks(_differences, ranks, list(_cases(ranks, ["map"]))[::every]):
         assert wrong == []

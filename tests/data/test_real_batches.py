@@ -504,6 +504,7 @@ def _losses(ctx, how):
     return (seen[0] - wanted).abs().max().item(), [str(each.message) for each in said]
 
 
+@pytest.mark.slow
 def test_the_lines_that_the_message_names_train_on_the_mean():
     for how in ("denominator", "windows"):
         assert all(found < 1e-12 and not said for found, said in run_ranks(_losses, 2, how)), how
