@@ -30,7 +30,7 @@ class Place:
     number: int
     dataset: weakref.ref[Any] | None
     sampler: type[Any]
-    generator: weakref.ref[torch.Generator] | None
+    generator: torch.Generator | None
     seed: int
     epoch: int = 0
     is_fresh: bool = True
@@ -70,9 +70,9 @@ def place_of(world: World, dataset: object, sampler: object, *, seed: int, given
             found.seed = seed
         return found
     generator = getattr(sampler, "generator", None)
-    generator = weakref.ref(generator) if isinstance(generator, torch.Generator) else None
+    generator = generator if isinstance(generator, torch.Generator) else None
     # A generator with a seed of its own is a choice, but one that several loaders share is not.
-    first = not places or (generator is not None and all(place.generator != generator for place in places))
+    first = not places or (generator is not None and all(place.generator is not generator for place in places))
     own = seed if given or first else mix(seed, len(places), "loader")
     reference = None
     with contextlib.suppress(TypeError):  # a list: nobody can say whether it still is the same
