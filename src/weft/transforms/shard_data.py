@@ -1,13 +1,6 @@
 """`shard_data`: every rank reads its own part of the data.
 
-plan.py      which rank gets which units, in which step: pure arithmetic
-order.py     the order of an epoch, from (seed, epoch)
-samples.py   map-style datasets: indices in, samples out, errors with the name of the sample
-streams.py   iterable datasets: who keeps what, where a stream begins
-uneven_ranks.py   data that was split already: ranks with different numbers of batches
-dispatch.py  rank 0 reads, the others receive
-checks.py    what is refused
-loader.py    the loader that comes back, and its position
+The machinery is in `weft.data.split`, the order of an epoch in `weft.data.order`.
 """
 
 from __future__ import annotations
@@ -111,8 +104,9 @@ def shard_data(
 ) -> tuple[ShardedLoader[Any], DistContext]:
     """Let every rank read its own part of a dataset or stream, and bring batches to the device.
 
-    The order of an epoch is a pure function of (seed, epoch): `shuffle=True`, any sampler and any
-    stream run with their random sources seeded from these, and restored. All ranks cut the same
+    The order of an epoch is a function of (seed, epoch): `shuffle=True`, any sampler and any
+    stream run with their random sources seeded from these, and restored. That all ranks have the same
+    order is checked in each epoch through the store, and on resuming. All ranks cut the same
     order into pieces, so the batches of all ranks, joined, are the batches of one process with the
     global batch size. The position is the number of samples used globally; it can be loaded at any
     number of ranks.
@@ -148,12 +142,14 @@ def shard_data(
             beginning repeat, all batches are full. "error": raises unless all ranks get the same number. Has
             to be chosen for streams of unknown length. With `already_sharded` it is about the number of batches, see
             there.
-        seed: Of the order; default: that of the sampler's generator, else `ctx.seed`.
+        seed: Of the order; default: that of the sampler's generator, else `ctx.seed`, for all but the first loader
+            of the program mixed with its number. A loader over the same dataset as one before continues its epochs.
         already_sharded: The loader reads this rank's part already (a `DistributedSampler`, a stream
             split by node). If ranks have different numbers of batches: "error" (default) raises on all,
             "drop" ends with the shortest, "join" continues to the longest with batches without rows, as above.
         resized: What `load_state_dict` does with a position in the middle of an epoch of a dataset that had another
-            length, or of another mixture: "error", or "next_epoch": the epoch after it begins, in the new order.
+            length, another mixture, or a sampler with another order: "error", or "next_epoch": the epoch after it
+            begins, in the new order.
         with_ids: Yield pairs of the batch and its `SampleIds`: sample ids and which of them are valid.
         keyed: Read every sample with random states that are a function of (seed, epoch, sample id), so
             that random augmentation in the dataset is the same at any number of ranks and workers.
@@ -164,7 +160,7 @@ def shard_data(
             like cost come in groups of four in the order of an epoch. `share` and `window.share` stay exact.
 
     Returns:
-        The new loader, with `share`, `epoch`, `set_epoch`, `state_dict`, `load_state_dict`; and `ctx` with
+        The new loader, with `share`, `epoch`, `remaining`, `set_epoch`, `state_dict`, `load_state_dict`; and `ctx` with
         this transform in `applied`. Each full iteration moves on by one epoch.
 
     Raises:

@@ -49,10 +49,12 @@ class ShardedLoader(Extension[T]):
             if now.total is not None:
                 return now.total - now.left_out
         span = reading.measured((reading.epoch(self._current().epoch),))[0]
-        if span.stop == UNKNOWN and (reading.units is None or reading.units.known is None):
-            raise _no_length(self.dataset)
-        # A sampler that never ends may have a length: it is what torch calls an epoch.
-        return reading.steps_in((span if span.stop != UNKNOWN else span._replace(stop=reading.units.known),))  # type: ignore[union-attr,arg-type]
+        if span.stop == UNKNOWN:  # a sampler that never ends may have a length: it is what torch calls an epoch
+            known = None if reading.units is None else reading.units.known
+            if known is None:
+                raise _no_length(self.dataset)
+            span = span._replace(stop=known)
+        return reading.steps_in((span,))
 
     @property
     def remaining(self) -> int:
@@ -300,7 +302,12 @@ class ShardedLoader(Extension[T]):
         After the last batch of an epoch it is the beginning of the next. In the middle of one, the length of
         the dataset belongs to it. A batch sampler adds the number of batches used. If batches were carried
         over from earlier epochs and are not used yet, it has their samples too, as `[epoch, start, stop]`. A
-        stream with a state of its own adds it as "source"; data that was split already adds "ranks".
+        stream with a state of its own adds it as "source"; data that was split already adds "ranks". "order" and
+        "read" are digests by which it is known on resuming that the samples are the same, and "sampler" what random
+        generators and counters of the sampler were at the beginning of the epoch.
+
+        Raises:
+            ContractError: The loader is read twice at once, or a loop over it was interrupted and another one runs.
         """
         return self.weft_position(0)
 
