@@ -8,11 +8,9 @@ import re
 import traceback
 from collections import Counter
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -356,6 +354,8 @@ def test_a_job_whose_ranks_have_the_same_mixture_and_one_whose_ranks_differ():
 
 @pytest.mark.parametrize("buffered", [False, True])
 def test_streams_of_datasets(buffered):
+    datasets = pytest.importorskip("datasets")
+
     def mixture():
         streams = [
             datasets.Dataset.from_dict({"x": list(range(first, first + n))}).to_iterable_dataset(num_shards=2)
@@ -380,6 +380,9 @@ def test_streams_of_datasets(buffered):
 
 
 def test_data_that_was_split_already():
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
     stream = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
     split = split_dataset_by_node(stream, rank=0, world_size=2)
     mixture = weft.data.mix({"a": (split, 1), "b": (Plain(0, 4), 1)})
