@@ -286,6 +286,9 @@ def test_the_order_of_data_that_rank_0_reads_for_all_is_known_to_every_rank():
     found, positions = run_ranks(_dispatched, 2, samplers.OwnNumpy)[0]
     alone, _ = _read(weft.local(), [samplers.OwnNumpy])[0]
     assert _flat(found) == _flat(alone)
+    after = run_ranks(_dispatched, 2, samplers.OwnNumpy, None, 1)[0][2]  # an epoch, and asked when it is over
+    assert after == positions[17] and after["sampler"]
+    assert run_ranks(_dispatched, 2, samplers.OwnNumpy, after, 1)[0][2] == after  # loaded, and asked at once
     for at in (3, 17, 20):
         for ranks in (1, 2):
             got = run_ranks(_dispatched, ranks, samplers.OwnNumpy, positions[at])[0][0]
@@ -294,11 +297,11 @@ def test_the_order_of_data_that_rank_0_reads_for_all_is_known_to_every_rank():
         run_ranks(_dispatched, 2, samplers.Entropy, run_ranks(_dispatched, 2, samplers.Entropy)[0][1][3])
 
 
-def _dispatched(ctx, kind, position=None):
+def _dispatched(ctx, kind, position=None, epochs=3):
     loader, positions = _loader(kind, ctx, mode="dispatch"), []
     if position is not None:
         loader.load_state_dict(position)
-    return _epochs(loader, ctx, 3, positions), positions
+    return _epochs(loader, ctx, epochs, positions), positions, loader.state_dict()
 
 
 def test_a_sampler_whose_length_changes_from_epoch_to_epoch():

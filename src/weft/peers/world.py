@@ -99,7 +99,7 @@ class World:
         messages: What is prepared for messages that are sent again and again, by their shape.
         meetings: How many meetings there were.
         numbers: How many smaller worlds and ledgers were made of it, by kind.
-        loaders: On a root, the places of the loaders of the program; see data/order/place.py.
+        loaders: On a root, the places of the loaders of the program; see data/order/loader_place.py.
         watch: On a root, separates late ranks from those that took another path.
         near: On a root, the ranks that may be on this host; empty if that is not known.
         peers: On a root, what those have written down of themselves, as far as it was read.

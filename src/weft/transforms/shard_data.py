@@ -16,7 +16,7 @@ from weft.data.equal_cost import Cost, Costs
 from weft.data.loader_copy import length_of
 from weft.data.mixture import Mixture
 from weft.data.order.epoch_order import EpochOrder
-from weft.data.order.place import place_of
+from weft.data.order.loader_place import place_of
 from weft.data.split.loader_checks import (
     by_epochs,
     check_balance,
@@ -237,10 +237,10 @@ def shard_data(
     everyone = [plan._replace(rank=each) for each in range(size)] if mode == "dispatch" else [plan]
     readers = tuple(everyone) if reads_here else ()
     epochs = Epoch(shared=loader.persistent_workers and loader.num_workers > 0)
-    stream = None
+    stream, serial = None, ctx.world.next_number("loader")
     if iterable and reads_here:
         stream = StreamSteps(loader.dataset, total, readers, ctx.rank, epochs, chosen, keyed=keyed)
-        stream.number = 0 if mode == "dispatch" else ctx.world.next_number("stream")
+        stream.number = serial
     reading = ReadPlan(
         plan=plan,
         readers=readers,
@@ -253,7 +253,7 @@ def shard_data(
         uneven_ranks=uneven_ranks,
         epochs=epochs,
         place=place,
-        serial=ctx.world.next_number("loader"),
+        serial=serial,
         split_for=ctx.data_size if already_sharded else None,
         scattered=mode == "dispatch",
         total=total,

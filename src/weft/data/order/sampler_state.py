@@ -89,11 +89,15 @@ class SamplerState:
         return put_back
 
     def _setter(self, path: str, value: Any) -> Callable[[], object]:
-        parent, _, name = path.rpartition(".")
+        *parents, name = path.split(".")
         holder: Any = self._sampler
-        for step in parent.split(".") if parent else ():
-            holder = getattr(holder, step)
-        return partial(setattr, holder, name, value) if hasattr(holder, "__dict__") else partial(str)
+        for step in parents:
+            holder = {inner: found for inner, found, _ in _entries(holder)}[step]
+        return (
+            partial(holder.__setitem__, name, value)
+            if isinstance(holder, dict)
+            else partial(setattr, holder, name, value)
+        )
 
     def _places(self) -> dict[str, _Place]:
         found: dict[str, _Place] = {}

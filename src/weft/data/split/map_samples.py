@@ -34,13 +34,14 @@ __all__ = [
     "Samples",
     "StepIndices",
     "WorkerStart",
-    "as_number",
+    "as_index",
     "at_sample",
     "name_samples",
+    "seed_worker",
 ]
 
 
-AS_PLANNED = -1
+AS_PLANNED = -1  # samples in a batch: those that were asked for, as in most
 
 
 class Mark(NamedTuple):
@@ -73,7 +74,7 @@ class BatchInfo(NamedTuple):
         last: Of a stream: nothing comes after it.
         mark: Of a stream that is read from its beginning: where it stands after the samples of this step.
         everyone: Samples that all ranks are given in this step; None where the plan says so, or nobody knows.
-        held: Samples that are in it, if they are not as many as were asked for; None: they cannot be counted.
+        held: Samples that are in it; `AS_PLANNED`: as many as were asked for; None: they cannot be counted.
         left_out: Samples that are not in it, and not among `ids`.
         orders: Of data that rank 0 reads for all: what a position says of the order, in this epoch and at the next.
     """
@@ -95,7 +96,7 @@ class BatchInfo(NamedTuple):
         return len(self.ids) + self.left_out
 
 
-def as_number(index: Any) -> Any:
+def as_index(index: Any) -> Any:
     """An index of any integer type, such as numpy's or a tensor without dimensions, as an int; others as they are."""
     try:
         return operator.index(index)
@@ -164,6 +165,7 @@ class Samples(Dataset[Any]):
         self.iteration = (0, epoch)
         self.worker_seed = worker_seed  # and the rank, as in `WorkerStart`
         self.told: int | None = None  # the epoch that `set_epoch` was called with, in this process and iteration
+        self.says = callable(getattr(dataset, "set_epoch", None)) and hasattr(dataset, "epoch")
         self.fetch = getattr(dataset, "__getitems__", None)
 
     def __getitems__(self, request: Request) -> Any:
@@ -204,7 +206,7 @@ class Samples(Dataset[Any]):
             raise
 
     def _keyed(self, epoch: int, index: Any) -> Any:
-        with seeded(mix(self.seed, epoch, as_number(index), "sample")):
+        with seeded(mix(self.seed, epoch, as_index(index), "sample")):
             return self.dataset[index]
 
     def _follow(self, request: Request) -> None:
@@ -213,8 +215,8 @@ class Samples(Dataset[Any]):
             self.iteration, self.told, worker = request.iteration, None, get_worker_info()
             if worker is not None:
                 seed_worker(*self.worker_seed, request.iteration[1], worker.id)
-        # Another loader over the same dataset may have told it another one since.
-        if request.epoch != self.told or getattr(self.dataset, "epoch", request.epoch) != request.epoch:
+        # Another loader over the same dataset may have told it another one since, if it is one that says so.
+        if request.epoch != self.told or (self.says and self.dataset.epoch != request.epoch):
             tell_epoch(self.dataset, request.epoch)
             self.told = request.epoch
 

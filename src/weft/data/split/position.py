@@ -7,13 +7,13 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.data.loader_copy import Size
 from weft.data.order.epoch_order import OtherOrder
-from weft.data.order.place import Place
+from weft.data.order.loader_place import LoaderPlace
 from weft.data.split.map_samples import AS_PLANNED, BatchInfo
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.split_plan import UNKNOWN, Span
@@ -80,6 +80,7 @@ class Cursor:
         open: The iterations that run.
         before: The iteration that ended last.
         last: What is known of the batch that was given last.
+        orders: Of data that rank 0 reads for all, what came with it; see `BatchInfo`. And its epoch.
         rows: How many rows it has, if only its reading could tell.
         weighed: Its `share` was asked for, or windows have one.
         has_windows: `accumulate_grads` made a loader of windows, which nobody has iterated yet.
@@ -87,13 +88,14 @@ class Cursor:
     """
 
     now: Pass
-    place: Place
+    place: LoaderPlace
     fresh: bool = True
     latest: int = -1
     iterations: int = 0
     open: set[Pass] = field(default_factory=set)
     before: Pass | None = None
     last: BatchInfo | None = None
+    orders: tuple[int, Sequence[dict[str, Any]]] | None = None
     rows: int | None = 0
     weighed: bool = False
     has_windows: bool = False
@@ -124,6 +126,7 @@ class Cursor:
         """An iteration has given a batch."""
         running.steps += 1
         self.now, self.fresh, self.last = running, False, given
+        self.orders = (given.epoch, given.orders) if given.orders else None
         if given.last and len(running.todo) == 1:
             running.total = running.steps
 
@@ -184,7 +187,7 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
         found["carried"] = [list(span) for span in left[:-1]]
     if whole[1:] and left[-1].start:
         found["carried_in"] = [list(span) for span in whole[:-1]]
-    return found | reading.order_state(left, cursor.last)
+    return found | reading.order_state(left, cursor.orders)
 
 
 def checked_position(state: dict[str, Any], reading: ReadPlan) -> tuple[dict[str, Any], Pass]:

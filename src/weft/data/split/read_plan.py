@@ -15,7 +15,7 @@ from weft.data.loader_copy import Size
 from weft.data.order.compare_order import compare_order
 from weft.data.order.endless_order import EndlessOrder
 from weft.data.order.epoch_order import EpochOrder
-from weft.data.order.place import Place
+from weft.data.order.loader_place import LoaderPlace
 from weft.data.split.map_samples import BatchInfo, Epoch, Mark
 from weft.data.split.real_batches import Shares
 from weft.data.split.split_plan import UNKNOWN, Plan, Span
@@ -95,7 +95,7 @@ class ReadPlan:
     uneven_ranks: UnevenRanks | None
     epochs: Epoch
     split_for: int | None
-    place: Place
+    place: LoaderPlace
     serial: int
     scattered: bool = False
     total: int | None = None
@@ -125,10 +125,13 @@ class ReadPlan:
             span._replace(stop=units.length(seed, span.epoch)) if span.stop == UNKNOWN else span for span in spans
         )
 
-    def order_state(self, left: Sequence[Span], given: BatchInfo | None = None) -> dict[str, Any]:
+    def order_state(
+        self, left: Sequence[Span], dispatched: tuple[int, Sequence[dict[str, Any]]] | None
+    ) -> dict[str, Any]:
         """What a position says of the orders of what is left; where rank 0 reads for all, it came with the batch."""
-        if self.scattered and given is not None and given.orders:
-            return given.orders[left[-1].epoch != given.epoch]
+        if self.scattered and dispatched is not None:
+            epoch, orders = dispatched
+            return orders[left[-1].epoch != epoch]
         if self.units is None or self.split_for is not None or self.scattered:
             return {}
         return self.units.state(self.seed, {span.epoch: span.start > 0 for span in left})

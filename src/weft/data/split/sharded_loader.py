@@ -17,7 +17,7 @@ from weft.data.loader_copy import Extension, Size, extended_copy, is_torch_itera
 from weft.data.lock_step import LockStep, lock_step
 from weft.data.order.tell_epoch import tell_epoch
 from weft.data.split.dispatch import scattered
-from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Mark, as_number, name_samples
+from weft.data.split.map_samples import AS_PLANNED, BatchInfo, Mark, as_index, name_samples
 from weft.data.split.position import Cursor, Pass, checked_position, position
 from weft.data.split.read_plan import ReadPlan
 from weft.data.split.real_batches import Arrivals, keeps_all
@@ -368,6 +368,8 @@ class ShardedLoader(Extension[T]):
         if reading.stream is not None:
             self.__dict__["_iterator"] = None  # workers that stay cannot be sent it
         self.weft_cursor.go_to(now.epoch, now.todo, now.whole)
+        orders: dict[str, Any] = {name: value for name, value in state.items() if name in ("order", "sampler")}
+        self.weft_cursor.orders = (now.epoch, (orders, {})) if reading.scattered else None
         self.weft_cursor.told = None
         self.weft_cursor.open.clear()
 
@@ -394,7 +396,7 @@ def _on_device(read: Iterator[tuple[Any, ...]], ctx: DistContext) -> Iterator[tu
 
 
 def _sample_ids(given: BatchInfo) -> SampleIds:
-    ids = [] if given.empty else [as_number(one) for one in given.ids]
+    ids = [] if given.empty else [as_index(one) for one in given.ids]
     numbers = [isinstance(one, int) for one in ids]
     if any(numbers) and not all(numbers):
         raise ContractError(

@@ -32,12 +32,12 @@ from weft.data.order.epoch_order import generators_of
 from weft.data.order.sample_digest import ReadDigest, is_compared, next_looked_at
 from weft.data.order.stream_state import StreamState
 from weft.data.order.tell_epoch import tell_epoch
-from weft.data.split.map_samples import BatchInfo, Epoch, Mark, Read, WorkerStart, at_sample
+from weft.data.split.map_samples import BatchInfo, Epoch, Mark, Read, WorkerStart, at_sample, seed_worker
 from weft.data.split.real_batches import CountedCollate, OddBatch
 from weft.data.split.split_plan import UNKNOWN, Plan, warn_of_no_step
 from weft.errors import ContractError, value_error
 from weft.peers.world import World
-from weft.rng import mix, seeded, seeds_for
+from weft.rng import mix, seeded
 from weft.tensors.rng_state import RngState
 
 __all__ = [
@@ -145,9 +145,7 @@ class StreamSteps(IterableDataset[Step]):
         number, start = self.epoch.get()
         if worker is not None:
             if self._stays and self.worker_start is not None:  # draws what one would draw that begins now
-                seeds = seeds_for(self.worker_start.seed, number, self.worker_start.rank, worker.id)
-                seeds.apply()
-                object.__setattr__(worker, "seed", seeds.torch)
+                seed_worker(self.worker_start.seed, self.worker_start.rank, number, worker.id)
             if self._running is not None:
                 self._running.close()
             self._stays = True

@@ -12,11 +12,11 @@ import torch
 from weft.peers.world import World
 from weft.rng import mix
 
-__all__ = ["Place", "place_of"]
+__all__ = ["LoaderPlace", "place_of"]
 
 
 @dataclass(eq=False)
-class Place:
+class LoaderPlace:
     """What the loaders over one dataset share that a program builds one after the other.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place:
         return same and not self.is_fresh and not self.readers
 
 
-def place_of(world: World, dataset: object, sampler: object, *, seed: int, given: bool) -> Place:
+def place_of(world: World, dataset: object, sampler: object, *, seed: int, given: bool) -> LoaderPlace:
     """The place of a new loader: that of its predecessor over the same dataset, or a new one.
 
     Loaders that are read side by side, as for pairs of samples, so have orders of their own, and one that is built
@@ -62,7 +62,7 @@ def place_of(world: World, dataset: object, sampler: object, *, seed: int, given
         seed: Of its order, if it is the first of this program.
         given: Whether the user chose that seed for this loader alone.
     """
-    places: list[Place] = world.root.loaders
+    places: list[LoaderPlace] = world.root.loaders
     found = next((place for place in places if place.is_before(dataset, sampler)), None)
     if found is not None:
         found.is_fresh = True
@@ -77,5 +77,5 @@ def place_of(world: World, dataset: object, sampler: object, *, seed: int, given
     reference = None
     with contextlib.suppress(TypeError):  # a list: nobody can say whether it still is the same
         reference = weakref.ref(dataset)
-    places.append(Place(len(places), reference, type(sampler), generator, own))
+    places.append(LoaderPlace(len(places), reference, type(sampler), generator, own))
     return places[-1]
