@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import numbers
 from collections.abc import Collection
-from decimal import Decimal
 from typing import Any
 
 import torch
@@ -42,7 +41,9 @@ def as_number(value: object) -> int | float | None:
         value = getattr(value, "item", lambda: value)()
     if isinstance(value, numbers.Integral):
         return int(value) if not isinstance(value, bool) else value
-    return float(value) if isinstance(value, (numbers.Real, Decimal)) else None
+    # Decimals are numbers that are neither real nor complex for `numbers`.
+    is_real = isinstance(value, numbers.Real) or not isinstance(value, numbers.Complex)
+    return float(value) if isinstance(value, numbers.Number) and is_real else None  # type: ignore[arg-type]
 
 
 def check_torch(what: str, least: str, why: str) -> None:

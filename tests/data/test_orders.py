@@ -283,7 +283,7 @@ def test_the_state_of_a_sampler_is_what_iterating_it_changes():
 
 
 def test_the_order_of_data_that_rank_0_reads_for_all_is_known_to_every_rank():
-    found, positions = run_ranks(_dispatched, 2, samplers.OwnNumpy)[0]
+    found, positions, _ = run_ranks(_dispatched, 2, samplers.OwnNumpy)[0]
     alone, _ = _read(weft.local(), [samplers.OwnNumpy])[0]
     assert _flat(found) == _flat(alone)
     after = run_ranks(_dispatched, 2, samplers.OwnNumpy, None, 1)[0][2]  # an epoch, and asked when it is over
