@@ -86,18 +86,17 @@ class WaitingGroup(dist.ProcessGroup):
             time.sleep(0.001)
 
     def _start(self, outputs, begin, finish=lambda: None):
-        if self.aborted:
-            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
         self._begun += 1
         future = torch.futures.Future()
-        work = begin()
-        with self._lock:
-            self._pending.append((future, work, finish, outputs))
+        with self._lock:  # an abort comes before it or after it, and then ends it
+            if self.aborted:
+                raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
+            self._pending.append((future, begin(), finish, outputs))
         return _Work(future, outputs)
 
     def abort(self):
-        self.aborted = True
         with self._lock:
+            self.aborted = True
             pending, self._pending, self._lost = [*self._pending, *self._lost], [], []
         for future, _, _, outputs in pending:
             future.set_result(outputs)
