@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.variants import slow
 from weft.errors import PeerError
 from weft.testing import run_ranks
 
@@ -40,7 +41,7 @@ def _swapped(ctx, folder, save):
     return calls, own
 
 
-@pytest.mark.parametrize("save", [weft.save, pytest.param(weft.save_async, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("save", slow(weft.save, weft.save_async))
 def test_they_see_what_is_saved_and_what_was_restored(tmp_path, save):
     for calls, own in run_ranks(_swapped, 2, tmp_path, save):
         assert calls == ["before save", "after save", "before restore", "after restore"]

@@ -22,6 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import weft
+from tests.variants import slow_cases
 
 
 class Box:
@@ -154,7 +155,7 @@ CASES = [pytest.param("keep", QUICK, id="keep")] + [
     pytest.param(how, _of_one_call(call), id=f"{how}-{call}", marks=pytest.mark.slow)
     for how, call in (
         *itertools.product(["keep"], CALLS),
-        *itertools.product(["save_async"], ("write", "rename", "open")),
+        ("save_async", "rename"),
     )
 ]
 
@@ -258,9 +259,12 @@ ERRORS = (OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES
 REQUESTS = ("ls", "info", "cat_file", "pipe_file", "rm_file", "open wb", "open rb", "write")
 
 
-@pytest.mark.parametrize("call", REQUESTS)
 @pytest.mark.parametrize(
-    "how", ["keep", *(pytest.param(how, marks=pytest.mark.slow) for how in ("save", "save_async"))]
+    ("how", "call"),
+    [
+        *(("keep", call) for call in REQUESTS[3:]),
+        *slow_cases(*(("keep", call) for call in REQUESTS[:3]), *itertools.product(("save", "save_async"), REQUESTS)),
+    ],
 )
 def test_a_request_to_a_store_that_goes_wrong(store, call, how):
     wrong, count, runs = [], 0, itertools.count()

@@ -36,6 +36,7 @@ def _ends(folder):
 # -- jobs --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nobody_who_ends_with_code_0_in_the_middle_has_done_the_work(tmp_path):
     code, text = Job(tmp_path, faults={f"{n}.0": [4, "exit0"] for n in range(3)}, restarts=0).ended()
     assert code == 1 and not _ends(tmp_path), text

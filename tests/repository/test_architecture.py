@@ -77,17 +77,35 @@ def test_import_changes_nothing_and_imports_torch_alone():
 
 
 COST = """
-import gc, os, sys, time
-begin = time.process_time()
+import gc, os, pathlib, sys, time
 import torch
-print(time.process_time() - begin, flush=True)
 gc.collect()  # of torch's objects; else it is a matter of luck in whose import it is due
+code = "from __future__ import annotations\\n" + "".join(f'''
+class C{i}:
+    "A class."
+    def __init__(self, a: int, b: str = "x") -> None:
+        self.a, self.b = a, b
+    def f(self, x: float) -> float:
+        "Add."
+        return x + self.a
+def f{i}(x: int, *, y: str = "") -> str:
+    "Repeat."
+    return y * x
+''' for i in range(8))
+folder = pathlib.Path(sys.argv[1], "other")
+folder.mkdir()
+for n in range(200):
+    (folder / f"m{n}.py").write_text(code)
+(folder / "__init__.py").write_text("".join(f"from other import m{n}\\n" for n in range(200)))
+sys.path.insert(0, sys.argv[1])
 sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False  # with bytecode, as installed; the first run writes it
 for _ in range(9):
     if os.fork() == 0:
         begin = time.process_time()
         import weft
-        print(time.process_time() - begin, flush=True)
+        middle = time.process_time()
+        import other
+        print(middle - begin, time.process_time() - middle, flush=True)
         os._exit(0)
     os.wait()
 """
@@ -95,9 +113,10 @@ for _ in range(9):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the cost is measured in forks of one import of torch")
 def test_import_costs_less_than_50_ms_after_torch(tmp_path):
-    torch_cost, *costs = map(float, _python(COST, str(tmp_path)).split())
-    # On a machine on which torch itself takes longer than it does on a quiet one, as much longer.
-    assert min(costs) < 0.05 * max(1.0, torch_cost / 1.5), (torch_cost, costs)
+    """Where 200 modules with 8 small classes and functions each cost 31 ms, as on a quiet machine of 2026."""
+    numbers = [*map(float, _python(COST, str(tmp_path)).split())]
+    costs, others = numbers[::2], numbers[1::2]
+    assert min(costs) / min(others) < 50 / 31, numbers
 
 
 TRAINING = """

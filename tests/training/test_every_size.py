@@ -40,7 +40,7 @@ def _check(kind, n, batch_size, world, mode, uneven, **options):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_sample_once_in_order_at_every_size(world, mode):
     for kind, uneven in itertools.product(KINDS, ("empty", "pad", "drop")):
-        for n, batch_size in itertools.product(range(31), range(1, 6)):
+        for n, batch_size in itertools.product((*range(14), 16, 19, 24, 30), (1, 2, 3, 5)):
             _check(kind, n, batch_size, world, mode, uneven)
 
 
@@ -57,7 +57,7 @@ def test_after_any_batch_it_goes_on_at_any_number_of_ranks(world):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_two_workers_change_nothing(world):
     for kind, uneven in itertools.product(KINDS, ("empty", "pad")):
-        for n, batch_size in ((0, 1), (1, 3), (7, 1), (13, 3)):
+        for n, batch_size in ((1, 3), (13, 3)):
             _check(kind, n, batch_size, world, "batches", uneven, workers=2)
 
 

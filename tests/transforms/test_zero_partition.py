@@ -210,6 +210,7 @@ def _state(ctx):
     return found
 
 
+@pytest.mark.slow
 def test_state_dicts_go_in_and_out_in_the_middle_of_training():
     expected = {}
     for kind in ("adamw", "adafactor"):
