@@ -530,6 +530,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_files_that_cannot_grow_leave_nothing_and_a_retry_works(tmp_path):
     command = [sys.executable, "-c", _FULL, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -77,6 +77,7 @@ def test_more_than_the_limit_names_the_smallest_change_that_fits(script, capsys)
     assert "no change that was rehearsed fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_search_shows_what_fits_and_what_fails(script, tmp_path, capsys):
     out = tmp_path / "runs" / "found.json"
     out.parent.mkdir()

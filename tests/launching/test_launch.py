@@ -74,7 +74,7 @@ def _command_lines():
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="needs /proc")
-@pytest.mark.parametrize("given", ["", *slow("of the user")])
+@pytest.mark.parametrize("given", slow("", "of the user"))
 def test_a_job_on_one_node_listens_on_the_loopback_address_and_shows_its_secret_to_nobody(tmp_path, given):
     _write(tmp_path, "train.py", WAITS)
     command = [*PROGRAM, "launch", "-n", "2", "train.py"]
@@ -476,8 +476,8 @@ with weft.start(device="cpu", elastic="replica" if ELASTIC else None) as ctx:
 ENDED = "the job was asked to end and has ended"
 
 
-@pytest.mark.parametrize("elastic", [False, *slow(True)])
-@pytest.mark.parametrize("again", [*slow("at once"), "at the end"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("elastic", "again"), [(False, "at the end"), (True, "at once")])
 def test_the_same_signal_once_more_does_not_change_the_exit_code(tmp_path, again, elastic):
     _write(tmp_path, "train.py", PREEMPTED.replace("ELASTIC", str(elastic)))
     process = subprocess.Popen(

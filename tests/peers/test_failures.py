@@ -275,6 +275,7 @@ def test_a_context_that_nobody_closes(tmp_path):
     assert codes == [1, 1] and "rank 0 failed" in outputs[1] and "ValueError: rank 0 is bad" in outputs[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(tmp_path):
     path = tmp_path / "lonely.py"
     path.write_text("import weft\nweft.start(timeout_s=2)\n")

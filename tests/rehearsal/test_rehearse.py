@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data._utils import worker
 
 import weft
+from tests.variants import slow
 from weft.errors import ContextError
 from weft.testing import assert_rehearsed, run_ranks
 
@@ -184,7 +185,7 @@ def saves(ctx, folder, background):
     return step
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, *slow(True)])
 def test_of_a_checkpoint_each_rank_writes_what_it_would(tmp_path, background):
     run_ranks(lambda ctx: saves(ctx, tmp_path / "real", background)(), 2)
     for rank in range(2):

@@ -101,7 +101,7 @@ def _first_backward_left_out(ctx, strategy):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["replicate", *slow("fully_shard")])
+@pytest.mark.parametrize("strategy", slow("replicate", "fully_shard"))
 def test_a_first_step_without_a_backward_pass_is_named(strategy):
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 0 waits in a collective"):
@@ -582,8 +582,7 @@ def _evaluates_alone(ctx, strategy, known):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("known", [True, *slow(False)])
-@pytest.mark.parametrize("strategy", ["fully_shard", *slow("zero2", "zero3")])
+@pytest.mark.parametrize(("strategy", "known"), slow_cases(("fully_shard", True), ("zero2", False), ("zero3", True)))
 def test_an_evaluation_of_one_rank_under_sharding_is_named(strategy, known):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:

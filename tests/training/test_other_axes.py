@@ -234,10 +234,10 @@ MESHES = {
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [
-        ("replicate", "fully_shard"),
         *(
             pytest.param(*pair, marks=pytest.mark.slow)
             for pair in (
+                ("replicate", "fully_shard"),
                 ("fully_shard", "zero1"),
                 ("zero1", "one"),
                 ("one", "replicate"),

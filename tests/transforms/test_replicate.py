@@ -855,7 +855,7 @@ def _compiled(ctx, flat, policy):
     ("flat", "policy"),
     [
         pytest.param(False, None, marks=pytest.mark.slow),
-        (True, None),
+        pytest.param(True, None, marks=pytest.mark.slow),
         pytest.param(False, "bf16", marks=pytest.mark.slow),
         pytest.param(False, "fp16", marks=pytest.mark.slow),
     ],
