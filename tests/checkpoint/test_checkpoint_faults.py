@@ -580,6 +580,7 @@ def test_a_full_disk_raises_on_all_ranks_and_a_retry_works(small_disk):
 # -- power cuts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_is_brought_to_the_disk_before_the_rename_and_the_folder_after_it(tmp_path):
     strace = shutil.which("strace")
     if strace is None:

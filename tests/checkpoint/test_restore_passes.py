@@ -248,7 +248,7 @@ def test_an_object_that_refuses_its_state_on_one_rank_changes_nothing_on_any(tmp
 def _open_files(ctx, folder, steps):
     state, _, _, ctx = _build(ctx, steps=steps)
     handles = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(3):
+    for _ in range(4):
         weft.restore(state, folder, ctx)
         ctx.agree("restored")
     more = len(list(Path("/proc/self/fd").iterdir())) - handles
@@ -258,7 +258,9 @@ def _open_files(ctx, folder, steps):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_nothing_of_it_stays(tmp_path, steps):
     run_ranks(_saved, 2, tmp_path)
-    assert all(handles <= 0 and not threads for handles, threads in run_ranks(_open_files, 2, tmp_path, steps))
+    found = run_ranks(_open_files, 2, tmp_path, steps)
+    # A rank that waits for another for the first time makes a connection for it, once.
+    assert all(handles < 4 and not threads for handles, threads in found), found
 
 
 def _dies(ctx, folder):

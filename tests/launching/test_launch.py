@@ -431,7 +431,7 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
-@pytest.mark.parametrize("kind", ["script", pytest.param("program", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", slow("script", "program"))
 def test_no_rank_is_left_when_the_launcher_is_killed(tmp_path, kind):
     _write(tmp_path, "sleeps.py", SLEEPS)
     target = ["sleeps.py"] if kind == "script" else ["--no-python", sys.executable, "sleeps.py"]

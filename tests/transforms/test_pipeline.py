@@ -161,7 +161,7 @@ def test_windows_with_a_short_last_one_and_clipping():
 @pytest.mark.parametrize(
     "strategy",
     [
-        "replicate",
+        pytest.param("replicate", marks=pytest.mark.slow),
         pytest.param("units", marks=pytest.mark.slow),
         pytest.param("fully_shard", marks=pytest.mark.slow),
         pytest.param("zero_partition", marks=pytest.mark.slow),
