@@ -210,7 +210,7 @@ def _kill(pid):
     ("launcher", "where"),
     [
         ("variables", "backward"),
-        *slow_cases(("torchrun", "reduce"), ("weft", "barrier")),
+        *slow_cases(("torchrun", "backward"), ("weft", "barrier")),
     ],
 )
 def test_a_frozen_rank_0_is_named_by_all_others(tmp_path, launcher, where):

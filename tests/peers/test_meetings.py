@@ -111,7 +111,7 @@ def test_who_comes_too_late_is_told_and_the_next_meeting_takes_place():
 
     def twice(world):
         if world.rank == 1:
-            has_left.wait()
+            has_left.wait(60)
         try:
             agree(world, "barrier")
         except weft.errors.PeerError as error:
