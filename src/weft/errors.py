@@ -35,6 +35,7 @@ __all__ = [
     "NotSynchronized",
     "OrderError",
     "PeerError",
+    "ProbeFailed",
     "StaleContext",
     "UnusedParameters",
     "WeftError",
@@ -135,6 +136,10 @@ class NotSynchronized(ContractError):
 
 class UnusedParameters(ContractError):
     """Parameters that take part in the reduction got no gradient."""
+
+
+class ProbeFailed(ContractError):
+    """What the ranks compute together is not what one process computes, as a probe has measured."""
 
 
 class PeerError(WeftError):

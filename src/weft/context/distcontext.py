@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context import shutdown, sub_contexts
 from weft.context.guards import Guarded
+from weft.engines.probes import ProbeMode
 from weft.errors import ContextError
 from weft.peers.agreement import agree
 from weft.peers.replica_groups import ReplicaGroup
@@ -85,6 +86,7 @@ class DistContext(Guarded):
         seed: Seed for everything that draws random numbers on purpose, such as `shard_data`.
         timeout_s: How long to wait for a peer before giving up.
         debug: Whether collectives compare their arguments over the ranks first.
+        probes: When it is measured that the ranks compute together what one process computes; see `start`.
         ranks: Global rank of each member of this context.
         applied: One record per transform, in order.
         sources: For each setting, which layer it came from.
@@ -98,6 +100,7 @@ class DistContext(Guarded):
     seed: int = 0
     timeout_s: float = 600.0
     debug: bool = False
+    probes: ProbeMode = "auto"
     applied: tuple[Applied, ...] = ()
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     handed_over: tuple[object, ...] = field(default=(), compare=False, repr=False)

@@ -33,6 +33,7 @@ def explain(ctx: DistContext) -> str:
         "seed": ctx.seed,
         "timeout_s": ctx.timeout_s,
         "debug": ctx.debug,
+        "probes": ctx.probes,
         "device": ctx.device,
         "mesh": dict(ctx.axes),
         "data_axes": ", ".join(ctx.data_axes),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from weft.engines.probes import PROBE_MODES, ProbeMode
 from weft.environments.joined import JOINED_VARIABLE
 from weft.errors import ContextError, listed
 from weft.peers.board import SECRET_VARIABLE
@@ -44,6 +45,7 @@ class Settings(NamedTuple):
     timeout_s: float
     seed: int
     debug: bool
+    probes: ProbeMode
     sources: tuple[tuple[str, str], ...]
 
 
@@ -121,6 +123,10 @@ SETTINGS = {
     "debug": Setting(
         lambda v: type(v) is bool, "true or false", False, "compare collectives between the ranks",  # noqa: FBT003
         "WEFT_DEBUG", "1", _parse_bool,
+    ),
+    "probes": Setting(
+        lambda v: v in PROBE_MODES, 'one of "auto", "every", "off"', "auto", "measure what transforms promise",
+        "WEFT_PROBES", "auto",
     ),
 }  # fmt: skip
 CONFIG_VARIABLE = "WEFT_CONFIG"  # names the file; `weft launch --config` sets it for the ranks
@@ -214,6 +220,8 @@ def _check_ranges(values: Mapping[str, Any]) -> None:
     wrong = None if fits else ("timeout_s", repr(timeout_s), "a finite number of seconds > 0", 600)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         wrong = ("seed", f"{type(seed).__name__} {seed!r}", "a whole number, 0 <= seed < 2**63", 0)
+    if values["probes"] not in PROBE_MODES:
+        wrong = ("probes", repr(values["probes"]), f"one of {', '.join(map(repr, PROBE_MODES))}", '"auto"')
     if wrong is not None:
         name, found, expected, example = wrong
         problem, fix = f"start: {name} = {values[name]!r} cannot be used", f"weft.start({name}={example})"

@@ -36,6 +36,7 @@ from weft.context.settings import (
 )
 from weft.context.sub_contexts import new_axis_group
 from weft.engines import Engine, Spmd, engine_for
+from weft.engines.probes import ProbeMode
 from weft.engines.torch.device.choose import hardware_of
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.environments import Topology, topology
@@ -69,6 +70,7 @@ def start(
     timeout_s: float | None = None,
     seed: int | None = None,
     debug: bool | None = None,
+    probes: ProbeMode | None = None,
     config: str | Path | None = None,
 ) -> DistContext:
     """Join the job this process was launched in, and return its context.
@@ -103,6 +105,8 @@ def start(
         timeout_s: A collective or a meeting fails after so many seconds; default 600.
         seed: Of everything that draws random numbers on purpose; default 0.
         debug: Compare operation, shapes and dtypes over the ranks before each collective.
+        probes: When to measure that the ranks compute together what one process computes; see `contract.Probe`.
+            "auto" (default): in calls 1, 2, 4, 8, ..., 1,024 and in every 1,024th; "every": in all; "off": in none.
         config: A TOML file whose table [start] has any of these settings; default: the file that the
             variable `WEFT_CONFIG` names, else none.
 
@@ -123,7 +127,7 @@ def start(
     place = launched()
     settings = _resolved(
         place.source, config, mesh=mesh, data_axes=data_axes, device=device, backend=backend,
-        timeout_s=timeout_s, seed=seed, debug=debug,
+        timeout_s=timeout_s, seed=seed, debug=debug, probes=probes,
     )  # fmt: skip
     if elastic is not None:
         if _initialized():
@@ -152,6 +156,7 @@ def adopt(
     timeout_s: float | None = None,
     seed: int | None = None,
     debug: bool | None = None,
+    probes: ProbeMode | None = None,
     config: str | Path | None = None,
 ) -> DistContext:
     """Join a program that initialised torch.distributed itself (Ray Train, Lightning, your code).
@@ -171,6 +176,7 @@ def adopt(
         timeout_s: Must be the group's, if given.
         seed: As for `start`.
         debug: As for `start`.
+        probes: As for `start`.
         config: As for `start`.
 
     Returns:
@@ -197,7 +203,7 @@ def adopt(
         )
     settings = _resolved(
         "the adopted group", config, mesh=mesh, data_axes=data_axes, device=device, backend=backend,
-        timeout_s=timeout_s, seed=seed, debug=debug,
+        timeout_s=timeout_s, seed=seed, debug=debug, probes=probes,
     )  # fmt: skip
     if isinstance(group, DeviceMesh):
         return _adopted_mesh(group, settings, engine)
@@ -210,6 +216,7 @@ def local(
     engine: Engine | None = None,
     seed: int = 0,
     debug: bool = False,
+    probes: ProbeMode = "auto",
 ) -> DistContext:
     """Return the context of one process alone: for unit tests, notebooks and laptops.
 
@@ -222,6 +229,7 @@ def local(
         engine: As for `start`.
         seed: As for `start`.
         debug: As for `start`.
+        probes: As for `start`.
 
     Returns:
         A context of world size 1.
@@ -234,7 +242,7 @@ def local(
         >>> weft.local() == weft.local(seed=0)
         True
     """
-    settings = resolve({"device": device, "seed": seed, "debug": debug}, {}, "local")
+    settings = resolve({"device": device, "seed": seed, "debug": debug, "probes": probes}, {}, "local")
     chosen = engine or engine_for(settings.device)
     where = chosen.device(settings.device, 0, 1)
     chosen, mesh = _on_mesh(chosen, None, None, 1)
@@ -558,6 +566,7 @@ def _context(
         seed=settings.seed,
         timeout_s=world.timeout_s,
         debug=settings.debug,
+        probes=settings.probes,
         ranks=world.ranks,
         sources=settings.sources,
         engine=engine,
@@ -566,8 +575,8 @@ def _context(
     if isinstance(engine, Spmd):
         world.holders.add(engine.begin(device, settings.seed))
     if world.group is not None:
-        facts = {"mesh": dict(axes), "data_axes": list(data_axes), "seed": settings.seed, "debug": settings.debug}
-        ctx.agree("start", {**facts, **_versions()})
+        facts = {name: getattr(settings, name) for name in ("seed", "debug", "probes")}
+        ctx.agree("start", {"mesh": dict(axes), "data_axes": list(data_axes), **facts, **_versions()})
         _refuse_steps_after_failure(world)
         _make_axis_groups(ctx)
     return ctx

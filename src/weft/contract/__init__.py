@@ -49,6 +49,7 @@ from weft.contract.protocols import (
     Layout,
     OwnsState,
     Placed,
+    Probe,
     ReducesIn,
     ReducesOver,
     ScattersGradients,

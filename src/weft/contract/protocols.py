@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from weft.engines.probes import Probe as Probe
+
 __all__ = [
     "ComputesAlone",
     "EndsBackward",
@@ -17,6 +19,7 @@ __all__ = [
     "Layout",
     "OwnsState",
     "Placed",
+    "Probe",
     "ReducesIn",
     "ReducesOver",
     "ScattersGradients",

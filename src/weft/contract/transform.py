@@ -17,8 +17,10 @@ from torch import nn
 from weft.context import Applied, DistContext
 from weft.contract.marks import MARKS, Holder, Mark, Marks, Rules, marks_of
 from weft.contract.protocols import Chooses
+from weft.engines.probes import Probe
 from weft.errors import AlreadyApplied, NameChanged, OrderError, StaleContext, listed, message, type_error
 from weft.peers.agreement import disagree
+from weft.peers.ledger import Ledger
 
 __all__ = ["Rules", "compose", "transform"]
 
@@ -287,7 +289,7 @@ def _record(
         refs=tuple(weakref.ref(obj) for obj in objects),
         chosen="; ".join(offer.chosen for offer in ctx.handed_over if isinstance(offer, Chooses) and offer.chosen),
     )
-    mark = Mark(record, rules, ctx.handed_over)
+    mark = Mark(record, rules, (*ctx.handed_over, *_probers(rules.name, objects, ctx)))
     for offer in ctx.handed_over:
         if isinstance(offer, Holder):
             ctx.world.root.holders.add(offer)
@@ -297,6 +299,18 @@ def _record(
         before = histories.get(id(obj)) or (marks_of(given[index]) if len(given) == len(objects) else ())
         obj.__dict__[MARKS] = Marks((*before, mark))
     return replace(ctx, applied=(*ctx.applied, record), handed_over=())
+
+
+def _probers(name: str, objects: Sequence[object], ctx: DistContext) -> list[object]:
+    """Attach the probes that a transform offers to its module."""
+    probes = [offer for offer in ctx.handed_over if isinstance(offer, Probe)]
+    modules = [obj for obj in objects if isinstance(obj, nn.Module)]
+    if not probes or ctx.world.group is None:
+        return []
+    from weft.engines.torch.probes.runner import Prober  # noqa: PLC0415  (numpy and functorch are there)
+
+    peers = Ledger(ctx.world, name)
+    return [Prober(name, module, probe, ctx.probes, peers, ctx.device) for probe in probes for module in modules]
 
 
 def _text(value: object) -> str:

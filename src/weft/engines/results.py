@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from weft.engines.probes import Probe
+
 __all__ = ["Axes", "Held", "ReducedModule", "TensorParallel", "Undoable"]
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
@@ -39,7 +41,13 @@ class ReducedModule(Undoable, Protocol):
 
 
 class TensorParallel(ReducedModule, Protocol):
-    """A module whose layers are cut over ranks."""
+    """A module whose layers are cut over ranks.
+
+    Attributes:
+        probe: Measures that the ranks compute together what one process would.
+    """
+
+    probe: Probe
 
     @property
     def adds_up(self) -> bool:

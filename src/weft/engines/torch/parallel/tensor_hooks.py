@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from weft.errors import value_error
 
-__all__ = ["cut_sequence", "gather_argument", "hooks_of", "join_sequence", "take_off"]
+__all__ = ["added_hooks", "cut_sequence", "gather_argument", "hooks_of", "join_sequence", "take_off"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -80,6 +80,11 @@ def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable
 def hooks_of(part: nn.Module) -> list[tuple[nn.Module, str, set[int]]]:
     """The keys of the hooks that a part and those in it have; for `take_off`."""
     return [(one, hooks, set(vars(one)[hooks])) for one in part.modules() for hooks in _HOOKS]
+
+
+def added_hooks(before: list[tuple[nn.Module, str, set[int]]]) -> set[int]:
+    """The hooks, by id, that were added since."""
+    return {id(hook) for part, hooks, known in before for key, hook in vars(part)[hooks].items() if key not in known}
 
 
 def take_off(before: list[tuple[nn.Module, str, set[int]]]) -> None:

@@ -29,10 +29,12 @@ from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
     cut_sequence,
     gather_argument,
+    added_hooks,
     hooks_of,
     join_sequence,
     take_off,
 )
+from weft.engines.torch.probes.whole_unit import WholeUnits
 from weft.engines.torch.strategy import Strategy
 from weft.tensors.nested import tensors
 
@@ -48,6 +50,7 @@ class TensorParallelModule(Strategy):
         super().__init__(module, group, options, peers)
         self._ranks, self.mean_over = self.mean_over, 1  # gradients are added up, and averaged over nobody
         self._mesh = mesh
+        before = hooks_of(module)
         self._cut_layers(module, options)
         for name in options.gathers:
             arrives = Shard(1) if name in options.inside else Replicate()
@@ -56,6 +59,7 @@ class TensorParallelModule(Strategy):
             first, last = (module.get_submodule(options.blocks[at]) for at in (0, -1))
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
             attach(last, self._removable, after=join_sequence(mesh))
+        self.probe = WholeUnits(module, mesh, group, options, added_hooks(before))
         mine = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh == mesh}
         alike = [name for name, p in mine.items() if p.placements[0].is_replicate()]
         self._sums = PartSums(options.summed, alike, mine)

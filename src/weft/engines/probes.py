@@ -1,0 +1,101 @@
+"""`Probe`: a promise of a transform that is measured while the program runs; and which calls are measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["PROBE_MODES", "Compared", "Probe", "ProbeMode", "Schedule"]
+
+ProbeMode = Literal["auto", "every", "off"]
+PROBE_MODES: tuple[ProbeMode, ...] = get_args(ProbeMode)
+_OFTEN = 1024  # calls are probed at each power of two up to it, and then at each multiple of it
+
+
+class Compared(NamedTuple):
+    """Two values that have to be equal but for rounding.
+
+    Attributes:
+        what: In words, as in "the gradient of argument 1".
+        found: As the ranks compute it together.
+        expected: As one process does.
+        floor: Differences are relative to the norm of `expected`, or to this if that is smaller.
+        limit: The largest relative difference of sound work.
+    """
+
+    what: str
+    found: torch.Tensor
+    expected: torch.Tensor
+    floor: float = 0.0
+    limit: float = 1e-5
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """Offered by transforms that promise that ranks compute together what one process would.
+
+    In some calls of the units (see `weft.start(probes=...)`) `measure` does the same work twice, and what it returns is
+    compared. It may change what a call changes: random states, buffers and plain attributes are put back.
+
+    Attributes:
+        units: Parts of the module that are measured, by name.
+        group: The ranks that compute a unit together; None: this one.
+        cause: What a difference is likely to come from.
+        fix: The line to write then.
+    """
+
+    units: Mapping[str, nn.Module]
+    group: dist.ProcessGroup | None
+    cause: str
+    fix: str
+
+    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What has to be equal on the ranks of the group before a unit computes with it: a nested value."""
+        ...
+
+    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What one process would return for a call of a unit."""
+        ...
+
+    def measure(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
+    ) -> Iterable[Compared]:
+        """Compute as the ranks do together, and as one process would; on all ranks of the group.
+
+        Args:
+            name: Of the unit.
+            args: Copies of what it was called with.
+            kwargs: Likewise.
+            gradients: Whether to compare gradients, too.
+        """
+        ...
+
+
+class Schedule:
+    """Which calls are measured, and which units in them: the same ones on all ranks that make the same calls."""
+
+    def __init__(self, mode: ProbeMode, units: Sequence[str]) -> None:
+        self._mode = mode
+        self._turns = {name: number for number, name in enumerate(units)}
+        self._calls: Counter[Hashable] = Counter()
+
+    def is_due(self, unit: str, kind: Hashable = None) -> int:
+        """Count one more call of a unit: its number if it is measured, else 0.
+
+        All units are in their first call of a kind; later on, one in turn at each call that is probed.
+        """
+        if self._mode == "off":
+            return 0
+        self._calls[unit, kind] += 1
+        number = self._calls[unit, kind]
+        if number == 1 or self._mode == "every":
+            return number
+        if number & (number - 1) and number % _OFTEN:
+            return 0
+        probe = number.bit_length() if number <= _OFTEN else 10 + number // _OFTEN
+        return number if probe % len(self._turns) == self._turns[unit] else 0

@@ -1,0 +1,64 @@
+"""Compare values with those of one process, and with those of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.engines.probes import Compared
+from weft.tensors.control import control_device
+from weft.tensors.dtensor import local
+from weft.tensors.nested import tensors
+
+__all__ = ["difference", "digest", "differing_ranks", "largest_over"]
+
+
+def difference(one: Compared) -> float:
+    """The norm of the difference, relative to that of what is expected; infinite for another shape, or NaN on one side."""
+    found, expected = one.found.detach().double(), one.expected.detach().double()
+    if found.shape != expected.shape:
+        return float("inf")
+    off = found - expected
+    both = (found == expected) | (found.isnan() & expected.isnan())  # infinities and NaN of both are equal
+    off = off.masked_fill(both, 0.0)
+    norm = float(expected.nan_to_num(0.0, 0.0, 0.0).norm())
+    relative = float(off.norm()) / max(norm, one.floor, 1e-300)
+    return relative if relative == relative else float("inf")
+
+
+def digest(value: Any) -> torch.Tensor:
+    """Numbers that are equal for tensors of equal shapes, dtypes and bits: [2] int64, on the CPU."""
+    total, shapes = 0, 0
+    for number, tensor in enumerate(tensors(value)):
+        flat = local(tensor).detach().contiguous().reshape(-1)
+        if flat.dtype == torch.bool:
+            flat = flat.to(torch.uint8)
+        width = flat.element_size()
+        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        bits = flat.view(kinds[width]) if width in kinds else torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        bits = bits.view(torch.int32) if bits.element_size() > 4 else bits
+        places = torch.arange(bits.numel(), device=bits.device) % 65521 + number + 1
+        total += int((bits.to(torch.int64) * places).sum())
+        for fact in (len(tensor.shape), *tensor.shape, width, tensor.is_floating_point()):
+            shapes = (shapes * 1000003 + int(fact) + 7) % (1 << 61)
+    return torch.tensor([total % (1 << 62), shapes])
+
+
+def differing_ranks(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The ranks of a group whose value differs from that of the first one. Collectives: one all-gather of two numbers."""
+    mine = digest(value).to(control_device(group, device))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
+
+
+def largest_over(group: dist.ProcessGroup | None, values: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of each value over the ranks. Collectives: one all-reduce."""
+    if group is None or not values:
+        return list(values)
+    message = torch.tensor(values, dtype=torch.float64, device=control_device(group, device))
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    return message.tolist()

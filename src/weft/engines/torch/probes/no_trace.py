@@ -1,0 +1,95 @@
+"""Call a module once more, and leave nothing behind: what its calls change is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+__all__ = ["copied", "hooks_off", "no_trace"]
+
+T = TypeVar("T")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def no_trace(module: nn.Module) -> Iterator[None]:
+    """Put back random states, and what modules hold as plain attributes, also in lists, dicts and sets.
+
+    Parameters and buffers are those of the call; see `torch.func.functional_call`. Inside, tensors that are plain
+    attributes are copies.
+    """
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device: Any = None if present is None else torch.get_device_module(present)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  (that of the program)
+    of_device = None if device is None else device.get_rng_state()
+    attributes = [(part, dict(vars(part))) for part in module.modules()]
+    filled = {id(v): (v, copy.copy(v)) for _, held in attributes for v in held.values() if _can_fill(v)}
+    for part, held in attributes:
+        vars(part).update({name: value.clone() for name, value in held.items() if isinstance(value, torch.Tensor)})
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])  # noqa: NPY002
+        if device is not None:
+            device.set_rng_state(of_device)
+        for part, held in attributes:
+            vars(part).clear()
+            vars(part).update(held)
+        for value, before in filled.values():
+            value.clear()
+            (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+
+
+def _can_fill(value: object) -> bool:
+    return type(value) in (list, dict, set, deque)
+
+
+@contextlib.contextmanager
+def hooks_off(module: nn.Module, which: Callable[[nn.Module, Any], bool]) -> Iterator[None]:
+    """Leave hooks and methods out for which `which(part, hook)` is true; the others stay in their order."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    for part in module.modules():
+        own = vars(part)
+        for kind in _HOOKS:
+            hooks = own[kind]
+            if any(which(part, hook) for hook in hooks.values()):
+                saved.append((own, kind, hooks))
+                own[kind] = type(hooks)((key, hook) for key, hook in hooks.items() if not which(part, hook))
+    try:
+        yield
+    finally:
+        for own, kind, hooks in reversed(saved):
+            own[kind] = hooks
+
+
+class _SharedValues(TorchFunctionMode):
+    """Deep copies share the values of tensors, without their graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].detach().clone() if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def copied(value: T) -> T:
+    """Arguments for one more call: tensors without their graph, and copies of objects such as caches, which calls fill."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)):
+            return leaf
+        with _SharedValues():
+            return copy.deepcopy(leaf)
+
+    return cast("T", tree_map(one, value))

@@ -1,0 +1,183 @@
+"""Run the probe of one transform: when a unit is called, compare what goes in, and measure what it computes.
+
+[Note: where a probe runs] Inputs are compared before the unit computes, so that nothing is sent that does not fit. What
+it computes is measured after its call, inside of the hooks of strategies that come later: parameters are gathered. The
+call itself is one like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.engines.peers import Peers
+from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
+from weft.engines.torch.probes.no_trace import copied, no_trace
+from weft.errors import ProbeFailed, WeftError, listed
+from weft.tensors.nested import tensors
+
+__all__ = ["Prober"]
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+# What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
+_OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
+
+
+class Prober:
+    """The probe of one transform on a module."""
+
+    def __init__(
+        self, what: str, module: nn.Module, probe: Probe, mode: ProbeMode, peers: Peers, device: torch.device
+    ) -> None:
+        """Attach it to the units.
+
+        Args:
+            what: Name of the transform.
+            module: Its object.
+            probe: What it offers.
+            mode: As for `weft.start`.
+            peers: To tell the ranks outside of the group of the probe.
+            device: Of this rank.
+        """
+        self._what = what
+        self._class_name = type(module).__name__
+        self._probe = probe
+        self._peers = peers
+        self._device = device
+        self._schedule = Schedule(mode, list(probe.units))
+        self._pending: dict[str, tuple[_Call, int]] = {}
+        self._is_busy = False
+        self._removable = Removable()
+        if mode == "off" or peers.pretended:
+            return
+        for name, unit in probe.units.items():
+            attach(unit, self._removable, before=partial(self._before, name), first=True)
+            attach(unit, self._removable, around=partial(self._around, name), methods=["forward"])
+            attach(unit, self._removable, after=partial(self._after, name))
+
+    def undo(self) -> None:
+        """Take the hooks off."""
+        self._removable.remove()
+
+    # -- the calls of a unit; see [Note: where a probe runs] ---------------------------------------
+
+    def _before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_busy:
+            return
+        self._pending.pop(name, None)  # of a call that has raised
+        # In a backward pass it is a block that is computed again.
+        if torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs):
+            return
+        number = self._schedule.is_due(name, _kind(unit, args, kwargs))
+        if number:
+            self._check_inputs(name, self._probe.equal_inputs(name, args, kwargs))
+            self._pending[name] = copied((args, kwargs)), number
+
+    def _around(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._is_busy or name not in self._pending:
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except (WeftError, dist.DistError, torch.OutOfMemoryError):
+            raise
+        except _OF_PARTS as error:
+            (args, kwargs), _ = self._pending.pop(name)
+            if not self._works_alone(name, args, kwargs):
+                raise
+            raise self._error(
+                name,
+                found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                expected="what one process returns: there the same call works",
+            ) from error
+
+    def _works_alone(self, name: str, args: Any, kwargs: Any) -> bool:
+        try:
+            with self._apart(name), torch.no_grad():
+                self._probe.alone(name, args, kwargs)
+        except _OF_PARTS:
+            return False
+        return True
+
+    def _after(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_busy or name not in self._pending:
+            return
+        (args, kwargs), number = self._pending.pop(name)
+        gradients = torch.is_grad_enabled() and number == 1
+        with self._apart(name):
+            found = [(one.what, difference(one), one) for one in self._probe.measure(name, args, kwargs, gradients=gradients)]
+        self._judge(name, found)
+
+    @contextlib.contextmanager
+    def _apart(self, name: str) -> Iterator[None]:
+        """Around what a probe runs."""
+        self._is_busy = True
+        try:
+            with no_trace(self._probe.units[name]):
+                yield
+        finally:
+            self._is_busy = False
+
+    # -- what is wrong ------------------------------------------------------------------------------
+
+    def _judge(self, name: str, found: list[tuple[str, float, Compared]]) -> None:
+        largest = largest_over(self._probe.group, [relative for _, relative, _ in found], self._device)
+        wrong = [(relative, one) for relative, (_, _, one) in zip(largest, found, strict=True) if relative > one.limit]
+        if not wrong:
+            return
+        relative, worst = max(wrong, key=lambda pair: pair[0])
+        raise self._error(
+            name,
+            found=f"{worst.what} differs by {relative:.2g} of its norm: {_shown(worst.found)} together, "
+            f"{_shown(worst.expected)} as one process computes it",
+            expected=f"at most {worst.limit:g}",
+        )
+
+    def _check_inputs(self, name: str, value: Any) -> None:
+        group = self._probe.group
+        if group is None:
+            return
+        ranks = differing_ranks(value, group, self._device)
+        if ranks:
+            others = [dist.get_global_rank(group, rank) for rank in ranks]
+            here = ", ".join(f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in tensors(value))
+            raise self._error(
+                name,
+                found=f"other values or shapes on rank {listed(others)} than on {dist.get_global_rank(group, 0)}; "
+                f"on this rank: {here}",
+                expected="equal inputs on all ranks that compute it together",
+                fix="loader, ctx = weft.shard_data(loader, ctx)  # the same batches along this axis",
+            )
+
+    def _error(self, name: str, *, found: str, expected: str, fix: str = "") -> ProbeFailed:
+        part = f"{name} of {self._class_name}" if name else self._class_name
+        error = ProbeFailed(
+            f"{self._what}: the ranks do not compute together what {part} is for one process",
+            found=found,
+            expected=expected,
+            fix=fix or self._probe.fix,
+        )
+        self._peers.report(error)
+        return error
+
+
+def _kind(unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Calls of another kind may take another way through forward."""
+    first = next((t.dtype for t in tensors((args, kwargs)) if t.is_floating_point()), None)
+    return unit.training, torch.is_grad_enabled(), first, torch.is_autocast_enabled()
+
+
+def _is_simulated(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(t, FakeTensor) or t.is_meta for t in tensors((args, kwargs)))
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{float(tensor):.8g}" if tensor.numel() == 1 else f"{tuple(tensor.shape)} of norm {float(tensor.detach().double().norm()):.8g}"

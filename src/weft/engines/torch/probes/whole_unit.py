@@ -1,0 +1,221 @@
+"""Tensor parallelism, measured: a part of a module with its layers on several ranks, and whole on each.
+
+Of a column layer each rank has some of the outputs, which only what treats each of them alike may change before a row
+layer adds up. Whether that is so is measured around both: the smallest module that holds them is called once more, as
+it is and with whole parameters, and outputs and gradients are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from weft.engines.options import TensorOptions
+from weft.engines.probes import Compared
+from weft.engines.torch.probes.no_trace import hooks_off
+from weft.tensors.dtensor import full_tensor
+from weft.tensors.nested import map_tensors, tensors
+
+__all__ = ["WholeUnits", "units_around"]
+
+_ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
+_COLUMNS = ("column", "ColwiseParallel")
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def units_around(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The smallest parts that hold a column layer and the row layer after it; none of them inside another one."""
+    words = {name: style if isinstance(style, str) else type(style).__name__ for name, style in styles.items()}
+    columns = [name for name, word in words.items() if word in _COLUMNS]
+    found = set()
+    for name, word in words.items():
+        if word in ("gather", "vocab", "sequence"):
+            found.add(name)
+        elif word not in (*_COLUMNS, "replicate"):
+            found.add(_up(name, lambda at: any(_is_in(column, at) for column in columns)))
+    found |= {name.rpartition(".")[0] for name in columns if not any(_is_in(name, one) for one in found)}
+    found = {_up(name, lambda at: type(module.get_submodule(at)).forward is not nn.Module.forward) for name in found}
+    outermost = sorted(one for one in found if not any(one != other and _is_in(one, other) for other in found))
+    return {name: module.get_submodule(name) for name in outermost}
+
+
+def _up(name: str, fits: Any) -> str:
+    while name and not fits(name):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+class WholeUnits:
+    """The probe of `tensor_parallel`.
+
+    Attributes:
+        units: See `units_around`.
+        group: The ranks of the axis.
+    """
+
+    cause = "features of different ranks are mixed between a column layer and a row layer"
+    fix = "leave the layers around it out of the plan: they stay whole on every rank"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+        options: TensorOptions,
+        own_hooks: Collection[int],
+    ) -> None:
+        """Find the units.
+
+        Args:
+            module: With its layers cut.
+            mesh: Of one axis.
+            group: Its ranks.
+            options: As the layers were cut.
+            own_hooks: What tensor parallelism has attached, by id.
+        """
+        self.units = units_around(module, options.styles)
+        self.group = group
+        self._mesh = mesh
+        self._options = options
+        self._own_hooks = frozenset(own_hooks)
+
+    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """All arguments, but for the part of the sequence that each rank holds."""
+        found = list(tensors((args, kwargs)))
+        at = _first_float(found) if self._comes_split(name) else None
+        return [tensor for place, tensor in enumerate(found) if place != at]
+
+    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The unit, called with whole parameters. Collectives: one all-gather for each that is cut."""
+        unit = self.units[name]
+        return self._call_whole(unit, {n: full_tensor(p.detach()) for n, p in unit.named_parameters()}, args, kwargs)
+
+    def _call_whole(self, unit: nn.Module, parameters: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        buffers = {n: full_tensor(b).clone() for n, b in unit.named_buffers()}
+        with hooks_off(unit, lambda part, hook: id(hook) in self._own_hooks or _gathers(hook)):
+            return functional_call(unit, {**parameters, **buffers}, tuple(args), dict(kwargs))
+
+    def measure(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
+    ) -> Iterator[Compared]:
+        """Outputs; and gradients of arguments and of parameters that are not cut, for the same random gradient.
+
+        In 32 bits where the unit computes in 16, whose rounding is larger than some mistakes.
+        """
+        unit = self.units[name]
+        device_type = self._mesh.device_type
+        low = torch.is_autocast_enabled(device_type) or any(
+            t.dtype in _LOW for t in (*unit.parameters(), *tensors((args, kwargs)))
+        )
+
+        def wide(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.float() if low and tensor.is_floating_point() else tensor
+
+        def leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            return wide(tensor.detach()).requires_grad_(gradients and like.requires_grad)
+
+        held = dict(unit.named_parameters())
+        mine = {n: leaf(p, p) for n, p in held.items()}
+        whole = {n: leaf(full_tensor(p.detach()), p) for n, p in held.items()}
+        given = map_tensors(lambda t: leaf(t.clone(), t), (args, kwargs))
+        given_whole = map_tensors(lambda t: leaf(self._joined(t, name, (args, kwargs)), t), (args, kwargs))
+        with contextlib.ExitStack() as stack:
+            # The hooks of activation checkpointing, which count what is saved, do not see this.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            if low:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
+            state = torch.get_rng_state()
+            with hooks_off(unit, lambda part, hook: part is unit and _gathers(hook)):
+                together = list(tensors(functional_call(unit, {**mine, **buffers}, *given)))
+            torch.set_rng_state(state)
+            alone = list(tensors(self._call_whole(unit, whole, *given_whole)))
+            pairs = list(zip(together, alone, strict=True))
+            for number, (found, expected) in enumerate(pairs):
+                part = self._part(expected) if number == 0 and self._leaves_split(name) else expected
+                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, part)
+            if gradients:
+                yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
+
+    def _gradients(self, name: str, outputs: list[tuple[torch.Tensor, torch.Tensor]], side: Any, other: Any) -> Any:
+        """Compare gradients of arguments and of parameters that are not cut."""
+        pairs = [(n, a, b) for n, (a, b) in enumerate(outputs) if a.requires_grad and b.requires_grad]
+        names = [n for n, p in side[1].items() if p.requires_grad and not _is_cut(p)]
+        arguments = [(a, b) for a, b in zip(tensors(side[0]), tensors(other[0]), strict=True) if a.requires_grad]
+        ours = [a for a, _ in arguments] + [side[1][n] for n in names]
+        theirs = [b for _, b in arguments] + [other[1][n] for n in names]
+        if not pairs or not ours:
+            return
+        drawn = torch.Generator().manual_seed(0)
+        arriving = [torch.randn(b.shape, generator=drawn).to(b) for _, _, b in pairs]
+        arriving_here = [
+            self._part(g) if n == 0 and self._leaves_split(name) else g
+            for (n, _, _), g in zip(pairs, arriving, strict=True)
+        ]
+        with torch.autocast(self._mesh.device_type, enabled=False):  # as in a backward pass, which is outside of it
+            expected = torch.autograd.grad([b for _, _, b in pairs], theirs, arriving, allow_unused=True)
+            found = torch.autograd.grad([a for _, a, _ in pairs], ours, arriving_here, allow_unused=True)
+        # Some gradients are zero but for rounding, as those of the biases of keys.
+        floor = 1e-2 * max((float(g.norm()) for g in expected if g is not None), default=0.0)
+        labels = [f"the gradient of argument {n}" for n in range(len(arguments))]
+        labels += [f"the gradient of {n}" for n in names]
+        for place, (label, a, b) in enumerate(zip(labels, found, expected, strict=True)):
+            ours_whole = torch.zeros_like(theirs[place]) if a is None else full_tensor(a)
+            if place >= len(arguments) and f"{name}.{names[place - len(arguments)]}".lstrip(".") in self._options.summed:
+                ours_whole = ours_whole.clone()
+                dist.all_reduce(ours_whole, group=self.group)
+            wanted = torch.zeros_like(theirs[place]) if b is None else b
+            if place == 0 and arguments and self._comes_split(name):
+                wanted = self._part(wanted)
+            yield Compared(label, ours_whole, wanted, floor)
+
+    # -- a sequence of which each rank holds a part --------------------------------------------------
+
+    def _comes_split(self, name: str) -> bool:
+        return name in self._options.inside and name != self._options.blocks[0]
+
+    def _leaves_split(self, name: str) -> bool:
+        return name in self._options.inside and name != self._options.blocks[-1]
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()]
+
+    def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
+        """A copy of an argument; the first one is joined over the ranks, if each has a part of the sequence."""
+        given = list(tensors(call))
+        at = _first_float(given) if self._comes_split(name) else None
+        if at is None or given[at] is not tensor:
+            return tensor.clone()
+        parts = [torch.empty_like(tensor) for _ in range(self._mesh.size())]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
+        return torch.cat(parts, 1)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _first_float(given: list[torch.Tensor]) -> int | None:
+    return next((place for place, tensor in enumerate(given) if tensor.is_floating_point()), None)
+
+
+def _gathers(hook: Any) -> bool:
+    """Whether a hook is one of FSDP2, which gathers parameters that are there already."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
