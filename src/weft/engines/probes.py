@@ -45,12 +45,15 @@ class Probe(Protocol):
     Attributes:
         units: Parts of the module that are measured, by name.
         group: The ranks that compute a unit together; None: this one.
+        outside: Whether a unit is measured before its call, and from outside of all its hooks; else after it, where
+            strategies that were applied later have gathered its parameters.
         cause: What a difference is likely to come from.
         fix: The line to write then.
     """
 
     units: Mapping[str, nn.Module]
     group: dist.ProcessGroup | None
+    outside: bool
     cause: str
     fix: str
 

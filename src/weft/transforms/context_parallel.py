@@ -5,8 +5,10 @@ Arguments and what the code of the model says are looked at here; attention is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 from torch import nn
@@ -20,6 +22,7 @@ from weft.engines.torch.parallel.sequence_code import attention_modules, check_c
 from weft.engines.torch.parallel.sequence_exchange import Ranks
 from weft.engines.torch.parallel.sequence_inputs import SplitInputs
 from weft.engines.torch.parallel.split_attention import SplitAttention, dropout_refused, heads_refused
+from weft.engines.torch.probes.sequence_slice import SlicedSequences
 from weft.errors import ContextError, ContractError, OrderError, listed
 from weft.tensors.dtensor import is_sharded
 from weft.tensors.sequence_order import Order, SequencePart
@@ -122,7 +125,21 @@ def context_parallel(
     assert line.group is not None
     ranks = Ranks(line.group, number, line.rank, order)
     inputs = SplitInputs(module, SequencePart(order, number, line.rank))
-    return module, ctx.offering(InParts((axis,)), inputs, SplitAttention(attention, ranks, method))
+    split = SplitAttention(attention, ranks, method)
+    probe = SlicedSequences(module, ranks, partial(_undivided, inputs, split))
+    return module, ctx.offering(InParts((axis,)), inputs, split, probe)
+
+
+@contextlib.contextmanager
+def _undivided(*parts: SplitInputs | SplitAttention) -> Iterator[None]:
+    """Let the module be called as in one process."""
+    for part in parts:
+        part.off = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.off = False
 
 
 def _check_axis(ctx: DistContext, axis: str, number: int) -> None:

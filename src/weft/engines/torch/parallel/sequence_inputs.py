@@ -6,7 +6,7 @@ be given their positions. A loss that is computed inside the model has to know w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,10 +28,15 @@ _FIX = (
 
 
 class SplitInputs:
-    """Checks of the calls of a model and of the parts of it that depend on places."""
+    """Checks of the calls of a model and of the parts of it that depend on places.
+
+    Attributes:
+        off: Whether it is called as in one process.
+    """
 
     def __init__(self, module: nn.Module, part: SequencePart) -> None:
         self._removable = Removable()
+        self.off = False
         self._part = part
         self._names: dict[int, list[str]] = {}
         hooks: list[tuple[nn.Module, Any]] = [(module, self._check_parts), (module, self._check_labels)]
@@ -39,7 +44,10 @@ class SplitInputs:
         hooks += [(each, self._without_mask) for each in makes_masks(module).values()]
         for each, hook in hooks:
             self._names[id(each)] = takes(each)
-            attach(each, self._removable, before=hook, first=hook == self._check_parts)
+            attach(each, self._removable, before=self._unless_off(hook), first=hook == self._check_parts)
+
+    def _unless_off(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *call: None if self.off else hook(*call)
 
     def undo(self) -> None:
         """Let the model be called with anything again."""

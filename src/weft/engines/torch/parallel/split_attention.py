@@ -34,11 +34,12 @@ class SplitAttention:
 
     Attributes:
         inside: Whether one of them computes at this moment.
+        off: Whether they attend to what they are given, as in one process.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], ranks: Ranks, method: Method) -> None:
         self._removable = Removable()
-        self.inside = False
+        self.inside = self.off = False
         self._arounds = {name: _Around(self, name, ranks, method) for name in modules}
         for name, module in modules.items():
             attach(module, self._removable, around=self._arounds[name], methods=["forward"])
@@ -80,6 +81,8 @@ class _Around:
             ContextError: The context was closed.
         """
         attention = self.attention
+        if attention.off:
+            return call(*args, **kwargs)
         if self.ranks is None:
             raise ContextError(
                 "context_parallel: attention cannot exchange anything, its process group is gone",

@@ -15,6 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from weft.tensors.sequence_order import with_note_of
+
 __all__ = ["copied", "hooks_off", "no_trace"]
 
 T = TypeVar("T")
@@ -86,7 +88,7 @@ def copied(value: T) -> T:
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            return with_note_of(leaf, leaf.detach().clone()).requires_grad_(leaf.requires_grad)
         if isinstance(leaf, (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)):
             return leaf
         with _SharedValues():

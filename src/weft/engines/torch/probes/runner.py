@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.engines.peers import Peers
 from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
-from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
 from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.errors import ProbeFailed, WeftError, listed
@@ -60,6 +60,9 @@ class Prober:
         if mode == "off" or peers.pretended:
             return
         for name, unit in probe.units.items():
+            if probe.outside:
+                route_calls(unit, self._removable, partial(self._from_outside, name))
+                continue
             attach(unit, self._removable, before=partial(self._before, name), first=True)
             attach(unit, self._removable, around=partial(self._around, name), methods=["forward"])
             attach(unit, self._removable, after=partial(self._after, name))
@@ -70,17 +73,35 @@ class Prober:
 
     # -- the calls of a unit; see [Note: where a probe runs] ---------------------------------------
 
+    def _from_outside(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._is_busy or not self._is_due(name, args, kwargs):
+            return call(*args, **kwargs)
+        try:
+            self._measure(name)
+        except (WeftError, dist.DistError, torch.OutOfMemoryError):
+            raise
+        except _OF_PARTS as error:
+            call(*args, **kwargs)  # which may be what is wrong
+            raise self._error(
+                name, found=f"{_line(error)}, for a part of this batch", expected="a part can be computed as well"
+            ) from error
+        return call(*args, **kwargs)
+
     def _before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or self._is_busy:
-            return
+        if not torch.compiler.is_compiling() and not self._is_busy:
+            self._is_due(name, args, kwargs)
+
+    def _is_due(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Count a call; keep what goes in and compare it with that of the others, if it is measured."""
         self._pending.pop(name, None)  # of a call that has raised
         # In a backward pass it is a block that is computed again.
         if torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs):
-            return
-        number = self._schedule.is_due(name, _kind(unit, args, kwargs))
+            return False
+        number = self._schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
         if number:
             self._check_inputs(name, self._probe.equal_inputs(name, args, kwargs))
             self._pending[name] = copied((args, kwargs)), number
+        return number > 0
 
     def _around(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._is_busy or name not in self._pending:
@@ -94,9 +115,7 @@ class Prober:
             if not self._works_alone(name, args, kwargs):
                 raise
             raise self._error(
-                name,
-                found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-                expected="what one process returns: there the same call works",
+                name, found=_line(error), expected="what one process returns: there the same call works"
             ) from error
 
     def _works_alone(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -108,13 +127,15 @@ class Prober:
         return True
 
     def _after(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._is_busy or name not in self._pending:
-            return
+        if not torch.compiler.is_compiling() and not self._is_busy and name in self._pending:
+            self._measure(name)
+
+    def _measure(self, name: str) -> None:
         (args, kwargs), number = self._pending.pop(name)
         gradients = torch.is_grad_enabled() and number == 1
         with self._apart(name):
-            found = [(one.what, difference(one), one) for one in self._probe.measure(name, args, kwargs, gradients=gradients)]
-        self._judge(name, found)
+            measured = self._probe.measure(name, args, kwargs, gradients=gradients)
+            self._judge(name, [(difference(one), one) for one in measured])
 
     @contextlib.contextmanager
     def _apart(self, name: str) -> Iterator[None]:
@@ -128,9 +149,9 @@ class Prober:
 
     # -- what is wrong ------------------------------------------------------------------------------
 
-    def _judge(self, name: str, found: list[tuple[str, float, Compared]]) -> None:
-        largest = largest_over(self._probe.group, [relative for _, relative, _ in found], self._device)
-        wrong = [(relative, one) for relative, (_, _, one) in zip(largest, found, strict=True) if relative > one.limit]
+    def _judge(self, name: str, found: list[tuple[float, Compared]]) -> None:
+        largest = largest_over(self._probe.group, [relative for relative, _ in found], self._device)
+        wrong = [(relative, one) for relative, (_, one) in zip(largest, found, strict=True) if relative > one.limit]
         if not wrong:
             return
         relative, worst = max(wrong, key=lambda pair: pair[0])
@@ -177,6 +198,10 @@ def _kind(unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 def _is_simulated(args: Any, kwargs: Any) -> bool:
     return any(isinstance(t, FakeTensor) or t.is_meta for t in tensors((args, kwargs)))
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _shown(tensor: torch.Tensor) -> str:

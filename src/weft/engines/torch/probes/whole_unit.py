@@ -65,6 +65,7 @@ class WholeUnits:
         group: The ranks of the axis.
     """
 
+    outside = False
     cause = "features of different ranks are mixed between a column layer and a row layer"
     fix = "leave the layers around it out of the plan: they stay whole on every rank"
 

@@ -1,0 +1,133 @@
+"""Context parallelism, measured: a slice of a batch through the model, in parts on several ranks, and whole on each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from weft.engines.probes import Compared
+from weft.engines.torch.parallel.sequence_exchange import Ranks
+from weft.engines.torch.probes.observed import Observed
+from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
+
+__all__ = ["SlicedSequences"]
+
+_ROWS = 2
+_TOKENS = 1024  # per sequence, of all ranks together
+_LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
+
+
+class SlicedSequences:
+    """The probe of `context_parallel`.
+
+    Attributes:
+        units: The module itself.
+        group: The ranks of the axis.
+    """
+
+    outside = True
+    cause = "something but attention depends on several places of a sequence, of which each rank has a part"
+    fix = "compute it for each place alone, or outside of the module, from weft.gather of all parts"
+
+    def __init__(
+        self, module: nn.Module, ranks: Ranks, undivided: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Remember what is called.
+
+        Args:
+            module: Whose attention is over all ranks.
+            ranks: They.
+            undivided: A context in which calls are those of one process.
+        """
+        self.units: Mapping[str, nn.Module] = {"": module}
+        self.group = ranks.group
+        self._ranks = ranks
+        self._undivided = undivided
+
+    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The shapes: the parts differ."""
+        del name
+        return [torch.tensor(t.shape) for t in tensors((args, kwargs))]
+
+    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module, called with whole sequences. Collectives: one all-gather per argument."""
+        return self._call(name, *self._sliced(args, kwargs)[1], whole=True)
+
+    def measure(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
+    ) -> Iterator[Compared]:
+        """Compare what is returned: of each place, and a loss as the mean over the ranks.
+
+        Yields:
+            What differs between the parts and the whole, if the model mixes places.
+        """
+        del gradients  # of each place; the strategy that averages them over this axis is measured itself
+        parts, whole = self._sliced(args, kwargs)
+        with torch.no_grad(), Observed() as observed:
+            state = torch.get_rng_state()
+            found = list(tensors(self._call(name, *parts, whole=False)))
+            torch.set_rng_state(state)
+            expected = list(tensors(self._call(name, *whole, whole=True)))
+        here = next((t for t in tensors(parts) if t.ndim > 1), None)
+        length = 0 if here is None else here.shape[1] * self._ranks.number
+        at = places(length, SequencePart(self._ranks.order, self._ranks.number, self._ranks.rank)) if length else None
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if not other.is_floating_point():
+                continue
+            limit = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
+            what = "what is returned" if len(found) == 1 else f"output {number}"
+            if other.ndim == 0:
+                mean = one.clone()
+                dist.all_reduce(mean, group=self.group)
+                yield Compared(f"{what}, as the mean over the ranks,", mean / self._ranks.number, other, limit=limit)
+            elif at is not None and other.ndim > 1 and other.shape[1] == length:
+                yield Compared(what, one, other[:, at.to(other.device)], limit=limit)
+            else:
+                yield Compared(what, one, other, limit=limit)
+
+    def _call(self, name: str, args: Any, kwargs: Any, *, whole: bool) -> Any:
+        module = self.units[name]
+        with self._undivided() if whole else contextlib.nullcontext():
+            return functional_call(module, {n: b.clone() for n, b in module.named_buffers()}, args, kwargs)
+
+    def _sliced(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A few rows, in parts and whole. Collectives: one all-gather per argument."""
+        n, order = self._ranks.number, self._ranks.order
+        given = [t for t in tensors((args, kwargs)) if t.ndim > 1]
+        here = next((t.shape[1] for t in given if part_of(t) is not None), given[0].shape[1] if given else 0)
+        length = here * n if here * n <= _TOKENS else _TOKENS // (2 * n) * 2 * n
+        part = SequencePart(order, n, self._ranks.rank)
+        mine = places(length, part)
+
+        def is_part(tensor: torch.Tensor) -> bool:
+            return tensor.ndim > 1 and tensor.shape[1] == here
+
+        def joined(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_part(tensor):
+                return tensor[:_ROWS] if tensor.ndim > 1 else tensor
+            rows = tensor[:_ROWS].detach().contiguous()
+            pieces = [torch.empty_like(rows) for _ in range(n)]
+            dist.all_gather(pieces, rows, group=self.group)
+            every = torch.cat([places(here * n, part._replace(rank=rank)) for rank in range(n)])
+            return torch.cat(pieces, 1)[:, every.argsort().to(rows.device)][:, :length]
+
+        whole = map_tensors(joined, (args, kwargs))
+
+        def cut(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            if not is_part(old):
+                return new
+            noted = part_of(old)
+            piece = new[:, mine.to(new.device)]
+            return piece if noted is None else note_part(piece, noted)
+
+        news = iter(list(tensors(whole)))
+        parts = map_tensors(lambda old: cut(old, next(news)), (args, kwargs))
+        return parts, whole
