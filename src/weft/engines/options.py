@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.checks import check_choice, check_count
+from weft.engines.probes import ProbeMode
 from weft.precision import LossScaling
 
 __all__ = [
@@ -248,9 +249,11 @@ class PipelineOptions(NamedTuple):
         micro_batches: Into how many a batch is cut.
         schedule: In which order forwards and backwards run.
         loss: (output, target) -> the loss, or its sum and number of terms; None if forward returns the loss.
+        probes: As for `weft.start`.
     """
 
     stages: tuple[tuple[str, ...], ...]
     micro_batches: int
     schedule: str
     loss: Callable[[Any, Any], Any] | None = None
+    probes: ProbeMode = "auto"

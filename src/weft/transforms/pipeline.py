@@ -134,7 +134,7 @@ def pipeline(
         plan = plan_pipeline(module, number) if given is None else plan_of("pipeline", module, given, number)
     else:
         plan = PipelinePlan((), ())
-    options = PipelineOptions(plan.stages, micro_batches, schedule, loss)
+    options = PipelineOptions(plan.stages, micro_batches, schedule, loss, ctx.probes)
     if weights == "later":
         _raise_later()
     if ranks == 1:

@@ -1,9 +1,9 @@
 """The inputs of a call, cut into micro-batches of equal size, and how their losses make that of the batch.
 
 [Note: the mean of a batch] The mean over a batch is the mean over its micro-batches if each has as many terms. They
-have as many rows. Where labels are ignored (-100) they may have other numbers of terms: a causal or masked language
+have as many rows. Where some labels do not count they may have other numbers of terms: a causal or masked language
 model of transformers takes the number of the whole batch (`num_items_in_batch`); a loss function may return
-(sum, count); a plain mean is refused for such a batch.
+(sum, count); a plain mean is computed of the whole batch as well, and refused where it differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.errors import ContractError, listed, type_error, value_error
+from weft.errors import listed, type_error, value_error
 from weft.tensors.nested import leaves, map_tensors, tensors
 
 __all__ = ["NOTHING", "Inputs", "MicroBatches", "check_flags", "inputs_of", "num_items"]
@@ -131,35 +131,6 @@ class MicroBatches:
         self.whole = inputs
         self.parts = [_rows(inputs, rows, slice(i * rows // number, (i + 1) * rows // number)) for i in range(number)]
         self.key = (number, *((tuple(t.shape), t.dtype) for t in tensors(inputs.nested())))
-
-    def check_mean(self) -> None:
-        """Raise if labels that do not count make the micro-batches unequal; see [Note: the mean of a batch].
-
-        Raises:
-            ContractError: With the numbers.
-        """
-        whole = self.whole.nested() if self.whole.target is NOTHING else self.whole.target
-        if not any(_labels_ignored(t) for t in tensors(whole)):
-            return
-        counts: list[list[int]] = [
-            [
-                int((t != _IGNORED).sum())
-                for t in tensors(part.nested() if part.target is NOTHING else part.target)
-                if not t.is_floating_point()
-            ]
-            for part in self.parts
-        ]
-        if any(count != counts[0] for count in counts):
-            raise ContractError(
-                "pipeline: the mean over the micro-batches would not be the mean over the batch",
-                found=f"labels that count (not {_IGNORED}) per micro-batch: {', '.join(str(c[-1]) for c in counts)}",
-                expected="a loss that tells its number of terms",
-                fix="loss=lambda output, y: (cross_entropy(output, y, reduction='sum'), (y != -100).sum())",
-            )
-
-
-def _labels_ignored(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.int64, torch.int32) and bool((tensor == _IGNORED).any())
 
 
 def _divisor(rows: int, number: int) -> int:

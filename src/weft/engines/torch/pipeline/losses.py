@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.engines.torch.pipeline.stage_parameters import Kept
-from weft.errors import ContractError, type_error
+from weft.errors import ContractError, ProbeFailed, type_error
 from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors
@@ -20,6 +20,7 @@ __all__ = ["FORMS", "Loss", "Result", "check_whole", "combined", "loss_of", "sha
 LossFunction = Callable[[Any, Any], Any]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ROUNDING = dict(zip(_DTYPES, (1e-11, 1e-5, 1e-2, 2e-3), strict=True))
 FORMS = ("tensor", "output", "dict")
 
 
@@ -51,6 +52,7 @@ class Result(NamedTuple):
         form: Index into `FORMS`: what the call returns.
         is_mean: Whether it is the mean over the micro-batches.
         whole: The loss that the last stage computed of the whole batch at once; None if it did not.
+        checked: What is to be equal to it: `loss`, or without dropout.
     """
 
     loss: torch.Tensor
@@ -58,6 +60,7 @@ class Result(NamedTuple):
     form: int
     is_mean: bool
     whole: torch.Tensor | None
+    checked: torch.Tensor
 
 
 def loss_of(output: Any, part: Inputs, function: LossFunction | None, device: torch.device) -> Loss:
@@ -116,7 +119,7 @@ def combined(losses: Sequence[Loss], whole: torch.Tensor | None, *, is_sum: bool
         scale = torch.full((), 1 / len(total), device=total.device, dtype=torch.float64)
     loss = (total.sum() * scale).to(total.dtype)
     is_mean = not is_sum and counts[0] is None
-    return Result(loss, scale, losses[0].form, is_mean, None if whole is None else whole.to(loss.dtype))
+    return Result(loss, scale, losses[0].form, is_mean, None if whole is None else whole.to(loss.dtype), loss)
 
 
 def share_result(found: Result | None, device: torch.device, group: dist.ProcessGroup, source: int) -> Result:
@@ -126,33 +129,33 @@ def share_result(found: Result | None, device: torch.device, group: dist.Process
     """
     wide = torch.float32 if device.type == "mps" else torch.float64
     control = control_device(group, device)
-    words = torch.zeros(7, dtype=wide, device=device)
-    numbers, facts = words[:3], words[3:] if control == device else torch.zeros(4, dtype=wide, device=control)
+    words = torch.zeros(8, dtype=wide, device=device)
+    numbers, facts = words[:4], words[4:] if control == device else torch.zeros(4, dtype=wide, device=control)
     if found is not None:
         numbers[0], numbers[1], numbers[2] = found.loss, found.scale, found.loss if found.whole is None else found.whole
+        numbers[3] = found.checked
         facts[0], facts[1] = found.form, _DTYPES.index(found.loss.dtype)
         facts[2], facts[3] = found.is_mean, found.whole is not None
     for message in (words,) if control == device else (numbers, facts):
         dist.broadcast(message, group=group, group_src=source)
     form, dtype, is_mean, has_whole = map(int, facts.tolist())
-    loss, whole = (numbers[n].to(_DTYPES[dtype]) for n in (0, 2))
-    return Result(loss, numbers[1], form, bool(is_mean), whole if has_whole else None)
+    loss, whole, checked = (numbers[n].to(_DTYPES[dtype]) for n in (0, 2, 3))
+    return Result(loss, numbers[1], form, bool(is_mean), whole if has_whole else None, checked)
 
 
 def check_whole(result: Result) -> None:
     """Raise if the mean over the micro-batches is not the loss of the whole batch, where that was computed.
 
     Raises:
-        ContractError: It is not.
+        ProbeFailed: It is not.
     """
     if result.whole is None:
         return
-    loss, whole = float(result.loss), float(result.whole)
-    low = result.loss.dtype in _DTYPES[2:]
-    if abs(loss - whole) > (0.05 if low else 1e-3) * max(abs(loss), abs(whole)):
-        raise ContractError(
+    loss, whole = float(result.checked), float(result.whole)
+    if abs(loss - whole) > _ROUNDING[result.loss.dtype] * max(abs(loss), abs(whole)):
+        raise ProbeFailed(
             "pipeline: the mean over the micro-batches is not the loss of the batch",
-            found=f"{loss:.6g} over the micro-batches, {whole:.6g} of the whole batch",
+            found=f"{loss:.12g} over the micro-batches, {whole:.12g} of the whole batch",
             expected="a loss that is a mean over rows, or one that tells its number of terms",
             fix="weft.pipeline(..., loss=lambda out, y: (cross_entropy(out, y, reduction='sum'), y.numel()))",
         )

@@ -32,11 +32,14 @@ from weft.engines.torch.pipeline.losses import (
     with_gradients,
 )
 from weft.engines.torch.pipeline.outputs import as_output, form_of, joined, sendable
+from weft.engines.torch.pipeline.row_probe import RowProbe
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
 from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, units_whole
-from weft.errors import ContractError
+from weft.engines.torch.probes.no_trace import no_trace
+from weft.engines.torch.probes.observed import Observed
+from weft.tensors.nested import map_tensors
 
 __all__ = ["PipelinedModule"]
 
@@ -74,6 +77,7 @@ class PipelinedModule:
         self._borders = Borders(group, self.owners, device)
         self._aliases = Aliases()
         self._schedules: dict[Any, Any] = {}
+        self._rows = RowProbe(options.probes, len(options.stages), module)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
         self._pass: _Pass | None = None
         around: Any = torch.compiler.disable(self._around)
@@ -115,13 +119,7 @@ class PipelinedModule:
             self._schedules.clear()
             self._peers.report(error)
             raise
-        if result.is_mean:
-            batches.check_mean()
-        try:
-            check_whole(result)
-        except ContractError:
-            self._schedules.clear()
-            raise
+        check_whole(result)
         kept = Kept([gradient for _, gradient in with_gradient], result.scale)
         loss = with_gradients(result.loss, kept, [p for p, _ in with_gradient])
         return form_of(loss, FORMS[result.form])
@@ -129,7 +127,8 @@ class PipelinedModule:
     def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> Result:
         number = len(batches.parts)
         is_new = batches.key not in self._schedules
-        self._pass = _Pass(call, batches, keeps=is_new and self._last in self.here)
+        self._pass = _Pass(call, batches)
+        self._rows.begin()
         try:
             if is_new:
                 self._probe(batches)
@@ -149,6 +148,7 @@ class PipelinedModule:
                 stage.begin(self._module)
             target = {"target": torch.arange(number)} if self._last in self.here else {}
             self._schedules[batches.key].step(**target)
+            self._rows.check(self._of_rows, self._group, self._device)
             found = self._found(is_sum=is_sum) if self._last in self.here else None
         except RuntimeError as error:  # torch wraps what forward raises
             raise (self._pass.error or error) from None
@@ -177,11 +177,12 @@ class PipelinedModule:
         assert running is not None
         part, key = running.batches.parts[index], running.batches.key
         try:
-            if running.keeps and stage == self._last:
-                running.received.append([tensor.detach() for tensor in received])
+            self._rows.see(stage, index, len(running.batches.parts) - 1, part, received)
             output = self._compute(stage, part, self._borders.rebuilt(key, stage - 1, received))
             if stage < self._last:
                 return self._borders.flat(key, stage, output)
+            if self._options.probes != "off":
+                running.returned.append(map_tensors(torch.Tensor.detach, self._forward.returned))
             loss = self._loss_of(output, part)
             running.losses.append(loss._replace(value=loss.value.detach()))
             return loss.value.reshape(1)
@@ -196,17 +197,30 @@ class PipelinedModule:
 
     @torch.no_grad()
     def _found(self, *, is_sum: bool) -> Result:
-        """What the last stage tells the others; of a new schedule, with the loss of the whole batch at once."""
+        """What the last stage tells the others, with the loss of the whole batch at once."""
         running = self._pass
         assert running is not None
-        whole = None
-        if running.keeps:
-            parts = zip(*running.received, strict=True)
-            whole_inputs = tuple(torch.cat(part) for part in parts)
-            received = self._borders.rebuilt(running.batches.key, self._last - 1, whole_inputs)
-            batch = running.batches.whole
-            whole = self._loss_of(self._compute(self._last, batch, received), batch).mean()
-        return combined(running.losses, whole, is_sum=is_sum)
+        losses, whole = running.losses, None
+        if running.returned and all(one is not None for one in running.returned):
+            with no_trace(self._module), Observed() as observed:
+                whole = self._loss_at_end(running.batches.whole, joined(running.returned)).mean()
+                if observed.dropped:  # which drew other numbers for the micro-batches
+                    pairs = zip(running.batches.parts, running.returned, strict=True)
+                    losses = [self._loss_at_end(part, returned) for part, returned in pairs]
+        result = combined(running.losses, whole, is_sum=is_sum)
+        return result._replace(checked=combined(losses, None, is_sum=is_sum).loss)
+
+    def _loss_at_end(self, part: Inputs, returned: Any) -> Loss:
+        """The loss, from what the last layer has returned."""
+        running = self._pass
+        assert running is not None
+        output = self._forward.run(self._last + 1, returned, lambda: running.call(*part.args, **part.kwargs))
+        return self._loss_of(output, part)
+
+    def _of_rows(self, stage: int, part: Inputs, received: tuple[torch.Tensor, ...]) -> Any:
+        running = self._pass
+        assert running is not None
+        return self._compute(stage, part, self._borders.rebuilt(running.batches.key, stage - 1, received))
 
     # -- without gradients -----------------------------------------------------------------------
 
@@ -218,7 +232,7 @@ class PipelinedModule:
             for part in (batches.whole, *batches.parts):
                 part.kwargs["num_items_in_batch"] = count
         outputs: list[Any] = []
-        self._pass = _Pass(call, batches, keeps=False)
+        self._pass = _Pass(call, batches)
         try:
             with self._guard(), units_whole(self._module):
                 for part in batches.parts:
@@ -245,11 +259,10 @@ class PipelinedModule:
 class _Pass:
     """One call: its micro-batches, and what the last stage found so far."""
 
-    def __init__(self, call: Callable[..., Any], batches: MicroBatches, *, keeps: bool) -> None:
+    def __init__(self, call: Callable[..., Any], batches: MicroBatches) -> None:
         self.call = call
         self.batches = batches
-        self.keeps = keeps
-        self.received: list[list[torch.Tensor]] = []
+        self.returned: list[Any] = []  # by the last layer
         self.losses: list[Loss] = []
         self.error: Exception | None = None
 

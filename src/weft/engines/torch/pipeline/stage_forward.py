@@ -38,6 +38,7 @@ class _Call:
         self.stage = stage
         self.received = received
         self.has_received = False
+        self.calls = 0
         self.output: Any = None
         self.is_done = False
 
@@ -48,6 +49,7 @@ class StageForward:
     Attributes:
         stages: Names of the layers of each stage.
         here: The stages of this rank.
+        returned: What the last layer of all has returned in the call that ran last, if it was called once.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class StageForward:
     ) -> None:
         self.stages = stages
         self.here = tuple(here)
+        self.returned: Any = None
         self._kind = type(module).__name__
         self._running: _Call | None = None
         for number, names in enumerate(stages):
@@ -65,6 +68,8 @@ class StageForward:
 
     def run(self, stage: int, received: Any, forward: Callable[[], Any]) -> Any:
         """Compute one stage: what its last layer gives, and for the last stage what `forward` gives.
+
+        After the last stage comes what forward does with the output of the last layer: one more stage, without layers.
 
         Raises:
             ContractError: The layers are called in another order than that of the stages.
@@ -81,6 +86,7 @@ class StageForward:
             self._raise_order(f"between the layers, a parameter of another stage is used: {error}", error)
         finally:
             self._running = before
+        self.returned = call.output if call.calls == 1 else None
         if stage < len(self.stages) - 1 or (stage and not call.has_received):
             missing = self.stages[stage + 1][0] if not stage or call.has_received else self.stages[stage - 1][-1]
             self._raise_order(f"forward ended without a call of {missing}")
@@ -104,7 +110,10 @@ class StageForward:
         if has_elsewhere((args, kwargs)):
             self._raise_order(f"{name} of stage {number} is given what another stage computes")
         output = run(*args, **kwargs)
-        if not is_last or number == len(self.stages) - 1:
+        if not is_last:
+            return output
+        if number == len(self.stages) - 1:
+            call.output, call.calls = output, call.calls + 1
             return output
         if call.is_done:
             self._raise_order(f"{name}, the last layer of stage {number}, is called twice")

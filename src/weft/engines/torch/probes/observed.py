@@ -29,16 +29,18 @@ class Observed(TorchFunctionMode):
 
     Attributes:
         low: Whether they were.
+        dropped: Whether there was dropout.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.low = False
+        self.low = self.dropped = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, but for dropout."""
         kwargs = kwargs or {}
         if func in _DROPOUT:
+            self.dropped = True
             return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
         self.low = self.low or any(t.dtype in _LOW for t in tensors(result))
