@@ -214,6 +214,7 @@ class RecomputeOptions(NamedTuple):
         determinism_check: "default" compares shapes, dtypes and devices of both runs; "none": no.
         early_stop: End the second run when all that backward needs is there.
         offload: Keep the inputs of the blocks in the memory of the CPU between forward and backward.
+        probes: As for `weft.start`.
     """
 
     save: tuple[object, ...] | Callable[..., object] = ()
@@ -221,6 +222,7 @@ class RecomputeOptions(NamedTuple):
     determinism_check: Literal["default", "none"] = "default"
     early_stop: bool = True
     offload: bool = False
+    probes: ProbeMode = "auto"
 
 
 class CompileOptions(NamedTuple):

@@ -107,6 +107,7 @@ def recompute(
         determinism_check=determinism_check,
         early_stop=early_stop,
         offload=offload,
+        probes=ctx.probes,
     )
     # What is inside a block may communicate, and then all ranks have to do it again.
     ctx.agree("recompute", {"blocks": list(taken), "keep_rng": keep_rng, "early_stop": early_stop})

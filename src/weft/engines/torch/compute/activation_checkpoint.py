@@ -20,11 +20,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from weft.engines.options import RecomputeOptions
+from weft.engines.probes import Schedule
 from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
-from weft.errors import ContractError, listed, type_error, value_error
+from weft.engines.torch.probes.compare import digest
+from weft.errors import ContractError, ProbeFailed, listed, type_error, value_error
 
 __all__ = [
     "Checkpoint",
@@ -64,8 +67,9 @@ class Recomputed:
         if options.save:
             policy = list(options.save) if isinstance(options.save, tuple) else options.save
             settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        schedule = Schedule(options.probes, list(blocks))
         for name, block in blocks.items():
-            around = Checkpoint(name, block, settings, offload=options.offload)
+            around = Checkpoint(name, block, settings, schedule, offload=options.offload)
             attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:
@@ -76,10 +80,13 @@ class Recomputed:
 class Checkpoint:
     """What is done around the forward of one block."""
 
-    def __init__(self, name: str, block: nn.Module, settings: dict[str, Any], *, offload: bool) -> None:
+    def __init__(
+        self, name: str, block: nn.Module, settings: dict[str, Any], schedule: Schedule, *, offload: bool
+    ) -> None:
         self._name = name
         self._block = weakref.ref(block)
         self._settings = settings
+        self._schedule = schedule
         self.offload = offload
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,7 +95,8 @@ class Checkpoint:
             return call(*args, **kwargs)
         # What is compiled has no side effects in its second run, and keeps no Python state.
         compiling = torch.compiler.is_compiling()
-        once = call if compiling else self._watched(call)
+        is_due = not compiling and self._schedule.is_due(self._name, torch.is_autocast_enabled()) > 0
+        once = call if compiling else self._watched(call, is_due=is_due)
         # By position, torch looks at all of them: for their device's random state, and for changes in place.
         count, names = len(args), tuple(kwargs)
 
@@ -104,26 +112,47 @@ class Checkpoint:
                 present = torch.accelerator.current_accelerator(check_available=True)
                 kind: dict[str, Any] = {} if present is None else {"pin_memory": True, "device_type": present.type}
                 around.enter_context(save_on_cpu(**kind))
-            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **self._settings)
+            settings = {**self._settings, "early_stop": False} if is_due else self._settings  # it ends before its result
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **settings)
 
-    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The first call looks at which buffers change; those after it put them back; see [Note: twice]."""
+    def _watched(self, call: Callable[..., Any], *, is_due: bool) -> Callable[..., Any]:
+        """The first call looks at which buffers change; those after it put them back; see [Note: twice].
+
+        If the call is measured, the second run has to return what the first one did.
+        """
         block = self._block()
         first = True
+        returned = torch.empty(0)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            nonlocal first
+            nonlocal first, returned
             assert block is not None
             if not first:
                 with _kept(_statistics(block)):
-                    return call(*args, **kwargs)
+                    output = call(*args, **kwargs)
+                if is_due:
+                    with _disable_current_modes():
+                        self._check_equal(returned, digest(output))
+                return output
             first = False
             before = _buffers(block)
             output = call(*args, **kwargs)
             self._check_unchanged(before, _buffers(block))
+            if is_due:
+                with _disable_current_modes():
+                    returned = digest(output)
             return output
 
         return watched
+
+    def _check_equal(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        if not torch.equal(first, second):
+            raise ProbeFailed(
+                f"recompute: block {self._name!r} returned something else when it was computed again in backward",
+                found="other values than in forward, for the same inputs",
+                expected="the same function twice: random numbers from torch alone, no counters, nothing read elsewhere",
+                fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
+            )
 
     def _check_unchanged(self, before: dict[str, _Version], after: dict[str, _Version]) -> None:
         changed = [
@@ -174,13 +203,15 @@ def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
     if not buffers:
         yield
         return
-    # Values are what they were, so autograd need not take what it saved of them for changed.
+    # Values are what they were, so autograd need not take what it saved of them for changed. What is done here is no
+    # part of what a policy chooses from.
     with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-        values = [buffer.detach().clone() for buffer in buffers]
+        with _disable_current_modes():
+            values = [buffer.detach().clone() for buffer in buffers]
         try:
             yield
         finally:
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
