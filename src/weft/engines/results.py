@@ -6,7 +6,7 @@ from typing import Protocol
 
 from weft.engines.probes import Probe
 
-__all__ = ["Axes", "Held", "ReducedModule", "TensorParallel", "Undoable"]
+__all__ = ["Axes", "Held", "Probed", "ReducedModule", "TensorParallel", "Undoable"]
 
 Axes = tuple[tuple[str, int], ...]  # names and sizes, outermost first
 
@@ -16,6 +16,16 @@ class Undoable(Protocol):
 
     def undo(self) -> None:
         """Take it off."""
+
+
+class Probed(Undoable, Protocol):
+    """What is measured as well.
+
+    Attributes:
+        probe: That measures it.
+    """
+
+    probe: Probe
 
 
 class Held(Protocol):
@@ -40,14 +50,8 @@ class ReducedModule(Undoable, Protocol):
         """The window is over, or was left early."""
 
 
-class TensorParallel(ReducedModule, Protocol):
-    """A module whose layers are cut over ranks.
-
-    Attributes:
-        probe: Measures that the ranks compute together what one process would.
-    """
-
-    probe: Probe
+class TensorParallel(ReducedModule, Probed, Protocol):
+    """A module whose layers are cut over ranks."""
 
     @property
     def adds_up(self) -> bool:

@@ -114,7 +114,7 @@ class TorchEngine(TorchDevices):
 
     def divide_experts(
         self, module: nn.Module, packed: Mapping[str, nn.Module], lists: Sequence[str], mesh: DeviceMesh
-    ) -> Undoable:
+    ) -> Probed:
         """Divide the experts of a module among the ranks of a mesh, and send tokens to them."""
         from weft.engines.torch.parallel.experts.divided import DividedExperts  # noqa: PLC0415  (as in `shard`)
 

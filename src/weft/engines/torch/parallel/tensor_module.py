@@ -34,7 +34,7 @@ from weft.engines.torch.parallel.tensor_hooks import (
     join_sequence,
     take_off,
 )
-from weft.engines.torch.probes.whole_unit import WholeUnits
+from weft.engines.torch.probes.whole_unit import TensorUnits
 from weft.engines.torch.strategy import Strategy
 from weft.tensors.nested import tensors
 
@@ -59,7 +59,7 @@ class TensorParallelModule(Strategy):
             first, last = (module.get_submodule(options.blocks[at]) for at in (0, -1))
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
             attach(last, self._removable, after=join_sequence(mesh))
-        self.probe = WholeUnits(module, mesh, group, options, added_hooks(before))
+        self.probe = TensorUnits(module, mesh, group, options, added_hooks(before))
         mine = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh == mesh}
         alike = [name for name, p in mine.items() if p.placements[0].is_replicate()]
         self._sums = PartSums(options.summed, alike, mine)

@@ -8,7 +8,8 @@ it is and with whole parameters, and outputs and gradients are compared.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch.func import functional_call
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.probes.no_trace import hooks_off
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.dtensor import full_tensor, is_fsdp
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["WholeUnits", "units_around"]
+__all__ = ["TensorUnits", "WholeUnits", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS = ("column", "ColwiseParallel")
@@ -58,14 +59,155 @@ def _is_in(name: str, outer: str) -> bool:
 
 
 class WholeUnits:
-    """The probe of `tensor_parallel`.
+    """Units that are called as they are and with whole parameters: what these probes have in common.
 
     Attributes:
-        units: See `units_around`.
-        group: The ranks of the axis.
+        units: See `weft.contract.Probe`.
+        group: The ranks that compute them together.
     """
 
     outside = False
+    cause = fix = ""
+
+    def __init__(self, units: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
+        self.units = units
+        self.group = group
+
+    def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """All arguments."""
+        del name
+        return args, kwargs
+
+    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The unit, called with whole parameters. Collectives: those that make them whole."""
+        return self._call_whole(name, self._whole(name), args, kwargs)
+
+    def _whole(self, name: str) -> dict[str, torch.Tensor]:
+        """The parameters of a unit, whole."""
+        return {own: full_tensor(p.detach()) for own, p in self.units[name].named_parameters()}
+
+    def _undivided(self, name: str) -> AbstractContextManager[None]:
+        """A context in which a unit computes alone, without the hooks and methods that divide it."""
+        raise NotImplementedError
+
+    def _call_whole(self, name: str, parameters: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        unit = self.units[name]
+        buffers = {own: full_tensor(b).clone() for own, b in unit.named_buffers()}
+        with self._undivided(name), hooks_off(unit, lambda part, hook: _gathers(hook)):
+            return functional_call(unit, {**parameters, **buffers}, tuple(args), dict(kwargs))
+
+    def _is_summed(self, name: str, own: str) -> bool:
+        """Whether each rank has a part of the gradient of a parameter that is not cut."""
+        del name, own
+        return False
+
+    def _is_elsewhere(self, name: str, own: str) -> bool:
+        """Whether one rank alone has a parameter, and its gradient is that of the rows of all."""
+        del name, own
+        return False
+
+    def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
+        """What one process is called with, in place of an argument."""
+        del name, call
+        return tensor.clone()
+
+    def _comes_split(self, name: str) -> bool:
+        """Whether the first argument is this rank's part of a sequence."""
+        del name
+        return False
+
+    def _leaves_split(self, name: str) -> bool:
+        """Whether the first output is."""
+        del name
+        return False
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
+        return whole
+
+    def measure(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
+    ) -> Iterator[Compared]:
+        """Compare in 32 bits where the unit computes in 16, whose rounding is larger than some mistakes.
+
+        Yields:
+            Outputs; and gradients of arguments and of parameters that are not cut, for one random gradient.
+        """
+        unit = self.units[name]
+        # Where parts of the unit are gathered by themselves, a backward pass here would end theirs.
+        nested = any(part is not unit and is_fsdp(part) for part in unit.modules())
+        gradients = gradients and not nested
+        device_type = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+        low = torch.is_autocast_enabled(device_type) or any(
+            t.dtype in _LOW for t in (*unit.parameters(), *tensors((args, kwargs)))
+        )
+
+        def wide(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.float() if low and tensor.is_floating_point() else tensor
+
+        def leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            return wide(tensor.detach()).requires_grad_(gradients and like.requires_grad)
+
+        held = dict(unit.named_parameters())
+        mine = {} if nested else {n: leaf(p, p) for n, p in held.items()}
+        whole = {n: leaf(p, held[n]) for n, p in self._whole(name).items()}
+        given = map_tensors(lambda t: leaf(t.clone(), t), (args, kwargs))
+        given_whole = map_tensors(lambda t: leaf(self._joined(t, name, (args, kwargs)), t), (args, kwargs))
+        with contextlib.ExitStack() as stack:
+            # The hooks of activation checkpointing, which count what is saved, do not see this.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            if low:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
+            state = torch.get_rng_state()
+            with hooks_off(unit, lambda part, hook: part is unit and _gathers(hook)):
+                together = list(tensors(functional_call(unit, {**mine, **buffers}, *given)))
+            torch.set_rng_state(state)
+            alone = list(tensors(self._call_whole(name, whole, *given_whole)))
+            pairs = list(zip(together, alone, strict=True))
+            for number, (found, expected) in enumerate(pairs):
+                part = self._part(expected) if number == 0 and self._leaves_split(name) else expected
+                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, part)
+            if gradients:
+                yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
+
+    def _gradients(self, name: str, outputs: list[tuple[torch.Tensor, torch.Tensor]], side: Any, other: Any) -> Any:
+        """Compare gradients of arguments and of parameters that are not cut."""
+        pairs = [(n, a, b) for n, (a, b) in enumerate(outputs) if a.requires_grad and b.requires_grad]
+        names = [n for n, p in side[1].items() if p.requires_grad and not _is_cut(p) and not self._is_elsewhere(name, n)]
+        arguments = [(a, b) for a, b in zip(tensors(side[0]), tensors(other[0]), strict=True) if a.requires_grad]
+        ours = [a for a, _ in arguments] + [side[1][n] for n in names]
+        theirs = [b for _, b in arguments] + [other[1][n] for n in names]
+        if not pairs or not ours:
+            return
+        drawn = torch.Generator().manual_seed(0)
+        arriving = [torch.randn(b.shape, generator=drawn).to(b) for _, _, b in pairs]
+        arriving_here = [
+            self._part(g) if n == 0 and self._leaves_split(name) else g
+            for (n, _, _), g in zip(pairs, arriving, strict=True)
+        ]
+        with torch.autocast(theirs[0].device.type, enabled=False):  # as in a backward pass, which is outside of it
+            expected = torch.autograd.grad([b for _, _, b in pairs], theirs, arriving, allow_unused=True)
+            found = torch.autograd.grad([a for _, a, _ in pairs], ours, arriving_here, allow_unused=True)
+        # Some gradients are zero but for rounding, as those of the biases of keys.
+        floor = 1e-2 * max((float(g.norm()) for g in expected if g is not None), default=0.0)
+        labels = [f"the gradient of argument {n}" for n in range(len(arguments))]
+        labels += [f"the gradient of {n}" for n in names]
+        for place, (label, a, b) in enumerate(zip(labels, found, expected, strict=True)):
+            ours_whole = torch.zeros_like(theirs[place]) if a is None else full_tensor(a)
+            if place >= len(arguments) and self._is_summed(name, names[place - len(arguments)]):
+                ours_whole = ours_whole.clone()
+                dist.all_reduce(ours_whole, group=self.group)
+            wanted = torch.zeros_like(theirs[place]) if b is None else b
+            if place == 0 and arguments and self._comes_split(name):
+                wanted = self._part(wanted)
+            yield Compared(label, ours_whole, wanted, floor)
+
+
+class TensorUnits(WholeUnits):
+    """The probe of `tensor_parallel`; its units are those of `units_around`."""
+
     cause = "features of different ranks are mixed between a column layer and a row layer"
     fix = "leave the layers around it out of the plan: they stay whole on every rank"
 
@@ -86,8 +228,7 @@ class WholeUnits:
             options: As the layers were cut.
             own_hooks: What tensor parallelism has attached, by id.
         """
-        self.units = units_around(module, options.styles)
-        self.group = group
+        super().__init__(units_around(module, options.styles), group)
         self._mesh = mesh
         self._options = options
         self._own_hooks = frozenset(own_hooks)
@@ -98,92 +239,13 @@ class WholeUnits:
         at = _first_float(found) if self._comes_split(name) else None
         return [tensor for place, tensor in enumerate(found) if place != at]
 
-    def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The unit, called with whole parameters. Collectives: one all-gather for each that is cut."""
-        unit = self.units[name]
-        return self._call_whole(unit, {n: full_tensor(p.detach()) for n, p in unit.named_parameters()}, args, kwargs)
+    def _undivided(self, name: str) -> AbstractContextManager[None]:
+        return hooks_off(self.units[name], lambda part, hook: id(hook) in self._own_hooks)
 
-    def _call_whole(self, unit: nn.Module, parameters: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        buffers = {n: full_tensor(b).clone() for n, b in unit.named_buffers()}
-        with hooks_off(unit, lambda part, hook: id(hook) in self._own_hooks or _gathers(hook)):
-            return functional_call(unit, {**parameters, **buffers}, tuple(args), dict(kwargs))
+    def _is_summed(self, name: str, own: str) -> bool:
+        return f"{name}.{own}".lstrip(".") in self._options.summed
 
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
-        """Outputs; and gradients of arguments and of parameters that are not cut, for the same random gradient.
-
-        In 32 bits where the unit computes in 16, whose rounding is larger than some mistakes.
-        """
-        unit = self.units[name]
-        device_type = self._mesh.device_type
-        low = torch.is_autocast_enabled(device_type) or any(
-            t.dtype in _LOW for t in (*unit.parameters(), *tensors((args, kwargs)))
-        )
-
-        def wide(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.float() if low and tensor.is_floating_point() else tensor
-
-        def leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-            return wide(tensor.detach()).requires_grad_(gradients and like.requires_grad)
-
-        held = dict(unit.named_parameters())
-        mine = {n: leaf(p, p) for n, p in held.items()}
-        whole = {n: leaf(full_tensor(p.detach()), p) for n, p in held.items()}
-        given = map_tensors(lambda t: leaf(t.clone(), t), (args, kwargs))
-        given_whole = map_tensors(lambda t: leaf(self._joined(t, name, (args, kwargs)), t), (args, kwargs))
-        with contextlib.ExitStack() as stack:
-            # The hooks of activation checkpointing, which count what is saved, do not see this.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            if low:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-            buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
-            state = torch.get_rng_state()
-            with hooks_off(unit, lambda part, hook: part is unit and _gathers(hook)):
-                together = list(tensors(functional_call(unit, {**mine, **buffers}, *given)))
-            torch.set_rng_state(state)
-            alone = list(tensors(self._call_whole(unit, whole, *given_whole)))
-            pairs = list(zip(together, alone, strict=True))
-            for number, (found, expected) in enumerate(pairs):
-                part = self._part(expected) if number == 0 and self._leaves_split(name) else expected
-                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, part)
-            if gradients:
-                yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
-
-    def _gradients(self, name: str, outputs: list[tuple[torch.Tensor, torch.Tensor]], side: Any, other: Any) -> Any:
-        """Compare gradients of arguments and of parameters that are not cut."""
-        pairs = [(n, a, b) for n, (a, b) in enumerate(outputs) if a.requires_grad and b.requires_grad]
-        names = [n for n, p in side[1].items() if p.requires_grad and not _is_cut(p)]
-        arguments = [(a, b) for a, b in zip(tensors(side[0]), tensors(other[0]), strict=True) if a.requires_grad]
-        ours = [a for a, _ in arguments] + [side[1][n] for n in names]
-        theirs = [b for _, b in arguments] + [other[1][n] for n in names]
-        if not pairs or not ours:
-            return
-        drawn = torch.Generator().manual_seed(0)
-        arriving = [torch.randn(b.shape, generator=drawn).to(b) for _, _, b in pairs]
-        arriving_here = [
-            self._part(g) if n == 0 and self._leaves_split(name) else g
-            for (n, _, _), g in zip(pairs, arriving, strict=True)
-        ]
-        with torch.autocast(self._mesh.device_type, enabled=False):  # as in a backward pass, which is outside of it
-            expected = torch.autograd.grad([b for _, _, b in pairs], theirs, arriving, allow_unused=True)
-            found = torch.autograd.grad([a for _, a, _ in pairs], ours, arriving_here, allow_unused=True)
-        # Some gradients are zero but for rounding, as those of the biases of keys.
-        floor = 1e-2 * max((float(g.norm()) for g in expected if g is not None), default=0.0)
-        labels = [f"the gradient of argument {n}" for n in range(len(arguments))]
-        labels += [f"the gradient of {n}" for n in names]
-        for place, (label, a, b) in enumerate(zip(labels, found, expected, strict=True)):
-            ours_whole = torch.zeros_like(theirs[place]) if a is None else full_tensor(a)
-            if place >= len(arguments) and f"{name}.{names[place - len(arguments)]}".lstrip(".") in self._options.summed:
-                ours_whole = ours_whole.clone()
-                dist.all_reduce(ours_whole, group=self.group)
-            wanted = torch.zeros_like(theirs[place]) if b is None else b
-            if place == 0 and arguments and self._comes_split(name):
-                wanted = self._part(wanted)
-            yield Compared(label, ours_whole, wanted, floor)
-
-    # -- a sequence of which each rank holds a part --------------------------------------------------
+    # A sequence of which each rank holds a part.
 
     def _comes_split(self, name: str) -> bool:
         return name in self._options.inside and name != self._options.blocks[0]

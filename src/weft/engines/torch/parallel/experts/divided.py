@@ -26,6 +26,7 @@ from weft.engines.torch.parallel.experts.all_to_all import Line
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
+from weft.engines.torch.probes.whole_experts import ExpertUnits
 from weft.engines.torch.stepping.one_kind import step_on_one_kind
 from weft.engines.torch.strategy import broadcast
 from weft.tensors.elsewhere import empty_elsewhere
@@ -35,6 +36,9 @@ __all__ = ["DividedExperts"]
 
 class DividedExperts:
     """The experts of one module, of which each rank of an axis holds equally many, one after the other.
+
+    Attributes:
+        probe: Measures that they compute what all experts on one rank would.
 
     Args:
         module: Contains them.
@@ -61,14 +65,25 @@ class DividedExperts:
         replace_parameters(
             module, {p: cast("nn.Parameter", empty_elsewhere(p)) for e in elsewhere for p in e.parameters()}
         )
+        units: dict[str, nn.Module] = dict(packed)
+        layers: dict[str, StackedExperts | ListedExperts] = {}
+        places: dict[str, dict[str, int]] = {name: {} for name in packed}
         for name, part in packed.items():
-            attach(part, self._removable, around=StackedExperts(name, part, self._line), methods=["forward"])
+            layers[name] = StackedExperts(name, part, self._line)
+            attach(part, self._removable, around=layers[name], methods=["forward"])
         for name in lists:
             around, _, own = name.rpartition(".")
             part, experts = module.get_submodule(around), module.get_submodule(name)
             assert isinstance(experts, nn.ModuleList)
             layer = ListedExperts(name, part, own, experts, self._line)
             attach(part, self._removable, around=layer, methods=["forward"])
+            units[around], layers[around] = part, layer
+            places[around] = {
+                f"{own}.{number}.{rest}": number // (len(experts) // self._line.size)
+                for number, expert in enumerate(experts)
+                for rest, _ in expert.named_parameters()
+            }
+        self.probe = ExpertUnits(units, self._line.group, layers, places)
         refuse_local_losses("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
         self._removable.add(before_every_step(self, _before_step(weakref.ref(self))))

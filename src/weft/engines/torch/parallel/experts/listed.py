@@ -26,7 +26,11 @@ __all__ = ["ListedExperts"]
 
 
 class ListedExperts:
-    """What is done around the forward of a module with a list of experts."""
+    """What is done around the forward of a module with a list of experts.
+
+    Attributes:
+        off: Whether it computes alone, with all experts.
+    """
 
     def __init__(self, name: str, part: nn.Module, own: str, experts: nn.ModuleList, line: Line) -> None:
         self._name = name
@@ -34,11 +38,14 @@ class ListedExperts:
         self._own = own
         self._template = weakref.ref(experts[0 if line.place else -1])  # of another rank: on meta
         self._line = line
+        self.off = False
         self._ends: dict[object, End] = {}  # of results, by those of inputs
         self._compared = False
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward twice; see the top of this file."""
+        if self.off:
+            return call(*args, **kwargs)
         part: Any = self._part()
         experts = part._modules[self._own]
         calls: list[Call] = []

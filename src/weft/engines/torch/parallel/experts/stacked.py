@@ -24,15 +24,22 @@ __all__ = ["StackedExperts"]
 
 
 class StackedExperts:
-    """What is done around the forward of one module of experts."""
+    """What is done around the forward of one module of experts.
+
+    Attributes:
+        off: Whether it computes alone, with all experts.
+    """
 
     def __init__(self, name: str, part: nn.Module, line: Line) -> None:
         self._name = name
         self._part = weakref.ref(part)
         self._line = line
+        self.off = False
 
     def __call__(self, call: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute the experts of tokens [T, H], of which `index` and `weights` [T, K] say which and how much."""
+        if self.off:
+            return call(*args, **kwargs)
         part = self._part()
         assert part is not None
         hidden, index, weights = self._arguments(part, *args, **kwargs)
