@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = ["copied", "hooks_off", "no_trace"]
+__all__ = ["copied", "hooks_off", "no_trace", "quiet_hooks"]
 
 T = TypeVar("T")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -74,6 +74,50 @@ def hooks_off(module: nn.Module, which: Callable[[nn.Module, Any], bool]) -> Ite
     finally:
         for own, kind, hooks in reversed(saved):
             own[kind] = hooks
+
+
+@contextlib.contextmanager
+def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
+    """The hooks in a module, by id, that return nothing while this context lasts: another call can do without them.
+
+    Yields:
+        A set that is filled when it ends.
+    """
+    quiet: set[int] = set()
+    watched = []
+    for part in module.modules():
+        for hooks in (vars(part)[kind] for kind in _HOOKS):
+            for key, hook in hooks.items():
+                if not _of_package(hook):
+                    hooks[key] = _Watched(hook)
+                    watched.append((hooks, key, hooks[key]))
+    try:
+        yield quiet
+    finally:
+        for hooks, key, one in watched:
+            if hooks.get(key) is one:
+                hooks[key] = one.hook
+            if not one.has_returned:
+                quiet.add(id(one.hook))
+
+
+class _Watched:
+    """A hook of the user, in place of it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.has_returned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.hook(*args, **kwargs)
+        self.has_returned = self.has_returned or result is not None
+        return result
+
+
+def _of_package(hook: Any) -> bool:
+    """Whether a hook is one of torch's or weft's."""
+    home = str(getattr(hook, "__module__", None) or type(hook).__module__)
+    return home.partition(".")[0] in ("torch", "weft")
 
 
 class _SharedValues(TorchFunctionMode):

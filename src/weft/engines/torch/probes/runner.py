@@ -1,14 +1,14 @@
 """Run the probe of one transform: when a unit is called, compare what goes in, and measure what it computes.
 
-[Note: where a probe runs] Inputs are compared before the unit computes, so that nothing is sent that does not fit. What
-it computes is measured after its call, inside of the hooks of strategies that come later: parameters are gathered. The
-call itself is one like any other.
+[Note: where a probe runs] Inputs are compared before all else, so that nothing is sent that does not fit. What a unit
+computes is measured at once after its forward, inside of its hooks: strategies that come later have gathered its
+parameters, and nobody's hooks on it are called again. Of the hooks in it, those run again that returned something.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from weft.engines.peers import Peers
 from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
-from weft.engines.torch.probes.no_trace import copied, no_trace
+from weft.engines.torch.probes.no_trace import copied, hooks_off, no_trace, quiet_hooks
 from weft.errors import ProbeFailed, WeftError, listed
 from weft.tensors.nested import tensors
 
@@ -29,6 +29,7 @@ __all__ = ["Prober"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 # What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
+_OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
 _OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
 
 
@@ -54,7 +55,7 @@ class Prober:
         self._peers = peers
         self._device = device
         self._schedule = Schedule(mode, list(probe.units))
-        self._pending: dict[str, tuple[_Call, int]] = {}
+        self._due: dict[str, int] = {}
         self._is_busy = False
         self._removable = Removable()
         if mode == "off" or peers.pretended:
@@ -65,7 +66,6 @@ class Prober:
                 continue
             attach(unit, self._removable, before=partial(self._before, name), first=True)
             attach(unit, self._removable, around=partial(self._around, name), methods=["forward"])
-            attach(unit, self._removable, after=partial(self._after, name))
 
     def undo(self) -> None:
         """Take the hooks off."""
@@ -74,11 +74,12 @@ class Prober:
     # -- the calls of a unit; see [Note: where a probe runs] ---------------------------------------
 
     def _from_outside(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._is_busy or not self._is_due(name, args, kwargs):
+        number = 0 if torch.compiler.is_compiling() else self._is_due(name, args, kwargs)
+        if not number:
             return call(*args, **kwargs)
         try:
-            self._measure(name)
-        except (WeftError, dist.DistError, torch.OutOfMemoryError):
+            self._measure(name, copied((args, kwargs)), number)
+        except _OTHERS:
             raise
         except _OF_PARTS as error:
             call(*args, **kwargs)  # which may be what is wrong
@@ -88,61 +89,59 @@ class Prober:
         return call(*args, **kwargs)
 
     def _before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and not self._is_busy:
-            self._is_due(name, args, kwargs)
+        if not torch.compiler.is_compiling():
+            self._due[name] = self._is_due(name, args, kwargs)
 
-    def _is_due(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Count a call; keep what goes in and compare it with that of the others, if it is measured."""
-        self._pending.pop(name, None)  # of a call that has raised
+    def _is_due(self, name: str, args: Any, kwargs: Any) -> int:
+        """Count a call, and compare what goes in with that of the others if it is measured; its number, or 0."""
         # In a backward pass it is a block that is computed again.
-        if torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs):
-            return False
+        if self._is_busy or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs):
+            return 0
         number = self._schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
         if number:
             self._check_inputs(name, self._probe.equal_inputs(name, args, kwargs))
-            self._pending[name] = copied((args, kwargs)), number
-        return number > 0
+        return number
 
     def _around(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._is_busy or name not in self._pending:
+        number = 0 if torch.compiler.is_compiling() or self._is_busy else self._due.pop(name, 0)
+        if not number:
             return call(*args, **kwargs)
-        try:
-            return call(*args, **kwargs)
-        except (WeftError, dist.DistError, torch.OutOfMemoryError):
-            raise
-        except _OF_PARTS as error:
-            (args, kwargs), _ = self._pending.pop(name)
-            if not self._works_alone(name, args, kwargs):
+        given = copied((args, kwargs))
+        with quiet_hooks(self._probe.units[name]) as quiet:
+            try:
+                output = call(*args, **kwargs)
+            except _OTHERS:
                 raise
-            raise self._error(
-                name, found=_line(error), expected="what one process returns: there the same call works"
-            ) from error
+            except _OF_PARTS as error:
+                if not self._works_alone(name, given):
+                    raise
+                raise self._error(
+                    name, found=_line(error), expected="what one process returns: there the same call works"
+                ) from error
+        self._measure(name, given, number, quiet)
+        return output
 
-    def _works_alone(self, name: str, args: Any, kwargs: Any) -> bool:
+    def _works_alone(self, name: str, given: _Call) -> bool:
         try:
             with self._apart(name), torch.no_grad():
-                self._probe.alone(name, args, kwargs)
+                self._probe.alone(name, *given)
         except _OF_PARTS:
             return False
         return True
 
-    def _after(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and not self._is_busy and name in self._pending:
-            self._measure(name)
-
-    def _measure(self, name: str) -> None:
-        (args, kwargs), number = self._pending.pop(name)
+    def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> None:
         gradients = torch.is_grad_enabled() and number == 1
-        with self._apart(name):
-            measured = self._probe.measure(name, args, kwargs, gradients=gradients)
+        with self._apart(name, quiet):
+            measured = self._probe.measure(name, *given, gradients=gradients)
             self._judge(name, [(difference(one), one) for one in measured])
 
     @contextlib.contextmanager
-    def _apart(self, name: str) -> Iterator[None]:
+    def _apart(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:
         """Around what a probe runs."""
+        unit, outside = self._probe.units[name], self._probe.outside
         self._is_busy = True
         try:
-            with no_trace(self._probe.units[name]):
+            with no_trace(unit), hooks_off(unit, lambda part, h: (part is unit and not outside) or id(h) in quiet):
                 yield
         finally:
             self._is_busy = False
@@ -159,7 +158,7 @@ class Prober:
             name,
             found=f"{worst.what} differs by {relative:.2g} of its norm: {_shown(worst.found)} together, "
             f"{_shown(worst.expected)} as one process computes it",
-            expected=f"at most {worst.limit:g}",
+            expected=f"at most {worst.limit:g}; likely, {self._probe.cause}",
         )
 
     def _check_inputs(self, name: str, value: Any) -> None:

@@ -80,7 +80,8 @@ class WholeUnits:
 
     def alone(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The unit, called with whole parameters. Collectives: those that make them whole."""
-        return self._call_whole(name, self._whole(name), args, kwargs)
+        given = map_tensors(lambda t: self._joined(t, name, (args, kwargs)), (args, kwargs))
+        return self._call_whole(name, self._whole(name), *given)
 
     def _whole(self, name: str) -> dict[str, torch.Tensor]:
         """The parameters of a unit, whole."""
@@ -109,7 +110,7 @@ class WholeUnits:
     def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
         """What one process is called with, in place of an argument."""
         del name, call
-        return tensor.clone()
+        return full_tensor(tensor).clone()
 
     def _comes_split(self, name: str) -> bool:
         """Whether the first argument is this rank's part of a sequence."""
@@ -161,20 +162,20 @@ class WholeUnits:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
             state = torch.get_rng_state()
-            with hooks_off(unit, lambda part, hook: part is unit and _gathers(hook)):
-                together = list(tensors(functional_call(unit, {**mine, **buffers}, *given)))
+            together = list(tensors(functional_call(unit, {**mine, **buffers}, *given)))
             torch.set_rng_state(state)
             alone = list(tensors(self._call_whole(name, whole, *given_whole)))
-            pairs = list(zip(together, alone, strict=True))
-            for number, (found, expected) in enumerate(pairs):
-                part = self._part(expected) if number == 0 and self._leaves_split(name) else expected
-                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, part)
+            is_part = bool(together) and self._leaves_split(name) and not isinstance(together[0], DTensor)
+            cuts = [self._part if is_part and number == 0 else _same for number in range(len(together))]
+            pairs = [(full_tensor(a), b, cut) for a, b, cut in zip(together, alone, cuts, strict=True)]
+            for number, (found, expected, cut) in enumerate(pairs):
+                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, cut(expected))
             if gradients:
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
 
-    def _gradients(self, name: str, outputs: list[tuple[torch.Tensor, torch.Tensor]], side: Any, other: Any) -> Any:
+    def _gradients(self, name: str, outputs: list[Any], side: Any, other: Any) -> Iterator[Compared]:
         """Compare gradients of arguments and of parameters that are not cut."""
-        pairs = [(n, a, b) for n, (a, b) in enumerate(outputs) if a.requires_grad and b.requires_grad]
+        pairs = [(a, b, cut) for a, b, cut in outputs if a.requires_grad and b.requires_grad]
         names = [n for n, p in side[1].items() if p.requires_grad and not _is_cut(p) and not self._is_elsewhere(name, n)]
         arguments = [(a, b) for a, b in zip(tensors(side[0]), tensors(other[0]), strict=True) if a.requires_grad]
         ours = [a for a, _ in arguments] + [side[1][n] for n in names]
@@ -182,14 +183,11 @@ class WholeUnits:
         if not pairs or not ours:
             return
         drawn = torch.Generator().manual_seed(0)
-        arriving = [torch.randn(b.shape, generator=drawn).to(b) for _, _, b in pairs]
-        arriving_here = [
-            self._part(g) if n == 0 and self._leaves_split(name) else g
-            for (n, _, _), g in zip(pairs, arriving, strict=True)
-        ]
+        arriving = [torch.randn(b.shape, generator=drawn).to(b) for _, b, _ in pairs]
+        here = [cut(g) for (_, _, cut), g in zip(pairs, arriving, strict=True)]
         with torch.autocast(theirs[0].device.type, enabled=False):  # as in a backward pass, which is outside of it
-            expected = torch.autograd.grad([b for _, _, b in pairs], theirs, arriving, allow_unused=True)
-            found = torch.autograd.grad([a for _, a, _ in pairs], ours, arriving_here, allow_unused=True)
+            expected = torch.autograd.grad([b for _, b, _ in pairs], theirs, arriving, allow_unused=True)
+            found = torch.autograd.grad([a for a, _, _ in pairs], ours, here, allow_unused=True)
         # Some gradients are zero but for rounding, as those of the biases of keys.
         floor = 1e-2 * max((float(g.norm()) for g in expected if g is not None), default=0.0)
         labels = [f"the gradient of argument {n}" for n in range(len(arguments))]
@@ -200,7 +198,7 @@ class WholeUnits:
                 ours_whole = ours_whole.clone()
                 dist.all_reduce(ours_whole, group=self.group)
             wanted = torch.zeros_like(theirs[place]) if b is None else b
-            if place == 0 and arguments and self._comes_split(name):
+            if place == 0 and arguments and self._comes_split(name) and not isinstance(ours[0], DTensor):
                 wanted = self._part(wanted)
             yield Compared(label, ours_whole, wanted, floor)
 
@@ -260,8 +258,8 @@ class TensorUnits(WholeUnits):
         """A copy of an argument; the first one is joined over the ranks, if each has a part of the sequence."""
         given = list(tensors(call))
         at = _first_float(given) if self._comes_split(name) else None
-        if at is None or given[at] is not tensor:
-            return tensor.clone()
+        if at is None or given[at] is not tensor or isinstance(tensor, DTensor):
+            return full_tensor(tensor).clone()
         parts = [torch.empty_like(tensor) for _ in range(self._mesh.size())]
         dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
         return torch.cat(parts, 1)
