@@ -226,7 +226,10 @@ class TensorUnits(WholeUnits):
             options: As the layers were cut.
             own_hooks: What tensor parallelism has attached, by id.
         """
-        super().__init__(units_around(module, options.styles), group)
+        # Between the blocks each rank has a part of the sequence, and whatever a block does is done to a part.
+        apart = {name: style for name, style in options.styles.items() if name not in options.inside}
+        units = units_around(module, apart) | {name: module.get_submodule(name) for name in options.blocks}
+        super().__init__(units, group)
         self._mesh = mesh
         self._options = options
         self._own_hooks = frozenset(own_hooks)
@@ -234,7 +237,7 @@ class TensorUnits(WholeUnits):
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """All arguments, but for the part of the sequence that each rank holds."""
         found = list(tensors((args, kwargs)))
-        at = _first_float(found) if self._comes_split(name) else None
+        at = _first_float(found) if self._comes_split(name) and name != self._options.blocks[0] else None
         return [tensor for place, tensor in enumerate(found) if place != at]
 
     def _undivided(self, name: str) -> AbstractContextManager[None]:
@@ -246,10 +249,10 @@ class TensorUnits(WholeUnits):
     # A sequence of which each rank holds a part.
 
     def _comes_split(self, name: str) -> bool:
-        return name in self._options.inside and name != self._options.blocks[0]
+        return name in self._options.blocks
 
     def _leaves_split(self, name: str) -> bool:
-        return name in self._options.inside and name != self._options.blocks[-1]
+        return name in self._options.blocks
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()]
