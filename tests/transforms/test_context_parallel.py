@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import re
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def _messages(ctx, method):
     ],
 )
 def test_messages_of_a_step(method, expected):
-    assert run_ranks(_messages, 2, method, mesh={"context": 2}) == [expected] * 2
+    assert run_ranks(_messages, 2, method, mesh={"context": 2}, probes="off") == [expected] * 2
 
 
 def _save(ctx, directory):
@@ -522,18 +523,11 @@ class Sliced(nn.Module):
 
 REFUSED = [
     (lambda: nn.Linear(4, 4), {}, "has no attention that can be caught"),
-    (ByHand, {}, "attention by hand"),
-    (lambda: nn.Sequential(Attention(), nn.LSTM(32, 32)), {}, "1 (LSTM): over all places"),
-    (lambda: nn.Sequential(Attention(), nn.Conv1d(32, 32, 3)), {}, "a kernel of (3,)"),
-    (Counting, {}, "Counting numbers the places of a sequence itself"),
-    (Sliced, {}, "pos_embed in the module itself, and forward(x)"),
     (
         lambda: Attention(heads=4, keys=4, width=36).requires_grad_(True),
         {"axis": "nothing"},
         "'nothing' is not an axis",
     ),
-    (lambda: Attention(width=24, heads=3, keys=3), {}, "3 heads of 'Attention' cannot be shared by 2 ranks"),
-    (lambda: nn.MultiheadAttention(32, 4, dropout=0.1), {}, "drops weights with probability 0.1"),
     (Attention, {"method": "ring"}, "method = 'ring' is unknown"),
     (Attention, {"order": "random"}, "order = 'random' is unknown"),
 ]
@@ -562,6 +556,48 @@ def test_what_cannot_be_exact_is_refused_before_anything_changes():
             assert "fix:" in text
 
 
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.wide = Attention(), nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x):
+        return self.wide(self.attention(x).transpose(1, 2)).transpose(1, 2)
+
+
+MEASURED = [
+    (ByHand, "the output differs|what is returned differs"),
+    (lambda: nn.Sequential(Attention(), nn.LSTM(32, 32, batch_first=True)), "output 0 differs"),
+    (Convolved, "what is returned differs"),
+    (Counting, "positions of this rank"),
+    (Sliced, "positions of this rank"),
+    (lambda: Attention(width=24, heads=3, keys=3), "3 heads of queries on this rank, 2 ranks"),
+    (lambda: nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True), "drops weights with probability 0.1"),
+]
+
+
+def _measured(ctx):
+    texts = []
+    for make, _ in MEASURED:
+        torch.manual_seed(3)
+        module, inner = weft.context_parallel(make().double(), ctx)
+        options = {"need_weights": False} if isinstance(module, nn.MultiheadAttention) else {}
+        width = next(p.shape[-1] for p in module.parameters() if p.ndim > 1)
+        x = torch.randn(2, LENGTH, width, dtype=torch.float64)
+        part = weft.data.split_sequence(x, inner)
+        with pytest.raises(ContractError) as error:
+            module(*(part,) * (3 if isinstance(module, nn.MultiheadAttention) else 1), **options)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_what_cannot_be_exact_is_found_in_the_first_call():
+    for texts in run_ranks(_measured, 2, mesh={"context": 2}):
+        for text, (_, expected) in zip(texts, MEASURED, strict=True):
+            assert re.search(expected, text), text
+            assert "fix:" in text
+
+
 def _calls(ctx):
     """What calls of a split model say that are not of its part."""
     x, _ = _data()[:2]
@@ -570,13 +606,11 @@ def _calls(ctx):
     dropping, _ = weft.context_parallel(Masked().double(), ctx)
     part, _ = weft.data.split_sequence((x, _positions(x)), inner)
     hidden = weft.data.split_sequence(torch.randn(2, LENGTH, 32, dtype=torch.float64), inner)
-    packed = weft.data.split_sequence(torch.arange(LENGTH).remainder(8).expand(2, -1), inner)
     wrong = weft.data.split_sequence((x, _positions(x)), inner, order="contiguous")
     masks = [torch.eye(8, dtype=torch.bool), torch.zeros(8, 8, dtype=torch.float64)[None].expand(2, 8, 8)[:, None]]
     calls = [
         lambda: model(x, _positions(x)),
         lambda: model(part, _positions(part)),
-        lambda: model(part, packed),
         lambda: model(*wrong),
         lambda: other(hidden),
         lambda: dropping(hidden, attn_mask=masks[0]),
@@ -606,8 +640,7 @@ class Masked(nn.Module):
 def test_calls_that_would_be_silently_different_raise():
     expected = [
         "inputs that were not split",
-        "without the positions of this rank's tokens",
-        "without the positions of this rank's tokens",
+        "positions that count from 0 on this rank",
         "parts of sequences that were cut in another way",
         "computed without F.scaled_dot_product_attention",
         "a mask [8, 8] of torch.bool for 8 places",

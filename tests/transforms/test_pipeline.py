@@ -528,7 +528,7 @@ def _bad_calls(ctx):
 def test_calls_that_cannot_be_exact_are_refused_on_all_ranks():
     texts = {
         "rows": "6 rows, 4 micro-batches",
-        "ignored": "labels that count",
+        "ignored": "of the whole batch",
         "target": "takes a target",
         "layer": "a layer of another stage",
         "twice": "a second backward pass of one loss",

@@ -166,6 +166,9 @@ def test_dropout_drops_the_same_only_with_the_random_state():
     assert _bitwise(expected, _gradients(kept, x))
     assert torch.equal(torch.get_rng_state(), state), "the second run moves the random state on"
     lost, _ = weft.recompute(copy.deepcopy(plain), weft.local(), blocks=Block, keep_rng=False)
+    with pytest.raises(weft.errors.ProbeFailed, match="returned something else when it was computed again"):
+        _gradients(lost, x)
+    lost, _ = weft.recompute(copy.deepcopy(plain), weft.local(probes="off"), blocks=Block, keep_rng=False)
     assert not _bitwise(expected, _gradients(lost, x))
 
 
@@ -442,6 +445,9 @@ def test_a_second_run_that_differs_is_noticed():
             return y * y.sum(0) if self.runs % 2 else y * y.sum()
 
     model, _ = weft.recompute(nn.Sequential(Fickle()).double(), weft.local(), blocks=Fickle)
+    with pytest.raises(weft.errors.ProbeFailed):
+        model(_x()).sum().backward()
+    model, _ = weft.recompute(nn.Sequential(Fickle()).double(), weft.local(probes="off"), blocks=Fickle)
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
         model(_x()).sum().backward()
 

@@ -217,6 +217,7 @@ def _parsed(setting: Setting, text: str) -> Any:
 def _check_ranges(values: Mapping[str, Any]) -> None:
     timeout_s, seed = values["timeout_s"], values["seed"]
     fits = isinstance(timeout_s, (int, float)) and 0 < timeout_s < math.inf
+    wrong: tuple[str, str, str, object] | None
     wrong = None if fits else ("timeout_s", repr(timeout_s), "a finite number of seconds > 0", 600)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         wrong = ("seed", f"{type(seed).__name__} {seed!r}", "a whole number, 0 <= seed < 2**63", 0)

@@ -70,6 +70,7 @@ __all__ = [
     "Layout",
     "OwnsState",
     "Placed",
+    "Probe",
     "ReducesIn",
     "ReducesOver",
     "ScattersGradients",

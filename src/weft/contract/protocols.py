@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from weft.engines.probes import Probe as Probe
+from weft.engines.probes import Probe
 
 __all__ = [
     "ComputesAlone",

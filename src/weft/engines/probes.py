@@ -26,6 +26,7 @@ class Compared(NamedTuple):
         expected: As one process does.
         floor: Differences are relative to the norm of `expected`, or to this if that is smaller.
         limit: The largest relative difference of sound work.
+        fix: The line to write if this differs; empty: that of the probe.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Compared(NamedTuple):
     expected: torch.Tensor
     floor: float = 0.0
     limit: float = 1e-5
+    fix: str = ""
 
 
 @runtime_checkable
@@ -45,6 +47,7 @@ class Probe(Protocol):
     Attributes:
         units: Parts of the module that are measured, by name.
         group: The ranks that compute a unit together; None: this one.
+        spare: The whole module, if it can be measured in place of units whose own forward was not called; else None.
         outside: Whether a unit is measured before its call, and from outside of all its hooks; else after it, where
             strategies that were applied later have gathered its parameters.
         cause: What a difference is likely to come from.
@@ -53,6 +56,7 @@ class Probe(Protocol):
 
     units: Mapping[str, nn.Module]
     group: dist.ProcessGroup | None
+    spare: nn.Module | None
     outside: bool
     cause: str
     fix: str

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # an engine is imported when it is chosen
         TensorOptions,
     )
     from weft.engines.peers import Peers, Replicas
-    from weft.engines.results import Axes, Held, ReducedModule, TensorParallel, Undoable
+    from weft.engines.results import Axes, Held, Probed, ReducedModule, TensorParallel, Undoable
     from weft.engines.torch.amp.autocast import PreciseModule
     from weft.engines.torch.amp.loss_scale import LossScale
     from weft.engines.torch.optim.ema import WeightAverages
@@ -128,7 +128,7 @@ class Engine(Devices, Protocol):
 
     def divide_experts(
         self, module: nn.Module, packed: Mapping[str, nn.Module], lists: Sequence[str], mesh: DeviceMesh
-    ) -> Undoable:
+    ) -> Probed:
         """Divide experts among the ranks of a mesh: stacked ones in parameters, and those in the named lists."""
         ...
 

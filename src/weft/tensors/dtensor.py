@@ -6,8 +6,9 @@ the answers here come from `sys.modules`; what works on DTensors in earnest is i
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ __all__ = [
     "full_tensor",
     "groups_of",
     "is_fsdp",
+    "is_fsdp_unit",
     "is_sharded",
+    "kept_prefetches",
     "local",
     "reset_units",
     "resting_parameters",
@@ -48,6 +51,11 @@ def axes_of(tensor: torch.Tensor) -> str:
 def is_fsdp(module: nn.Module) -> bool:
     """Whether FSDP2 was applied to a part of a module, or to a module around it."""
     return any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
+
+
+def is_fsdp_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 was applied to this very module."""
+    return hasattr(module, "_get_fsdp_state")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,6 +152,22 @@ def groups_of(unit: Any) -> list[Any]:
     if groups is None:  # torch before 2.12 has one
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+@contextlib.contextmanager
+def kept_prefetches(groups: Iterable[Any]) -> Iterator[None]:
+    """Let calls inside not change by which groups of parameters backward gathers ahead."""
+    begun = [one for one in groups if hasattr(getattr(one, "comm_ctx", None), "post_forward_order")]
+    indices = [list(one._post_forward_indices) for one in begun]
+    orders = {id(one.comm_ctx): one.comm_ctx.post_forward_order for one in begun}
+    lengths = {key: len(order) for key, order in orders.items()}
+    try:
+        yield
+    finally:
+        for key, order in orders.items():
+            del order[lengths[key] :]
+        for one, before in zip(begun, indices, strict=True):
+            one._post_forward_indices[:] = before
 
 
 def spec_of(parameter: Any) -> Any:

@@ -120,9 +120,9 @@ def _without_exit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _context(options: dict[str, Any], size: int) -> DistContext:
     if size > 1:
-        return adopt(probes="every", **options)
-    debug, device = options.pop("debug"), options.pop("device")
-    return replace(fake(**options), debug=debug, probes="every", device=local(device=device).device)
+        return adopt(**options)
+    debug, probes, device = (options.pop(name) for name in ("debug", "probes", "device"))
+    return replace(fake(**options), debug=debug, probes=probes, device=local(device=device).device)
 
 
 def _reset() -> None:

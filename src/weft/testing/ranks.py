@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.checks import check_count
+from weft.engines.probes import ProbeMode
 from weft.errors import WeftError, type_error
 from weft.peers.connect import listen_at
 from weft.testing.rank_worker import OUTERMOST, STACK_SIGNAL
@@ -31,7 +32,7 @@ from weft.testing.ranks_failed import RanksFailed, failure_of
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
 R = TypeVar("R")
-_OPTIONS = {"mesh": None, "data_axes": None, "seed": 0, "debug": False, "device": "cpu"}  # of the context of a rank
+_OPTIONS = {"mesh": None, "data_axes": None, "seed": 0, "debug": False, "probes": "every", "device": "cpu"}  # of a rank
 _KEPT = 4  # the largest world that is kept: threads of gloo keep looking for messages
 _GROUP_TIMEOUT_S = 60.0
 _CUT = "\n  ...\n"  # faulthandler writes the innermost 100 calls
@@ -48,6 +49,7 @@ def run_ranks(
     data_axes: Sequence[str] | None = None,
     seed: int = 0,
     debug: bool = False,
+    probes: ProbeMode = "every",
     device: str = "cpu",
     backend: str = "gloo",
     **kwargs: Any,
@@ -70,6 +72,7 @@ def run_ranks(
         data_axes: As for `weft.start`.
         seed: As for `weft.start`.
         debug: As for `weft.start`.
+        probes: As for `weft.start`.
         device: As for `weft.start`. Ranks may share an accelerator: gloo sends through the memory of the host, and
             some collectives are missing there.
         backend: Of the process group, such as "cpu:gloo,cuda:nccl". Each rank gets another `NCCL_HOSTID`, with which
@@ -88,7 +91,7 @@ def run_ranks(
         >>> run_ranks(double, 2, 10)
         [20, 21]
     """
-    options = {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug, "device": device}
+    options = {"mesh": mesh, "data_axes": data_axes, "seed": seed, "debug": debug, "probes": probes, "device": device}
     return _pool(backend).run(fn, n, *args, timeout_s=timeout_s, **options, **kwargs)
 
 

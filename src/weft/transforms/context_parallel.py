@@ -18,13 +18,12 @@ from weft.context import DistContext
 from weft.contract import transform
 from weft.engines import Spmd
 from weft.engines.torch.compute.activation_checkpoint import already_recomputed
-from weft.engines.torch.parallel.sequence_code import attention_modules, check_code, heads_of, numbers_tokens
+from weft.engines.torch.parallel.sequence_code import attention_modules
 from weft.engines.torch.parallel.sequence_exchange import Ranks
 from weft.engines.torch.parallel.sequence_inputs import SplitInputs
-from weft.engines.torch.parallel.split_attention import SplitAttention, dropout_refused, heads_refused
+from weft.engines.torch.parallel.split_attention import SplitAttention
 from weft.engines.torch.probes.sequence_slice import SlicedSequences
 from weft.errors import ContextError, ContractError, OrderError, listed
-from weft.tensors.dtensor import is_sharded
 from weft.tensors.sequence_order import Order, SequencePart
 
 __all__ = ["context_parallel"]
@@ -113,10 +112,6 @@ def context_parallel(
     _check_axis(ctx, axis, number)
     attention = attention_modules(module)
     _check_attention(module, attention)
-    if method == "heads":
-        _check_heads(attention, number)
-    check_code(module)
-    numbers_tokens(module)  # raises where it cannot be done
     ctx.agree("context_parallel", {"attention": list(attention), "axis": axis, "method": method, "order": order})
     if number == 1:
         return module, ctx
@@ -175,17 +170,3 @@ def _check_attention(module: nn.Module, attention: Mapping[str, nn.Module]) -> N
             expected="recompute of the blocks around them: their second run has to meet context_parallel, too",
             fix="weft.recompute(model, ctx, blocks=Block)  # in place of Block.attention",
         )
-    for name, part in attention.items():
-        owners = ((part, "dropout"), (part, "attention_dropout"), (getattr(part, "config", None), "attention_dropout"))
-        chances = [getattr(owner, key, None) for owner, key in owners]
-        dropped = [chance for chance in chances if isinstance(chance, float) and chance > 0]
-        if dropped:
-            raise dropout_refused(name, dropped[0])
-
-
-def _check_heads(attention: Mapping[str, nn.Module], number: int) -> None:
-    for name, part in attention.items():
-        cut = any(is_sharded(parameter) for parameter in part.parameters())  # each rank has some of the heads then
-        heads = None if cut else heads_of(part)
-        if heads is not None and heads % number:
-            raise heads_refused(name, heads, number)

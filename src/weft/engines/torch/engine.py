@@ -25,7 +25,7 @@ from weft.engines.options import (
     TensorOptions,
 )
 from weft.engines.peers import Peers, Replicas
-from weft.engines.results import ReducedModule, TensorParallel, Undoable
+from weft.engines.results import Probed, ReducedModule, TensorParallel, Undoable
 from weft.engines.torch.amp.autocast import PreciseModule
 from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.compute.activation_checkpoint import Recomputed

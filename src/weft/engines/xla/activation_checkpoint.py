@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.engines.options import RecomputeOptions
+from weft.engines.probes import Schedule
 from weft.engines.torch.compute.activation_checkpoint import Checkpoint, no_cached_casts
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError, value_error
@@ -42,8 +43,9 @@ class RecomputedOnXla:
                 fix="weft.recompute(model, ctx, blocks=...)",
             )
         self._removable = Removable()
+        never = Schedule("off", list(blocks))  # what is compared is read, which would end the traced step
         for name, block in blocks.items():
-            around = _CheckpointOnXla(name, block, {"preserve_rng_state": options.keep_rng}, offload=False)
+            around = _CheckpointOnXla(name, block, {"preserve_rng_state": options.keep_rng}, never, offload=False)
             attach(block, self._removable, around=around, methods=["forward"])
 
     def undo(self) -> None:

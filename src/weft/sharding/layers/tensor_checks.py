@@ -6,15 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from weft.contract.select_modules import fits_pattern
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
-from weft.sharding.layers.forward_source import ForwardSource
+from weft.sharding.layers.forward_source import only_feeds
 from weft.sharding.layers.tensor_plan import STYLES, parts_of
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Styles", "check_computes", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]
+__all__ = ["Styles", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]
 
 Styles = dict[str, Any]  # name of a part to its style: a word, or a ParallelStyle of torch
 _WHAT = "tensor_parallel"
@@ -29,7 +28,6 @@ _HEADS = {
     *("n_kv_head", "kv_heads", "heads", "nhead", "nheads", "n_local_heads"),
 }
 _HEAD_SIZES = {"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"}
-_MIX_POSITIONS = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, Any]) -> Styles:
@@ -232,7 +230,6 @@ def _head_counts(parent: nn.Module, columns: Iterable[Any]) -> dict[str, int]:
     places = (vars(parent), vars(config) if hasattr(config, "__dict__") else {})
     found = {name: value for place in places for name, value in place.items() if name in _HEADS and _is_count(value)}
     sizes = [value for name, value in vars(parent).items() if name in _HEAD_SIZES and _is_count(value)]
-    sizes += list(_source(parent, columns).head_sizes())
     if not sizes:  # an MLP may share the config of the attention
         found = {name: value for name, value in found.items() if name in vars(parent)}
     for size in sizes:
@@ -252,63 +249,7 @@ def _named(module: nn.Module, part: nn.Module) -> str:
     return next((name for name, one in module.named_modules() if one is part), "") or type(module).__name__
 
 
-# -- what forward does -----------------------------------------------------------------------------
-
-
-def check_computes(module: nn.Module, styles: Styles) -> None:
-    """Raise if a part would compute something else on its share of the features.
-
-    That is dropout, of which each rank draws its own; a `view` with a fixed number of heads; and the output of a
-    "column" that is taken apart, of which each rank has other columns.
-
-    Raises:
-        ContractError: The text names the part.
-    """
-    _check_not_random(module)
-    for parent, columns, rows in _pairs(module, styles):
-        source = _source(parent, columns)
-        fixed = source.fixed_views([part.out_features for part in columns], [part.in_features for part in rows])
-        if fixed:
-            raise ContractError(
-                f"{_WHAT}: forward of {_named(module, parent)} has a fixed number of heads or features in a view",
-                found=listed(fixed),
-                expected="-1 there: each rank has only some of the heads",
-                fix="x.view(batch, length, -1, self.head_dim)",
-            )
-        split = source.splits()
-        if split:
-            raise ContractError(
-                f'{_WHAT}: forward of {_named(module, parent)} splits the output of a "column" layer',
-                found=listed(split),
-                expected="one linear layer per piece: a rank holds adjacent columns, not some of each piece",
-                fix="three layers instead of one for query, key and value; or leave it out of the plan",
-            )
-
-
-def _source(parent: nn.Module, columns: Iterable[Any]) -> ForwardSource:
-    ids = {id(part) for part in columns}
-    return ForwardSource(parent, [name for name, part in parent.named_children() if id(part) in ids])
-
-
-def _check_not_random(module: nn.Module) -> None:
-    random = [
-        f"{name or type(module).__name__}: {type(part).__name__}, p = {part.p}"
-        for name, part in module.named_modules()
-        if isinstance(part, _DropoutNd) and part.p > 0
-    ]
-    random += [
-        f"{name or type(module).__name__}.{key} = {value}"
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if ("dropout" in key or "jitter" in key or "drop_path" in key) and isinstance(value, float) and value > 0
-    ]
-    if random:
-        raise ContractError(
-            f"{_WHAT}: {type(module).__name__} draws random numbers, and each rank would draw different ones",
-            found=listed(random),
-            expected="no dropout: together, the ranks would not have the mask that one process draws",
-            fix="dropout of 0, in the configuration of the model",
-        )
+# -- messages --------------------------------------------------------------------------------------
 
 
 def gathered_once(module: nn.Module, styles: Styles, blocks: Collection[str]) -> tuple[str, ...]:
@@ -316,10 +257,9 @@ def gathered_once(module: nn.Module, styles: Styles, blocks: Collection[str]) ->
     found = []
     for name, parent in module.named_modules():
         columns = [one for one, style in styles.items() if style == "column" and one.rpartition(".")[0] == name]
-        if name and name not in blocks and name not in styles and columns:
-            layers = [module.get_submodule(one) for one in columns]
-            if _source(parent, layers).only_feeds_columns:
-                found.append(name)
+        is_whole = name and name not in blocks and name not in styles and columns
+        if is_whole and only_feeds(parent, [one.rpartition(".")[2] for one in columns]):
+            found.append(name)
     return tuple(found)
 
 
@@ -327,7 +267,7 @@ def gathered_once(module: nn.Module, styles: Styles, blocks: Collection[str]) ->
 
 
 def check_sequence(module: nn.Module, styles: Styles, lists: Mapping[str, list[str]]) -> None:
-    """Raise if a part of the blocks is not known to treat each position by itself.
+    """Raise if the plan does not say what is done with a part of the blocks.
 
     Raises:
         ContractError: The text names it.
@@ -342,42 +282,15 @@ def check_sequence(module: nn.Module, styles: Styles, lists: Mapping[str, list[s
         )
     config: Any = getattr(module, "config", None)
     asked = [key for key in ("output_hidden_states", "output_router_logits") if getattr(config, key, False) is True]
-    mixing = [
-        f"{name} ({type(part).__name__})"
-        for blocks in lists.values()
-        for block in blocks
-        for name, part in module.get_submodule(block).named_modules(prefix=block)
-        if isinstance(part, _MIX_POSITIONS)
-    ]
     left = _uncovered(module, styles, lists)
-    _check_arguments(module, styles, {block for blocks in lists.values() for block in blocks})
-    if asked or mixing or left:
+    if asked or left:
         raise ContractError(
             f"{_WHAT}: sequence=True, and parts of {type(module).__name__} may need the whole sequence",
-            found=listed([*(f"config.{key}" for key in asked), *mixing, *left]),
+            found=listed([*(f"config.{key}" for key in asked), *left]),
             expected='a style for every part of the blocks that has parameters: "sequence" if it treats each position '
             "by itself",
             fix=f'plan={{..., "{left[0].rpartition(".")[0]}": "sequence"}}' if left else "sequence=False",
         )
-
-
-def _check_arguments(module: nn.Module, styles: Styles, blocks: Collection[str]) -> None:
-    """Raise if a part that holds columns may use its argument otherwise, of which this rank has some positions."""
-    once = gathered_once(module, styles, blocks)
-    for parent, columns, _ in _pairs(module, styles):
-        name = _named(module, parent)
-        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-        source = _source(parent, columns)
-        each_gathers = isinstance(parent, nn.Sequential) or (source.is_known and not source.asks_for_shapes)
-        if columns and inside and name not in once and not each_gathers:
-            raise ContractError(
-                f"{_WHAT}: sequence=True, and {name} may use its argument for more than its columns",
-                found=f"forward of {type(parent).__name__}"
-                f"{', a block' if name in blocks else ''}, asks for shapes, and not all of its argument goes into the "
-                "columns",
-                expected="attention and MLP as parts of a block, with residual connections outside them",
-                fix=f"weft.{_WHAT}(model, ctx, sequence=False)",
-            )
 
 
 def _uncovered(module: nn.Module, styles: Styles, lists: Mapping[str, list[str]]) -> list[str]:

@@ -21,7 +21,6 @@ from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
 from weft.sharding.layers.tensor_checks import (
     Styles,
-    check_computes,
     check_sequence,
     check_sizes,
     check_ties,
@@ -81,7 +80,6 @@ def cut_layers(
     check_optimizers(_WHAT, module, ctx, rebind)
     if ranks > 1:
         check_sizes(module, styles, axis, ranks)
-        check_computes(module, styles)
         if "vocab" in styles.values():
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
     options = _options(module, styles, sequence=sequence)

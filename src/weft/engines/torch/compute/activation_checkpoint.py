@@ -112,10 +112,11 @@ class Checkpoint:
                 present = torch.accelerator.current_accelerator(check_available=True)
                 kind: dict[str, Any] = {} if present is None else {"pin_memory": True, "device_type": present.type}
                 around.enter_context(save_on_cpu(**kind))
-            settings = {**self._settings, "early_stop": False} if is_due else self._settings  # it ends before its result
+            # With early stop, the second run ends before there is a result to compare.
+            settings = {**self._settings, "early_stop": False} if is_due else self._settings
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **settings)
 
-    def _watched(self, call: Callable[..., Any], *, is_due: bool) -> Callable[..., Any]:
+    def _watched(self, call: Callable[..., Any], *, is_due: bool = False) -> Callable[..., Any]:
         """The first call looks at which buffers change; those after it put them back; see [Note: twice].
 
         If the call is measured, the second run has to return what the first one did.
@@ -150,7 +151,7 @@ class Checkpoint:
             raise ProbeFailed(
                 f"recompute: block {self._name!r} returned something else when it was computed again in backward",
                 found="other values than in forward, for the same inputs",
-                expected="the same function twice: random numbers from torch alone, no counters, nothing read elsewhere",
+                expected="the same function twice: random numbers from torch alone, no counters, no state that changes",
                 fix=f'weft.recompute(model, ctx, blocks=lambda name, part: ... and name != "{self._name}")',
             )
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from weft.engines.options import ShardOptions
 from weft.engines.torch.fsdp.gather_dtype import gather_in
 from weft.engines.torch.hooks.method_hooks import Removable
-from weft.tensors.dtensor import groups_of, reset_units, set_spec_of
+from weft.tensors.dtensor import groups_of, kept_prefetches, reset_units, set_spec_of
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import map_tensors, tensors
 
@@ -162,19 +162,17 @@ class Units:
         """Keep the units full, which are full now, through calls of the module by this rank alone."""
         module._get_fsdp_state()._lazy_init()  # decides about the outermost unit, once
         groups = list(self.groups())
-        before = [(one.post_forward_mesh_info, list(one._post_forward_indices)) for one in groups]
-        order: list[Any] = groups[0].comm_ctx.post_forward_order
-        length = len(order)
+        before = [one.post_forward_mesh_info for one in groups]
         self.alone = True
         for one in groups:
             one.post_forward_mesh_info = None  # not to be freed after forward
         try:
-            yield
+            with kept_prefetches(groups):
+                yield
         finally:
             self.alone = False
-            del order[length:]  # by which backward gathers ahead
-            for one, (info, indices) in zip(groups, before, strict=True):
-                one.post_forward_mesh_info, one._post_forward_indices[:] = info, indices
+            for one, info in zip(groups, before, strict=True):
+                one.post_forward_mesh_info = info
 
     def start_anew(self, module: Any) -> None:
         """Put FSDP2 back to the start of a pass."""

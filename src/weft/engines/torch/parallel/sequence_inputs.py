@@ -6,14 +6,14 @@ be given their positions. A loss that is computed inside the model has to know w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.parallel.sequence_code import makes_masks, numbers_tokens, takes
+from weft.engines.torch.parallel.sequence_code import makes_masks, takes
 from weft.errors import ContractError, listed
 from weft.tensors.nested import tensors
 from weft.tensors.sequence_order import SequencePart, part_of, places
@@ -39,8 +39,7 @@ class SplitInputs:
         self.off = False
         self._part = part
         self._names: dict[int, list[str]] = {}
-        hooks: list[tuple[nn.Module, Any]] = [(module, self._check_parts), (module, self._check_labels)]
-        hooks += [(each, self._check_positions) for each in numbers_tokens(module).values()]
+        hooks: list[tuple[nn.Module, Any]] = [(module, self._check_parts)]
         hooks += [(each, self._without_mask) for each in makes_masks(module).values()]
         for each, hook in hooks:
             self._names[id(each)] = takes(each)
@@ -75,20 +74,13 @@ class SplitInputs:
                 "with its positions",
                 fix=_FIX,
             )
-
-    def _check_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise unless a model that numbers tokens was given the places of this rank."""
-        if torch.compiler.is_compiling() or self._has_places(args, kwargs):
-            return
-        names = [name for name in self._names[id(module)] if "pos" in name]
-        raise ContractError(
-            f"context_parallel: {type(module).__name__} was called without the positions of this rank's tokens",
-            found=f"forward({', '.join(self._names[id(module)])}), and no argument with the places of part "
-            f"{self._part.rank} of {self._part.ranks}",
-            expected=f"{names[0] if names else 'positions'} from split_sequence, each sequence from 0 on: not numbered "
-            "by the model, and no packed sequences",
-            fix=_FIX,
-        )
+        if any(part_of(x) is None and self._counts_anew(x) for x in tensors((args, kwargs))):
+            raise ContractError(
+                f"context_parallel: {type(module).__name__} got positions that count from 0 on this rank",
+                found=f"0, 1, 2, ... for part {wanted.rank} of {wanted.ranks}",
+                expected="the positions of this rank's tokens in the whole sequence, from split_sequence",
+                fix=_FIX,
+            )
 
     def _has_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the positions of this rank are among some arguments."""
@@ -96,6 +88,12 @@ class SplitInputs:
         if any((part := part_of(x)) is not None and part.positions for x in numbers):
             return True
         return any(self._are_places(x) for x in numbers)
+
+    def _counts_anew(self, values: torch.Tensor) -> bool:
+        """Whether these are the positions of a sequence that is as long as a part."""
+        if values.is_floating_point() or values.dtype == torch.bool or not values.ndim or values.shape[-1] < 2:
+            return False
+        return not self._are_places(values) and bool((values == torch.arange(values.shape[-1]).to(values)).all())
 
     def _are_places(self, values: torch.Tensor) -> bool:
         wanted = places(values.shape[-1] * self._part.ranks, self._part, values.device)
@@ -141,40 +139,3 @@ class SplitInputs:
                     expected=f"full causal attention, or sequences of at most {size} places",
                     fix=f"config.{name} = None",
                 )
-
-    def _check_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if a loss inside the model would not be this rank's part of the loss."""
-        names = self._names[id(module)]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if getattr(getattr(module, "config", None), "output_router_logits", False) or given.get("output_router_logits"):
-            raise ContractError(
-                f"context_parallel: {type(module).__name__} adds a loss over the routing of all tokens",
-                found="output_router_logits = True",
-                expected="losses that are sums over tokens: this one is a product of two means",
-                fix="config.output_router_logits = False",
-            )
-        if given.get("labels") is None:
-            return
-        missing = [name for name in ("shift_labels", "num_items_in_batch") if given.get(name) is None]
-        wrong = list(_unread(module, names))
-        if missing or wrong:
-            raise ContractError(
-                f"context_parallel: {type(module).__name__} would compute a loss of this rank's part alone",
-                found=f"labels, without {' and '.join(missing)}" if missing else listed(wrong),
-                expected="labels shifted before they were split, and their number in the whole batch; or a loss "
-                "outside the model",
-                fix="model(**weft.data.split_sequence(batch, ctx)).loss"
-                if missing
-                else "model(input_ids=..., position_ids=...).logits, and a sum over labels by window.denominator",
-            )
-
-
-def _unread(module: nn.Module, names: list[str]) -> Iterator[str]:
-    """Reasons why a model does not look at shifted labels."""
-    if {"shift_labels", "num_items_in_batch"} <= set(names):
-        return
-    loss = getattr(getattr(module, "loss_function", None), "__name__", "a loss of its own")
-    if loss != "ForCausalLMLoss":
-        yield f"labels, and {loss}, which is not known to read shift_labels"
-    elif not any(name.startswith("**") for name in names):
-        yield "labels, and a forward that passes nothing on to its loss"

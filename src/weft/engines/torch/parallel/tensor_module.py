@@ -27,9 +27,9 @@ from weft.engines.torch.hooks.backward_session import BackwardSession
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
+    added_hooks,
     cut_sequence,
     gather_argument,
-    added_hooks,
     hooks_of,
     join_sequence,
     take_off,

@@ -12,7 +12,7 @@ from torch import nn
 from weft.engines.probes import Compared, ProbeMode, Schedule
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.engines.torch.probes.compare import difference, largest_over
-from weft.engines.torch.probes.no_trace import no_trace
+from weft.engines.torch.probes.no_trace import no_trace, zeros_filled
 from weft.engines.torch.probes.observed import Observed
 from weft.errors import ProbeFailed
 from weft.tensors.nested import map_tensors, tensors
@@ -74,7 +74,7 @@ class RowProbe:
             return
         found = [0.0] * self._stages
         for stage, pair in self._rows.items():
-            with no_trace(self._module), torch.no_grad():
+            with no_trace(self._module), zeros_filled(self._module), torch.no_grad():
                 found[stage] = self._largest(lambda *call, stage=stage: compute(stage, *call), list(pair.values()))
         self._rows = {}
         worst = largest_over(group, found, device)
@@ -82,7 +82,7 @@ class RowProbe:
         if wrong:
             raise ProbeFailed(
                 "pipeline: rows of a batch are mixed, which are computed in micro-batches",
-                found=f"rows of two micro-batches differ, computed together and apart; {', '.join(wrong)} of their norm",
+                found=f"rows of two micro-batches, together and apart, differ: {', '.join(wrong)} of their norm",
                 expected="a row that depends on no other one: no statistics, sorting or sums over the batch",
                 fix="norms of each row, as LayerNorm or GroupNorm; or all of it in the loss: pipeline(..., loss=fn)",
             )

@@ -13,11 +13,13 @@ from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
 from weft.tensors.nested import tensors
 
-__all__ = ["difference", "digest", "differing_ranks", "largest_over"]
+_PIECE = 1 << 20  # numbers that are looked at together, as int64
+
+__all__ = ["difference", "differing_ranks", "digest", "largest_over"]
 
 
 def difference(one: Compared) -> float:
-    """The norm of the difference, relative to that of what is expected; infinite for another shape, or NaN on one side."""
+    """The norm of the difference, relative to that of what is expected; infinite for other shapes or one NaN."""
     found, expected = one.found.detach().double(), one.expected.detach().double()
     if found.shape != expected.shape:
         return float("inf")
@@ -33,22 +35,28 @@ def digest(value: Any) -> torch.Tensor:
     """Numbers that are equal for tensors of equal shapes, dtypes and bits: [2] int64, on the CPU."""
     total, shapes = 0, 0
     for number, tensor in enumerate(tensors(value)):
-        flat = local(tensor).detach().contiguous().reshape(-1)
-        if flat.dtype == torch.bool:
-            flat = flat.to(torch.uint8)
-        width = flat.element_size()
-        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-        bits = flat.view(kinds[width]) if width in kinds else torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        bits = bits.view(torch.int32) if bits.element_size() > 4 else bits
-        places = torch.arange(bits.numel(), device=bits.device) % 65521 + number + 1
-        total += int((bits.to(torch.int64) * places).sum())
+        held = local(tensor).detach()
+        width = held.element_size()
+        held = torch.view_as_real(held) if held.is_complex() else held
+        flat = held.contiguous().reshape(-1).view(torch.uint8 if width < 4 else torch.int32)
+        sums = [_weighted(part, number + 1 + start) for start, part in enumerate(flat.split(_PIECE))]
+        total += 0 if not sums else int(torch.stack(sums).sum())
         for fact in (len(tensor.shape), *tensor.shape, width, tensor.is_floating_point()):
             shapes = (shapes * 1000003 + int(fact) + 7) % (1 << 61)
     return torch.tensor([total % (1 << 62), shapes])
 
 
+def _weighted(bits: torch.Tensor, start: int) -> torch.Tensor:
+    """The sum of numbers, each times one that tells its place: 0-d int64."""
+    places = torch.arange(start, start + bits.numel(), device=bits.device) % 65521 + 1
+    return (bits.to(torch.int64) * places).sum()
+
+
 def differing_ranks(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The ranks of a group whose value differs from that of the first one. Collectives: one all-gather of two numbers."""
+    """The ranks of a group whose value differs from that of the first one.
+
+    Collectives: one all-gather of two numbers.
+    """
     mine = digest(value).to(control_device(group, device))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)

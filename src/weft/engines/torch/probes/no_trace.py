@@ -15,11 +15,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = ["copied", "hooks_off", "no_trace", "quiet_hooks"]
+__all__ = ["copied", "hooks_off", "no_trace", "quiet_hooks", "zeros_filled"]
 
 T = TypeVar("T")
+_SMALL = 0.02
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -32,18 +34,20 @@ def no_trace(module: nn.Module) -> Iterator[None]:
     """
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device: Any = None if present is None else torch.get_device_module(present)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  (that of the program)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     of_device = None if device is None else device.get_rng_state()
     attributes = [(part, dict(vars(part))) for part in module.modules()]
+    gathered = [group for part in module.modules() if is_fsdp_unit(part) for group in groups_of(part)]
     filled = {id(v): (v, copy.copy(v)) for _, held in attributes for v in held.values() if _can_fill(v)}
     for part, held in attributes:
         vars(part).update({name: value.clone() for name, value in held.items() if isinstance(value, torch.Tensor)})
     try:
-        yield
+        with kept_prefetches(gathered):
+            yield
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-        np.random.set_state(states[2])  # noqa: NPY002
+        np.random.set_state(states[2])
         if device is not None:
             device.set_rng_state(of_device)
         for part, held in attributes:
@@ -56,6 +60,26 @@ def no_trace(module: nn.Module) -> Iterator[None]:
 
 def _can_fill(value: object) -> bool:
     return type(value) in (list, dict, set, deque)
+
+
+@contextlib.contextmanager
+def zeros_filled(module: nn.Module) -> Iterator[None]:
+    """Let parameters that are zero, as many are in the beginning, be small numbers: they would hide what they multiply.
+
+    They are equal on ranks that have the same parameter; versions of parameters stay as they are.
+    """
+    held = [local(p.detach()).data for p in module.parameters() if p.is_floating_point() and not p.is_meta]
+    plain = [one for one in held if type(one) is torch.Tensor and one.numel()]
+    largest = torch.stack([one.abs().amax().double().cpu() for one in plain]).tolist() if plain else []
+    zeros = [(n, one, one.clone()) for n, (one, size) in enumerate(zip(plain, largest, strict=True)) if size == 0]
+    try:
+        for number, one, _ in zeros:
+            drawn = torch.Generator().manual_seed(number)
+            one.copy_(torch.randn(one.shape, generator=drawn).mul_(_SMALL))
+        yield
+    finally:
+        for _, one, before in zeros:
+            one.copy_(before)
 
 
 @contextlib.contextmanager
@@ -128,7 +152,7 @@ class _SharedValues(TorchFunctionMode):
 
 
 def copied(value: T) -> T:
-    """Arguments for one more call: tensors without their graph, and copies of objects such as caches, which calls fill."""
+    """Arguments for one more call: tensors without their graph, and copies of what calls fill, such as caches."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -5,26 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812  (as everywhere)
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.tensors.nested import tensors
 
 __all__ = ["Observed"]
 
 _LOW = (torch.bfloat16, torch.float16)
-_DROPOUT = (
-    torch.dropout,
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-)
+_DRAWS = (torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)  # all kinds of dropout, but for those with a kernel
 
 
-class Observed(TorchFunctionMode):
+class Observed(TorchDispatchMode):
     """Leaves dropout out, and notes whether numbers of 16 bits were computed.
 
     Attributes:
@@ -36,12 +27,19 @@ class Observed(TorchFunctionMode):
         super().__init__()
         self.low = self.dropped = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, but for dropout."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, but let draws be ones, and the chance of kernels that drop something be 0."""
         kwargs = kwargs or {}
-        if func in _DROPOUT:
+        if func.overloadpacket in _DRAWS:
             self.dropped = True
-            return args[0] if args else kwargs["input"]
+            return args[0].fill_(1) if func.overloadpacket is _DRAWS[1] else torch.ones_like(args[0])
+        if func.overloadpacket is torch.ops.aten.native_dropout:
+            self.dropped = True
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        at = next((n for n, one in enumerate(func._schema.arguments) if one.name == "dropout_p"), None)
+        if at is not None and at < len(args) and args[at]:
+            self.dropped = True
+            args = (*args[:at], 0.0, *args[at + 1 :])
         result = func(*args, **kwargs)
         self.low = self.low or any(t.dtype in _LOW for t in tensors(result))
         return result

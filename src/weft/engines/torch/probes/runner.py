@@ -3,11 +3,15 @@
 [Note: where a probe runs] Inputs are compared before all else, so that nothing is sent that does not fit. What a unit
 computes is measured at once after its forward, inside of its hooks: strategies that come later have gathered its
 parameters, and nobody's hooks on it are called again. Of the hooks in it, those run again that returned something.
+
+[Note: units that are not seen] What is compiled calls no hook: before it, the whole module runs once more, uncompiled.
+If the layers of a unit are called past its forward, the whole module is measured in place of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
@@ -16,13 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
 
 from weft.engines.peers import Peers
 from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
+from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
-from weft.engines.torch.probes.no_trace import copied, hooks_off, no_trace, quiet_hooks
+from weft.engines.torch.probes.no_trace import copied, hooks_off, no_trace, quiet_hooks, zeros_filled
 from weft.errors import ProbeFailed, WeftError, listed
+from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import tensors
 
 __all__ = ["Prober"]
@@ -56,7 +63,11 @@ class Prober:
         self._device = device
         self._schedule = Schedule(mode, list(probe.units))
         self._due: dict[str, int] = {}
+        self._called: set[str] = set()
         self._is_busy = False
+        self._rehearses: bool | None = None  # a call before that of a compiled module; with gradients or without
+        self._calls = Schedule(mode, [""])
+        self._module = weakref.ref(module)
         self._removable = Removable()
         if mode == "off" or peers.pretended:
             return
@@ -66,6 +77,8 @@ class Prober:
                 continue
             attach(unit, self._removable, before=partial(self._before, name), first=True)
             attach(unit, self._removable, around=partial(self._around, name), methods=["forward"])
+        if probe.spare is not None:
+            route_calls(module, self._removable, self._around_all)
 
     def undo(self) -> None:
         """Take the hooks off."""
@@ -88,8 +101,38 @@ class Prober:
             ) from error
         return call(*args, **kwargs)
 
+    def _around_all(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Measure the whole module in place of units that are not seen; see [Note: units that are not seen]."""
+        module = self._module()
+        skips = torch.compiler.is_compiling() or self._is_busy or self._rehearses is not None
+        if module is None or skips or _is_simulated(args, kwargs):
+            return call(*args, **kwargs)
+        number = self._calls.is_due("", _kind(module, args, kwargs))
+        if not number:
+            return call(*args, **kwargs)
+        given = copied((args, kwargs))
+        self._called.clear()
+        is_compiled = bool(already_compiled(module))
+        if is_compiled:
+            self._rehearse(module, *given)
+        output = call(*args, **kwargs)
+        names = self._probe.units.keys() - self._called
+        if any(not any(map(is_elsewhere, self._probe.units[name].parameters())) for name in names):
+            self._measure("", given, number)
+        return output
+
+    def _rehearse(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._rehearses = torch.is_grad_enabled()
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        try:
+            with no_trace(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                functional_call(module, buffers, *copied((args, kwargs)))
+        finally:
+            self._rehearses = None
+
     def _before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
+            self._called.add(name)
             self._due[name] = self._is_due(name, args, kwargs)
 
     def _is_due(self, name: str, args: Any, kwargs: Any) -> int:
@@ -130,18 +173,26 @@ class Prober:
         return True
 
     def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> None:
-        gradients = torch.is_grad_enabled() and number == 1
+        gradients = number == 1 and (self._rehearses or torch.is_grad_enabled())
         with self._apart(name, quiet):
             measured = self._probe.measure(name, *given, gradients=gradients)
-            self._judge(name, [(difference(one), one) for one in measured])
+            self._judge(name, [(difference(one) / one.limit, one) for one in measured])
 
     @contextlib.contextmanager
     def _apart(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:
         """Around what a probe runs."""
-        unit, outside = self._probe.units[name], self._probe.outside
+        unit, outside = self._probe.units.get(name, self._probe.spare), self._probe.outside
+        assert unit is not None
+        eager = torch.compiler.set_stance("force_eager") if already_compiled(unit) else contextlib.nullcontext()
         self._is_busy = True
         try:
-            with no_trace(unit), hooks_off(unit, lambda part, h: (part is unit and not outside) or id(h) in quiet):
+            own = unit if name in self._probe.units and not outside else None
+            with (
+                eager,
+                no_trace(unit),
+                zeros_filled(unit),
+                hooks_off(unit, lambda part, hook: part is own or id(hook) in quiet),
+            ):
                 yield
         finally:
             self._is_busy = False
@@ -149,17 +200,20 @@ class Prober:
     # -- what is wrong ------------------------------------------------------------------------------
 
     def _judge(self, name: str, found: list[tuple[float, Compared]]) -> None:
-        largest = largest_over(self._probe.group, [relative for relative, _ in found], self._device)
-        wrong = [(relative, one) for relative, (_, one) in zip(largest, found, strict=True) if relative > one.limit]
-        if not wrong:
+        """Raise on all ranks if something differs on one of them, by more than its limit."""
+        here = max((times for times, _ in found), default=0.0)
+        (everywhere,) = largest_over(self._probe.group, [here], self._device)
+        if everywhere <= 1:
             return
-        relative, worst = max(wrong, key=lambda pair: pair[0])
-        raise self._error(
-            name,
-            found=f"{worst.what} differs by {relative:.2g} of its norm: {_shown(worst.found)} together, "
-            f"{_shown(worst.expected)} as one process computes it",
-            expected=f"at most {worst.limit:g}; likely, {self._probe.cause}",
-        )
+        text, limit, fix = f"a difference on another rank, {everywhere:.2g} times the limit", "the limit", ""
+        if here > 1:
+            times, worst = next(pair for pair in found if pair[0] == here)
+            limit, fix = f"{worst.limit:g}", worst.fix
+            text = (
+                f"{worst.what} differs by {times * worst.limit:.2g} of its norm: {_shown(worst.found)} together, "
+                f"{_shown(worst.expected)} as one process computes it"
+            )
+        raise self._error(name, found=text, expected=f"at most {limit}; likely, {self._probe.cause}", fix=fix)
 
     def _check_inputs(self, name: str, value: Any) -> None:
         group = self._probe.group
@@ -204,4 +258,8 @@ def _line(error: Exception) -> str:
 
 
 def _shown(tensor: torch.Tensor) -> str:
-    return f"{float(tensor):.8g}" if tensor.numel() == 1 else f"{tuple(tensor.shape)} of norm {float(tensor.detach().double().norm()):.8g}"
+    return (
+        f"{float(tensor):.8g}"
+        if tensor.numel() == 1
+        else f"{tuple(tensor.shape)} of norm {float(tensor.detach().double().norm()):.6g}"
+    )

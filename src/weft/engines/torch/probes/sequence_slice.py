@@ -22,6 +22,10 @@ __all__ = ["SlicedSequences"]
 
 _ROWS = 2
 _TOKENS = 1024  # per sequence, of all ranks together
+_WITH_POSITIONS = (
+    "model(x, positions) with x, positions = weft.data.split_sequence((x, torch.arange(x.shape[1])[None]), ctx), "
+    "the positions of this rank's tokens, where the model numbers them; else compute each place alone"
+)
 _LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
 
 
@@ -33,13 +37,12 @@ class SlicedSequences:
         group: The ranks of the axis.
     """
 
+    spare: nn.Module | None = None
     outside = True
     cause = "something but attention depends on several places of a sequence, of which each rank has a part"
     fix = "compute it for each place alone, or outside of the module, from weft.gather of all parts"
 
-    def __init__(
-        self, module: nn.Module, ranks: Ranks, undivided: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, undivided: Callable[[], AbstractContextManager[None]]) -> None:
         """Remember what is called.
 
         Args:
@@ -48,7 +51,7 @@ class SlicedSequences:
             undivided: A context in which calls are those of one process.
         """
         self.units: Mapping[str, nn.Module] = {"": module}
-        self.group = ranks.group
+        self.group: dist.ProcessGroup | None = ranks.group
         self._ranks = ranks
         self._undivided = undivided
 
@@ -71,7 +74,7 @@ class SlicedSequences:
         """
         del gradients  # of each place; the strategy that averages them over this axis is measured itself
         parts, whole = self._sliced(args, kwargs)
-        with torch.no_grad(), Observed() as observed:
+        with torch.no_grad(), Observed() as observed, _without_fast_path():
             state = torch.get_rng_state()
             found = list(tensors(self._call(name, *parts, whole=False)))
             torch.set_rng_state(state)
@@ -79,19 +82,21 @@ class SlicedSequences:
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
         length = 0 if here is None else here.shape[1] * self._ranks.number
         at = places(length, SequencePart(self._ranks.order, self._ranks.number, self._ranks.rank)) if length else None
+        numbered = any((note := part_of(t)) is not None and note.positions for t in tensors((args, kwargs)))
+        shared: dict[str, Any] = {"fix": "" if numbered else _WITH_POSITIONS}
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
             if not other.is_floating_point():
                 continue
-            limit = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
+            shared["limit"] = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
             what = "what is returned" if len(found) == 1 else f"output {number}"
             if other.ndim == 0:
                 mean = one.clone()
                 dist.all_reduce(mean, group=self.group)
-                yield Compared(f"{what}, as the mean over the ranks,", mean / self._ranks.number, other, limit=limit)
+                yield Compared(f"{what}, as the mean over the ranks,", mean / self._ranks.number, other, **shared)
             elif at is not None and other.ndim > 1 and other.shape[1] == length:
-                yield Compared(what, one, other[:, at.to(other.device)], limit=limit)
+                yield Compared(what, one, other[:, at.to(other.device)], **shared)
             else:
-                yield Compared(what, one, other, limit=limit)
+                yield Compared(what, one, other, **shared)
 
     def _call(self, name: str, args: Any, kwargs: Any, *, whole: bool) -> Any:
         module = self.units[name]
@@ -103,6 +108,7 @@ class SlicedSequences:
         n, order = self._ranks.number, self._ranks.order
         given = [t for t in tensors((args, kwargs)) if t.ndim > 1]
         here = next((t.shape[1] for t in given if part_of(t) is not None), given[0].shape[1] if given else 0)
+        rows = next((t.shape[0] for t in given if t.shape[1] == here), 0)
         length = here * n if here * n <= _TOKENS else _TOKENS // (2 * n) * 2 * n
         part = SequencePart(order, n, self._ranks.rank)
         mine = places(length, part)
@@ -111,13 +117,13 @@ class SlicedSequences:
             return tensor.ndim > 1 and tensor.shape[1] == here
 
         def joined(tensor: torch.Tensor) -> torch.Tensor:
+            few = tensor[:_ROWS].detach().contiguous() if tensor.ndim and tensor.shape[0] == rows else tensor
             if not is_part(tensor):
-                return tensor[:_ROWS] if tensor.ndim > 1 else tensor
-            rows = tensor[:_ROWS].detach().contiguous()
-            pieces = [torch.empty_like(rows) for _ in range(n)]
-            dist.all_gather(pieces, rows, group=self.group)
+                return few
+            pieces = [torch.empty_like(few) for _ in range(n)]
+            dist.all_gather(pieces, few.contiguous(), group=self.group)
             every = torch.cat([places(here * n, part._replace(rank=rank)) for rank in range(n)])
-            return torch.cat(pieces, 1)[:, every.argsort().to(rows.device)][:, :length]
+            return torch.cat(pieces, 1)[:, every.argsort().to(few.device)][:, :length]
 
         whole = map_tensors(joined, (args, kwargs))
 
@@ -131,3 +137,14 @@ class SlicedSequences:
         news = iter(list(tensors(whole)))
         parts = map_tensors(lambda old: cut(old, next(news)), (args, kwargs))
         return parts, whole
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Without gradients, torch's attention is a kernel of its own in eval mode, which cannot be caught."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -8,8 +8,9 @@ it is and with whole parameters, and outputs and gradients are compared.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,16 @@ from torch.func import functional_call
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.probes.no_trace import hooks_off
-from weft.tensors.dtensor import full_tensor, is_fsdp
+from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["TensorUnits", "WholeUnits", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS = ("column", "ColwiseParallel")
+_LOW_LIMIT = 5e-2  # of numbers in 16 bits
 _LOW = (torch.bfloat16, torch.float16)
+_Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 def units_around(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -66,12 +69,18 @@ class WholeUnits:
         group: The ranks that compute them together.
     """
 
+    spare: nn.Module | None = None
     outside = False
     cause = fix = ""
 
     def __init__(self, units: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
         self.units = units
-        self.group = group
+        self.group: dist.ProcessGroup | None = group
+
+    def _unit(self, name: str) -> nn.Module:
+        unit = self.units.get(name, self.spare)
+        assert unit is not None
+        return unit
 
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """All arguments."""
@@ -85,25 +94,20 @@ class WholeUnits:
 
     def _whole(self, name: str) -> dict[str, torch.Tensor]:
         """The parameters of a unit, whole."""
-        return {own: full_tensor(p.detach()) for own, p in self.units[name].named_parameters()}
+        return {own: full_tensor(p.detach()) for own, p in self._unit(name).named_parameters()}
 
     def _undivided(self, name: str) -> AbstractContextManager[None]:
         """A context in which a unit computes alone, without the hooks and methods that divide it."""
         raise NotImplementedError
 
     def _call_whole(self, name: str, parameters: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        unit = self.units[name]
+        unit = self._unit(name)
         buffers = {own: full_tensor(b).clone() for own, b in unit.named_buffers()}
-        with self._undivided(name), hooks_off(unit, lambda part, hook: _gathers(hook)):
+        with self._undivided(name), hooks_off(unit, lambda _, hook: _gathers(hook)):
             return functional_call(unit, {**parameters, **buffers}, tuple(args), dict(kwargs))
 
     def _is_summed(self, name: str, own: str) -> bool:
         """Whether each rank has a part of the gradient of a parameter that is not cut."""
-        del name, own
-        return False
-
-    def _is_elsewhere(self, name: str, own: str) -> bool:
-        """Whether one rank alone has a parameter, and its gradient is that of the rows of all."""
         del name, own
         return False
 
@@ -117,14 +121,14 @@ class WholeUnits:
         del name
         return False
 
-    def _leaves_split(self, name: str) -> bool:
-        """Whether the first output is."""
-        del name
-        return False
-
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part."""
+        """This rank's part of a sequence."""
         return whole
+
+    def _as_found(self, name: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> _Cut:
+        """What makes this rank's part of an output of one process, where it is one."""
+        del name, number, found, expected
+        return _same
 
     def measure(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
@@ -134,14 +138,16 @@ class WholeUnits:
         Yields:
             Outputs; and gradients of arguments and of parameters that are not cut, for one random gradient.
         """
-        unit = self.units[name]
+        unit = self._unit(name)
         # Where parts of the unit are gathered by themselves, a backward pass here would end theirs.
-        nested = any(part is not unit and is_fsdp(part) for part in unit.modules())
+        nested = any((part is not unit or unit is self.spare) and is_fsdp_unit(part) for part in unit.modules())
         gradients = gradients and not nested
         device_type = next((t.device.type for t in tensors((args, kwargs))), "cpu")
         low = torch.is_autocast_enabled(device_type) or any(
             t.dtype in _LOW for t in (*unit.parameters(), *tensors((args, kwargs)))
         )
+        limits = {"limit": _LOW_LIMIT} if low and nested else {}  # what is gathered by itself stays as it is
+        low = low and not nested
 
         def wide(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.float() if low and tensor.is_floating_point() else tensor
@@ -162,21 +168,25 @@ class WholeUnits:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
             state = torch.get_rng_state()
-            together = list(tensors(functional_call(unit, {**mine, **buffers}, *given)))
+            together = list(tensors(functional_call(unit, {**mine, **buffers}, given[0], dict(given[1]))))
             torch.set_rng_state(state)
             alone = list(tensors(self._call_whole(name, whole, *given_whole)))
-            is_part = bool(together) and self._leaves_split(name) and not isinstance(together[0], DTensor)
-            cuts = [self._part if is_part and number == 0 else _same for number in range(len(together))]
-            pairs = [(full_tensor(a), b, cut) for a, b, cut in zip(together, alone, cuts, strict=True)]
+            outputs = enumerate(zip(together, alone, strict=True))
+            pairs = [(full_tensor(a), b, self._as_found(name, number, a, b)) for number, (a, b) in outputs]
             for number, (found, expected, cut) in enumerate(pairs):
-                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, cut(expected))
+                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, cut(expected), **limits)
             if gradients:
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
 
     def _gradients(self, name: str, outputs: list[Any], side: Any, other: Any) -> Iterator[Compared]:
-        """Compare gradients of arguments and of parameters that are not cut."""
-        pairs = [(a, b, cut) for a, b, cut in outputs if a.requires_grad and b.requires_grad]
-        names = [n for n, p in side[1].items() if p.requires_grad and not _is_cut(p) and not self._is_elsewhere(name, n)]
+        """Compare gradients of arguments and of parameters that are not cut.
+
+        Yields:
+            One gradient after the other.
+        """
+        pairs = [(a, b, cut) for a, b, cut in outputs if a.requires_grad]
+        trained = [n for n, p in side[1].items() if p.requires_grad]
+        names = [n for n in trained if not _is_cut(side[1][n])]
         arguments = [(a, b) for a, b in zip(tensors(side[0]), tensors(other[0]), strict=True) if a.requires_grad]
         ours = [a for a, _ in arguments] + [side[1][n] for n in names]
         theirs = [b for _, b in arguments] + [other[1][n] for n in names]
@@ -185,9 +195,12 @@ class WholeUnits:
         drawn = torch.Generator().manual_seed(0)
         arriving = [torch.randn(b.shape, generator=drawn).to(b) for _, b, _ in pairs]
         here = [cut(g) for (_, _, cut), g in zip(pairs, arriving, strict=True)]
-        with torch.autocast(theirs[0].device.type, enabled=False):  # as in a backward pass, which is outside of it
-            expected = torch.autograd.grad([b for _, b, _ in pairs], theirs, arriving, allow_unused=True)
+        alone = [(b, g) for (_, b, _), g in zip(pairs, arriving, strict=True) if b.requires_grad]
+        with torch.autocast(pairs[0][0].device.type, enabled=False):  # as in a backward pass, which is outside of it
             found = torch.autograd.grad([a for a, _, _ in pairs], ours, here, allow_unused=True)
+            expected: Sequence[torch.Tensor | None] = [None] * len(theirs)
+            if alone and theirs:
+                expected = torch.autograd.grad([b for b, _ in alone], theirs, [g for _, g in alone], allow_unused=True)
         # Some gradients are zero but for rounding, as those of the biases of keys.
         floor = 1e-2 * max((float(g.norm()) for g in expected if g is not None), default=0.0)
         labels = [f"the gradient of argument {n}" for n in range(len(arguments))]
@@ -200,7 +213,13 @@ class WholeUnits:
             wanted = torch.zeros_like(theirs[place]) if b is None else b
             if place == 0 and arguments and self._comes_split(name) and not isinstance(ours[0], DTensor):
                 wanted = self._part(wanted)
-            yield Compared(label, ours_whole, wanted, floor)
+            fix = self._fix_of(name, names[place - len(arguments)]) if place >= len(arguments) else ""
+            yield Compared(label, ours_whole, wanted, floor, fix=fix)
+
+    def _fix_of(self, name: str, own: str) -> str:
+        """The line to write if the gradient of a parameter differs."""
+        del name, own
+        return ""
 
 
 class TensorUnits(WholeUnits):
@@ -230,6 +249,7 @@ class TensorUnits(WholeUnits):
         apart = {name: style for name, style in options.styles.items() if name not in options.inside}
         units = units_around(module, apart) | {name: module.get_submodule(name) for name in options.blocks}
         super().__init__(units, group)
+        self.spare = module
         self._mesh = mesh
         self._options = options
         self._own_hooks = frozenset(own_hooks)
@@ -241,7 +261,7 @@ class TensorUnits(WholeUnits):
         return [tensor for place, tensor in enumerate(found) if place != at]
 
     def _undivided(self, name: str) -> AbstractContextManager[None]:
-        return hooks_off(self.units[name], lambda part, hook: id(hook) in self._own_hooks)
+        return hooks_off(self._unit(name), lambda _, hook: id(hook) in self._own_hooks)
 
     def _is_summed(self, name: str, own: str) -> bool:
         return f"{name}.{own}".lstrip(".") in self._options.summed
@@ -251,11 +271,22 @@ class TensorUnits(WholeUnits):
     def _comes_split(self, name: str) -> bool:
         return name in self._options.blocks
 
-    def _leaves_split(self, name: str) -> bool:
-        return name in self._options.blocks
+    def _part(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        size, rank = self._mesh.size(), self._mesh.get_local_rank()
+        held = -(-whole.shape[dim] // size)  # but for the last ranks, which get what is left
+        return whole.narrow(dim, min(rank * held, whole.shape[dim]), max(min(held, whole.shape[dim] - rank * held), 0))
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()]
+    def _as_found(self, name: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> _Cut:
+        """The part of a sequence that a block leaves, or of the logits that a column layer without a row leaves."""
+        if isinstance(found, DTensor) or not found.dim():
+            return _same
+        if number == 0 and name in self._options.blocks:
+            return self._part
+        return _same if found.shape == expected.shape else partial(self._part, dim=-1)
+
+    def _fix_of(self, name: str, own: str) -> str:
+        part = f"{name}.{own}".lstrip(".").rpartition(".")[0]
+        return f'plan={{..., "{part}": "replicate"}}  # each rank has a part of this gradient' if part else ""
 
     def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
         """A copy of an argument; the first one is joined over the ranks, if each has a part of the sequence."""
