@@ -67,6 +67,7 @@ class Prober:
         self._is_busy = False
         self._rehearses: bool | None = None  # a call before that of a compiled module; with gradients or without
         self._calls = Schedule(mode, [""])
+        self._all_due = 0
         self._module = weakref.ref(module)
         self._removable = Removable()
         if mode == "off" or peers.pretended:
@@ -79,6 +80,7 @@ class Prober:
             attach(unit, self._removable, around=partial(self._around, name), methods=["forward"])
         if probe.spare is not None:
             route_calls(module, self._removable, self._around_all)
+            attach(module, self._removable, around=self._around_forward, methods=["forward"])
 
     def undo(self) -> None:
         """Take the hooks off."""
@@ -102,22 +104,27 @@ class Prober:
         return call(*args, **kwargs)
 
     def _around_all(self, call: Any, args: Any, kwargs: Any) -> Any:
-        """Measure the whole module in place of units that are not seen; see [Note: units that are not seen]."""
+        """Let a module with compiled parts run once before its call; see [Note: units that are not seen]."""
         module = self._module()
         skips = torch.compiler.is_compiling() or self._is_busy or self._rehearses is not None
         if module is None or skips or _is_simulated(args, kwargs):
             return call(*args, **kwargs)
-        number = self._calls.is_due("", _kind(module, args, kwargs))
-        if not number:
+        number = self._all_due = self._calls.is_due("", _kind(module, args, kwargs))
+        if number and already_compiled(module):
+            self._rehearse(module, *copied((args, kwargs)))
+            self._all_due = 0
+        return call(*args, **kwargs)
+
+    def _around_forward(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Measure the whole module if the layers of a unit were called past its forward."""
+        number, self._all_due = self._all_due, 0
+        module = self._module()
+        if not number or module is None or any(map(is_elsewhere, module.parameters())):
             return call(*args, **kwargs)
         given = copied((args, kwargs))
         self._called.clear()
-        is_compiled = bool(already_compiled(module))
-        if is_compiled:
-            self._rehearse(module, *given)
         output = call(*args, **kwargs)
-        names = self._probe.units.keys() - self._called
-        if any(not any(map(is_elsewhere, self._probe.units[name].parameters())) for name in names):
+        if self._probe.units.keys() - self._called:
             self._measure("", given, number)
         return output
 
@@ -186,7 +193,7 @@ class Prober:
         eager = torch.compiler.set_stance("force_eager") if already_compiled(unit) else contextlib.nullcontext()
         self._is_busy = True
         try:
-            own = unit if name in self._probe.units and not outside else None
+            own = None if outside else unit
             with (
                 eager,
                 no_trace(unit),

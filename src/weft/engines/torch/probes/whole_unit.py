@@ -140,13 +140,13 @@ class WholeUnits:
         """
         unit = self._unit(name)
         # Where parts of the unit are gathered by themselves, a backward pass here would end theirs.
-        nested = any((part is not unit or unit is self.spare) and is_fsdp_unit(part) for part in unit.modules())
+        nested = any(part is not unit and is_fsdp_unit(part) for part in unit.modules())
         gradients = gradients and not nested
         device_type = next((t.device.type for t in tensors((args, kwargs))), "cpu")
         low = torch.is_autocast_enabled(device_type) or any(
             t.dtype in _LOW for t in (*unit.parameters(), *tensors((args, kwargs)))
         )
-        limits = {"limit": _LOW_LIMIT} if low and nested else {}  # what is gathered by itself stays as it is
+        limit = _LOW_LIMIT if low and nested else 1e-5  # what is gathered by itself stays as it is
         low = low and not nested
 
         def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,9 @@ class WholeUnits:
             outputs = enumerate(zip(together, alone, strict=True))
             pairs = [(full_tensor(a), b, self._as_found(name, number, a, b)) for number, (a, b) in outputs]
             for number, (found, expected, cut) in enumerate(pairs):
-                yield Compared(f"output {number}" if len(pairs) > 1 else "the output", found, cut(expected), **limits)
+                yield Compared(
+                    f"output {number}" if len(pairs) > 1 else "the output", found, cut(expected), limit=limit
+                )
             if gradients:
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from weft.engines.probes import Probe
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.hooks.method_hooks import Removable, attach
@@ -83,7 +84,7 @@ class DividedExperts:
                 for number, expert in enumerate(experts)
                 for rest, _ in expert.named_parameters()
             }
-        self.probe = ExpertUnits(units, self._line.group, layers, places)
+        self.probe: Probe = ExpertUnits(units, self._line.group, layers, places)
         refuse_local_losses("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
         self._removable.add(before_every_step(self, _before_step(weakref.ref(self))))
