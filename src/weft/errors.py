@@ -6,6 +6,7 @@
     |-- ContractError           a transform was used against its rules
     |   |-- AlreadyApplied      ... a second time on the same object
     |   |-- OrderError          ... in an order that would change the numbers
+    |   |-- ProbeFailed         ... which probes have measured
     |   |-- StaleContext        ... with a context that misses what was done to the object
     |   |-- NameChanged         ... and changed names, keys or the class of a module
     |   |-- NotSynchronized     gradients that should be reduced over ranks were not

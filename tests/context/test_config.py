@@ -25,6 +25,7 @@ LAYERS = {
     "timeout_s": (1.0, "2", 2.0, 3),
     "seed": (1, "2", 2, 3),
     "debug": (True, "0", False, True),
+    "probes": ("off", "every", "every", "auto"),
 }
 
 

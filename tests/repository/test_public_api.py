@@ -60,7 +60,8 @@ def _named(name):
 FUNCTIONS = [n for n in WHERE if callable(_named(n)) and not isinstance(_named(n), (type, types.ModuleType))]
 ERRORS = [
     "AlreadyApplied", "CheckpointError", "CollectiveRefused", "ContextError", "ContractError", "MissingExtra",
-    "NameChanged", "NotSynchronized", "OrderError", "PeerError", "StaleContext", "UnusedParameters", "WeftError",
+    "NameChanged", "NotSynchronized", "OrderError", "PeerError", "ProbeFailed", "StaleContext", "UnusedParameters",
+    "WeftError",
 ]  # fmt: skip
 TYPES = [n for n in WHERE if isinstance(_named(n), type)]
 PROTOCOLS = [f"contract.{name}" for name in ("GradSync", "ReducesIn", "Undoable")]
@@ -452,6 +453,7 @@ PARENTS = {
     "NotSynchronized": "ContractError",
     "UnusedParameters": "ContractError",
     "PeerError": "WeftError",
+    "ProbeFailed": "ContractError",
     "CheckpointError": "WeftError",
     "MissingExtra": "WeftError",
     "WeftError": "Exception",

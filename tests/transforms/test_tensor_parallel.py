@@ -333,7 +333,7 @@ def test_what_cannot_be_exact_is_refused_before_anything_changes():
 MEASURED = {
     "fixed heads": (lambda: _heads(4), ATTENTION, (2, 3, 16)),
     "taken apart": (lambda: nn.Sequential(Packed()), {"0.both": "column", "0.out": "row"}, (2, 3, 16)),
-    "dropout": (lambda: mlp(8, nn.Dropout(0.1)), MLP, (2, 4)),
+    "dropout": (lambda: mlp(8, nn.Dropout(0.1)), MLP, (64, 4)),
 }
 
 

@@ -3,6 +3,7 @@
 protocol.py  what transforms ask of an engine
 options.py   what transforms hand to an engine
 results.py   what an engine returns
+probes.py    what is measured while a program runs, and when
 peers.py     what an engine may ask of the other ranks
 torch/       plain torch: the default
 xla/         torch-xla, a guest

@@ -74,7 +74,8 @@ def context_parallel(
 
     Args:
         module: Attends with `F.scaled_dot_product_attention`, causally or fully, without dropout of attention
-            weights; each place is computed alone otherwise. If it numbers tokens, it takes their positions.
+            weights; each place is computed alone otherwise. If it numbers tokens, it takes their positions. Both are
+            measured when it is called.
         ctx: The current context.
         axis: The mesh axis whose ranks hold the parts.
         method: "heads": each rank computes whole sequences of some heads, which have to divide by the ranks; keys
@@ -89,9 +90,9 @@ def context_parallel(
     Raises:
         AlreadyApplied: It was applied before.
         OrderError: After a strategy or `compile`; or a block of `recompute` is an attention module itself.
-        ContractError: Attention that cannot be caught, or drops weights; a module that numbers tokens itself; heads
-            that do not divide. In forward: inputs or positions that are not this rank's part, a mask that is neither
-            causal nor full, labels from which the model would compute another loss.
+        ContractError: Attention that cannot be caught. In a call: inputs or positions that are not this rank's part,
+            a mask that is neither causal nor full, attention that drops weights, heads that do not divide; or
+            `ProbeFailed`: something else depends on several places, as positions that the model numbers itself.
         ContextError: There is no such axis, it is a data axis, or the ranks pass different models or options.
         PeerError: Another rank failed.
 

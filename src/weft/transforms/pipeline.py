@@ -12,8 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from weft.checks import check_count, check_module
 from weft.collectives import broadcast
@@ -26,7 +24,7 @@ from weft.engines.results import Undoable
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.engines.torch.pipeline.batch_parts import check_flags
 from weft.engines.torch.pipeline.schedules import check_schedule, owners, stages_per_rank
-from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error
+from weft.errors import AlreadyApplied, ContextError, ContractError, type_error
 from weft.peers.ledger import Ledger
 from weft.peers.world import World
 from weft.precision import PrecisionOffer
@@ -81,12 +79,13 @@ def pipeline(
     names, without gradients. Calls of its layers are routed. Names, class and keys stay.
     Collectives: here, one broadcast of all parameters along `axis`; per call and micro-batch, one message forward and
     one back between neighbors, and one broadcast of the loss. The first call with inputs of new shapes also sends the
-    first micro-batch once more, to learn the shapes, and the last stage compares its loss with that of the whole
-    batch. Without gradients, one message forward per micro-batch, and a broadcast of the outputs.
+    first micro-batch once more, to learn the shapes. Without gradients, one message forward per micro-batch, and a
+    broadcast of the outputs. Probes add one all-reduce in calls that are measured.
 
     Args:
         module: Whose layers forward calls one after the other, each once; on the CPU, on `ctx.device` or on meta.
-            Dropout has to be 0 and BatchNorm is refused: one process would compute other numbers.
+            Rows may not depend on each other, as with batch norm, which is measured. Dropout draws for each
+            micro-batch, so that it drops other elements than in one process.
         ctx: The current context.
         loss: A function of output and target, if forward does not return the loss; the call then takes the target
             last, or as `target=`. It gives the mean over the rows, or a sum and the number of its terms.
@@ -106,8 +105,9 @@ def pipeline(
     Raises:
         AlreadyApplied: `module` is replicated or sharded already.
         ContextError: There is no such axis, the ranks pass different models or options, or torch is older than 2.13.
-        ContractError: Fewer blocks than stages, tied weights on several stages, dropout, BatchNorm, fp16, or
-            `tensor_parallel` with `sequence=True`.
+        ContractError: Fewer blocks than stages, tied weights on several stages, fp16, or `tensor_parallel` with
+            `sequence=True`. In a call, `ProbeFailed`: rows depend on each other, or the mean over the micro-batches
+            is not the loss of the batch.
         OrderError: A living optimizer holds parameters and is not in `rebind`.
         TypeError: Not a module, or an option of another kind.
         ValueError: An option is out of range, or the schedule does not fit the number of stages or micro-batches.
@@ -235,32 +235,7 @@ def _check_module(module: nn.Module, ctx: DistContext) -> None:
             expected="layers that return full sequences: positions between them are computed on every stage",
             fix="weft.tensor_parallel(model, ctx, sequence=False)",
         )
-    named = [(name or "the module itself", part) for name, part in module.named_modules()]
-    norms = [name for name, part in named if isinstance(part, _BatchNorm)]
-    drops = [name for name, part in named if _drops(part)]
-    if norms or drops:
-        raise ContractError(
-            f"pipeline: {type(module).__name__} would not compute the same numbers as in one process",
-            found="; ".join(
-                [
-                    *([f"batch statistics of micro-batches: {listed(norms)}"] if norms else []),
-                    *([f"dropout, drawn for each micro-batch: {listed(drops)}"] if drops else []),
-                ]
-            ),
-            expected="layers that treat each row independently",
-            fix="GroupNorm or LayerNorm in place of BatchNorm"
-            if norms
-            else "dropout 0, as in config.attention_dropout",
-        )
     check_flags(module, {})
-
-
-def _drops(part: nn.Module) -> bool:
-    """Whether a layer draws random numbers in training."""
-    if isinstance(part, _DropoutNd):
-        return part.p > 0
-    rates = (getattr(part, name, 0) for name in ("attention_dropout", "dropout", "dropout_p", "attn_dropout"))
-    return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)
 
 
 def _raise_later() -> None:

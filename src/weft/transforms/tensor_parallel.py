@@ -90,9 +90,9 @@ def tensor_parallel(
             applied.
         ContextError: There is no such axis, batches differ along it, heads or features are not divisible by its ranks,
             or the ranks pass different models or options.
-        ContractError: A part would compute something else on its share: dropout, a view with a fixed number of heads,
-            an output that is taken apart; with `sequence=True`, a part without a style. In the first backward pass:
-            gradients of whole parameters differ.
+        ContractError: With `sequence=True`, a part has no style. In a call, `ProbeFailed`: inputs differ between the
+            ranks, or a part computes something else on its share, as with dropout, a view with a fixed number of
+            heads, or an output that is taken apart. In the first backward pass: gradients of whole parameters differ.
         TypeError: `module` is not a module, or a part is of a kind that its style cannot cut.
         ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model has no plan.
         PeerError: Another rank failed.

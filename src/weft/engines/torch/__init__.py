@@ -12,6 +12,7 @@ optim/            what happens around an optimizer's step
 amp/              mixed precision
 compute/          activation checkpointing, torch.compile
 parallel/         one model computed by several ranks
+probes/           promises that are measured
 hooks/            seeing what a module and its gradients do
 device/           devices, and batches brought to them
 streaming/        parts whose parameters have memory only while they are called

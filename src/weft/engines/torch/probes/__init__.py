@@ -1,7 +1,10 @@
 """Probes: promises that are measured while a program runs.
 
-runner.py      when a unit is called: compare what goes in, and measure what it computes
-compare.py     with one process, and with the other ranks
-no_trace.py    one call more, that leaves nothing behind
-whole_unit.py  tensor parallelism: layers on several ranks, and whole on each
+runner.py          when a unit is called: compare what goes in, and measure what it computes
+compare.py         with one process, and with the other ranks
+no_trace.py        one call more, that leaves nothing behind
+observed.py        what is computed while a probe runs, and without dropout
+whole_unit.py      tensor parallelism: layers on several ranks, and whole on each
+whole_experts.py   expert parallelism: experts on several ranks, and all of them on each
+sequence_slice.py  context parallelism: a slice of a batch in parts and whole
 """

@@ -216,10 +216,7 @@ class Prober:
         if here > 1:
             times, worst = next(pair for pair in found if pair[0] == here)
             limit, fix = f"{worst.limit:g}", worst.fix
-            text = (
-                f"{worst.what} differs by {times * worst.limit:.2g} of its norm: {_shown(worst.found)} together, "
-                f"{_shown(worst.expected)} as one process computes it"
-            )
+            text = _difference(worst, times * worst.limit)
         raise self._error(name, found=text, expected=f"at most {limit}; likely, {self._probe.cause}", fix=fix)
 
     def _check_inputs(self, name: str, value: Any) -> None:
@@ -264,9 +261,11 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _shown(tensor: torch.Tensor) -> str:
-    return (
-        f"{float(tensor):.8g}"
-        if tensor.numel() == 1
-        else f"{tuple(tensor.shape)} of norm {float(tensor.detach().double().norm()):.6g}"
-    )
+def _difference(one: Compared, relative: float) -> str:
+    found, expected = one.found.detach().double(), one.expected.detach().double()
+    if found.shape != expected.shape:
+        return f"{one.what} has shape {tuple(found.shape)} together, {tuple(expected.shape)} in one process"
+    is_one = found.numel() == 1
+    here, alone = (float(value if is_one else value.norm()) for value in (found, expected))
+    shape, unit = ("", "itself") if is_one else (f" {tuple(found.shape)}", "its norm")
+    return f"{one.what}{shape} differs by {relative:.2g} of {unit}: {here:.7g} together, {alone:.7g} in one process"
