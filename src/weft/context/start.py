@@ -566,7 +566,7 @@ def _context(
         seed=settings.seed,
         timeout_s=world.timeout_s,
         debug=settings.debug,
-        probes=settings.probes,
+        probes="off" if world.pretended else settings.probes,  # there are no values
         ranks=world.ranks,
         sources=settings.sources,
         engine=engine,

@@ -23,15 +23,22 @@ _MADE = frozenset(
 
 
 class Elsewhere(torch.Tensor):
-    """Such a tensor."""
+    """Such a tensor.
+
+    Attributes:
+        any_shape: Whether its shape is a guess: operations that it does not fit give another one like it.
+    """
+
+    any_shape: bool
 
     @staticmethod
-    def like(tensor: torch.Tensor, device: torch.device | None = None) -> Elsewhere:
+    def like(tensor: torch.Tensor, device: torch.device | None = None, *, any_shape: bool = False) -> Elsewhere:
         """One of the same shape, dtype and device."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: Elsewhere = make(
             Elsewhere, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
         )
+        made.any_shape = any_shape
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -41,7 +48,7 @@ class Elsewhere(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         given = [one for one in _flat((args, kwargs or {})) if isinstance(one, cls)]
-        device = given[0].device
+        device, any_shape = given[0].device, any(one.any_shape for one in given)
 
         def on_meta(value: Any) -> Any:
             return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
@@ -58,6 +65,8 @@ class Elsewhere(torch.Tensor):
         try:
             found = func(*_mapped(on_meta, args), **_mapped(on_meta, kwargs or {}))
         except (NotImplementedError, RuntimeError) as error:
+            if any_shape:
+                return cls.like(given[0], device, any_shape=True)
             raise ContractError(
                 f"pipeline: {func} needs values that another stage computes",
                 found=f"a tensor of shape {tuple(given[0].shape)} without values",
@@ -66,7 +75,11 @@ class Elsewhere(torch.Tensor):
             ) from error
         if func._schema.is_mutable:
             return args[0]
-        return _mapped(lambda value: cls.like(value, device) if isinstance(value, torch.Tensor) else value, found)
+
+        def elsewhere(value: Any) -> Any:
+            return cls.like(value, device, any_shape=any_shape) if isinstance(value, torch.Tensor) else value
+
+        return _mapped(elsewhere, found)
 
 
 def has_elsewhere(value: Any) -> bool:

@@ -182,6 +182,7 @@ class PipelinedModule:
             if stage < self._last:
                 return self._borders.flat(key, stage, output)
             if self._options.probes != "off":
+                running.ends_with_layer = output is self._forward.returned
                 running.returned.append(map_tensors(torch.Tensor.detach, self._forward.returned))
             loss = self._loss_of(output, part)
             running.losses.append(loss._replace(value=loss.value.detach()))
@@ -214,6 +215,8 @@ class PipelinedModule:
         """The loss, from what the last layer has returned."""
         running = self._pass
         assert running is not None
+        if running.ends_with_layer:
+            return self._loss_of(returned, part)
         output = self._forward.run(self._last + 1, returned, lambda: running.call(*part.args, **part.kwargs))
         return self._loss_of(output, part)
 
@@ -263,6 +266,7 @@ class _Pass:
         self.call = call
         self.batches = batches
         self.returned: list[Any] = []  # by the last layer
+        self.ends_with_layer = False  # whether forward returns that
         self.losses: list[Loss] = []
         self.error: Exception | None = None
 

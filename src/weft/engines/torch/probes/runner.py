@@ -268,4 +268,4 @@ def _difference(one: Compared, relative: float) -> str:
     is_one = found.numel() == 1
     here, alone = (float(value if is_one else value.norm()) for value in (found, expected))
     shape, unit = ("", "itself") if is_one else (f" {tuple(found.shape)}", "its norm")
-    return f"{one.what}{shape} differs by {relative:.2g} of {unit}: {here:.7g} together, {alone:.7g} in one process"
+    return f"{one.what}{shape} differs by {relative:.2g} of {unit}: {here:.6g} together, {alone:.6g} in one process"
