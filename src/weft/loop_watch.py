@@ -1,4 +1,4 @@
-"""`watch_loop`: optimizers that step in the loop over a sharded loader, as if there were one rank.
+"""Optimizers that step as if there were one rank: in the loop over a sharded loader, or after `context_parallel`.
 
 A model without a strategy raises nothing: each rank trains it on its own part of the data. Neither does a mean loss
 that is not weighed where ranks have different numbers of samples. What a loop does is seen when an optimizer steps.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weft.context import DistContext
@@ -22,10 +23,11 @@ from weft.contract import GradSync, KeepsParameters, StepsApart, offered, wrappe
 from weft.data import ShardedLoader
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.engines.torch.hooks.every_optimizer import before_every_step
-from weft.errors import warn
+from weft.engines.torch.probes.compare import differing_ranks
+from weft.errors import ContractError, warn
 from weft.tensors.bit_sums import can_be_read, sum_of_bits
 
-__all__ = ["watch_loop"]
+__all__ = ["PartsWatch", "watch_loop"]
 
 _STEPS = 16  # in which weights are compared
 
@@ -37,6 +39,64 @@ def watch_loop(loader: ShardedLoader[Any], ctx: DistContext) -> None:
     """
     if ctx.data_size > 1 and ctx.data_size == ctx.world_size and ctx.world.store is not None:
         before_every_step(loader.weft_cursor, _Watch(loader, ctx))  # the cursor: loaders of windows are copies with it
+
+
+class PartsWatch:
+    """Raises on all ranks when an optimizer steps on gradients of this rank's part of each sequence alone."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """Look at the first step of each optimizer.
+
+        Args:
+            module: Whose parameters need gradients of all parts.
+            group: The ranks that have them.
+        """
+        self._module = weakref.ref(module)
+        self._group: dist.ProcessGroup | None = group
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._end = before_every_step(self, _weakly(self))
+
+    def undo(self) -> None:
+        """Look no more."""
+        self._end()
+
+    def release(self) -> None:
+        """Let the process group go."""
+        self._group = None
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare gradients that no strategy takes care of.
+
+        Collectives: one all-gather of two numbers, if there are any.
+
+        Raises:
+            ContractError: They differ between the ranks.
+        """
+        module = self._module()
+        if module is None or self._group is None or optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        mine = {id(p) for p in module.parameters()}
+        gradients = [p.grad for p in _trained_apart(optimizer) if id(p) in mine and p.grad is not None]
+        if gradients and differing_ranks(gradients, self._group, gradients[0].device):
+            raise ContractError(
+                f"context_parallel: each rank trains {type(module).__name__} on its part of each sequence alone",
+                found=f"{type(optimizer).__name__} steps on {len(gradients)} gradients that differ between the ranks",
+                expected="a strategy after context_parallel, which averages gradients over its axis and the data axes",
+                fix="model, ctx = weft.replicate(model, ctx)  # or weft.fully_shard, weft.zero_partition",
+            )
+
+
+def _weakly(watch: PartsWatch) -> Any:
+    found = weakref.ref(watch)
+
+    def run(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        alive = found()
+        if alive is not None:
+            alive.look(optimizer)
+
+    return run
 
 
 class _Watch:

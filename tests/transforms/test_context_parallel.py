@@ -666,6 +666,28 @@ def test_orders_and_axes_that_would_be_wrong_are_refused():
     run_ranks(_with_recomputed_attention, 2, mesh={"data": 1, "context": 2})
 
 
+def _alone(ctx, *, averages):
+    model, ctx = weft.context_parallel(_model(), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = (column[:4] for column in _data().tensors)
+    x, y, at = weft.data.split_sequence((x, y, _positions(x)), ctx)
+    F.cross_entropy(model(x, at).flatten(0, 1), y.flatten()).backward()
+    if averages:
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad)
+        optimizer.step()
+        return
+    with pytest.raises(ContractError, match=r"(?s)on its part of each sequence alone.*SGD steps on.*weft.replicate"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_step_on_gradients_of_one_part_alone_is_refused(averages):
+    run_ranks(_alone, 2, averages=averages, mesh={"context": 2})
+
+
 def _on_data_axis(ctx):
     with pytest.raises(ContextError, match="batches differ along 'data'"):
         weft.context_parallel(_model(), ctx, axis="data")

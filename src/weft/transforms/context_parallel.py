@@ -24,6 +24,7 @@ from weft.engines.torch.parallel.sequence_inputs import SplitInputs
 from weft.engines.torch.parallel.split_attention import SplitAttention
 from weft.engines.torch.probes.sequence_slice import SlicedSequences
 from weft.errors import ContextError, ContractError, OrderError, listed
+from weft.loop_watch import PartsWatch
 from weft.tensors.sequence_order import Order, SequencePart
 
 __all__ = ["context_parallel"]
@@ -92,7 +93,8 @@ def context_parallel(
         OrderError: After a strategy or `compile`; or a block of `recompute` is an attention module itself.
         ContractError: Attention that cannot be caught. In a call: inputs or positions that are not this rank's part,
             a mask that is neither causal nor full, attention that drops weights, heads that do not divide; or
-            `ProbeFailed`: something else depends on several places, as positions that the model numbers itself.
+            `ProbeFailed`: something else depends on several places, as positions that the model numbers itself. In
+            the first step of an optimizer: no strategy averages gradients over `axis`.
         ContextError: There is no such axis, it is a data axis, or the ranks pass different models or options.
         PeerError: Another rank failed.
 
@@ -123,7 +125,7 @@ def context_parallel(
     inputs = SplitInputs(module, SequencePart(order, number, line.rank))
     split = SplitAttention(attention, ranks, method)
     probe = SlicedSequences(module, ranks, partial(_undivided, inputs, split))
-    return module, ctx.offering(InParts((axis,)), inputs, split, probe)
+    return module, ctx.offering(InParts((axis,)), inputs, split, probe, PartsWatch(module, line.group))
 
 
 @contextlib.contextmanager
