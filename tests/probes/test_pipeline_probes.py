@@ -1,0 +1,545 @@
+"""pipeline: stages that mix the rows of a batch, and losses that are no mean over micro-batches, are refused."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import weft
+from weft.testing import run_ranks
+
+from .attempts import STEPS, Watch, attempt, check_exact, check_refused, fit
+
+ROWS, TOKENS, WIDTH, CLASSES = 8, 3, 6, 5
+
+
+class Block(nn.Module):
+    """A layer, and a function of its output: [rows, tokens, features]."""
+
+    def __init__(self, mix=torch.tanh):
+        super().__init__()
+        self.layer, self.mix = nn.Linear(WIDTH, WIDTH), mix
+
+    def forward(self, x):
+        return x + self.mix(self.layer(x))
+
+
+class Net(nn.Module):
+    """Four blocks on two stages."""
+
+    def __init__(self, early=Block, late=Block):
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList([early(), Block(), Block(), late()])
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.last(h)
+
+
+def mean_squares(output, target):
+    return F.mse_loss(output, F.one_hot(target, CLASSES).to(output.dtype))
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+
+def standardised(axes):
+    return lambda h: (h - h.mean(axes, keepdim=True)) / (h.var(axes, keepdim=True, unbiased=False) + 1e-5).sqrt()
+
+
+def attended(axis):
+    """Attention of rows to each other, or of tokens."""
+
+    def run(h):
+        h = h.movedim(axis, -2)
+        return F.scaled_dot_product_attention(h, h, h).movedim(-2, axis)
+
+    return run
+
+
+def scaled_by_numpy(h):
+    return h / np.abs(h.detach().numpy()).max()
+
+
+def scaled_by_numpy_of_rows(h):
+    return h / torch.from_numpy(np.abs(h.detach().numpy()).max(axis=(1, 2), keepdims=True))
+
+
+def branching(h):
+    return h * 2 if h.sum() > 3 else h * -3
+
+
+def no_branching(h):
+    return torch.where(h.sum((1, 2), keepdim=True) > 3, h * 2, h * -3)
+
+
+def reversed_in_place(axis):
+    def run(h):
+        h = h.clone()
+        h[:] = h.detach().flip(axis) + h
+        return h
+
+    return run
+
+
+class Ranked(torch.autograd.Function):
+    """Adds the place of each number among the others, with its gradient written by hand."""
+
+    @staticmethod
+    def forward(ctx, h, axis):
+        return h + 0.1 * h.argsort(axis).argsort(axis)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def scripted_source(h: torch.Tensor, axis: int) -> torch.Tensor:
+    return h - torch.logsumexp(h, dim=[axis], keepdim=True)
+
+
+def scripted(axis):
+    with warnings.catch_warnings(action="ignore"):  # that it is deprecated
+        function = torch.jit.script(scripted_source)
+    return lambda h: function(h, axis)
+
+
+class Counter(nn.Module):
+    """A factor that depends on how often the block was called, or on nothing but its input."""
+
+    def __init__(self, *, is_used):
+        super().__init__()
+        self.layer, self.calls, self.is_used = nn.Linear(WIDTH, WIDTH), 0, is_used
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.layer(x) / (self.calls if self.is_used else 1)
+
+
+class Averaging(nn.Module):
+    """A buffer with a moving average of what came through, which is read or not."""
+
+    def __init__(self, *, is_used):
+        super().__init__()
+        self.layer, self.is_used = nn.Linear(WIDTH, WIDTH), is_used
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean((0, 1))
+        return x + h - (self.average if self.is_used else 0.1)
+
+
+class Queue(nn.Module):
+    """What came before, in a list."""
+
+    def __init__(self, *, is_used):
+        super().__init__()
+        self.layer, self.is_used, self.seen = nn.Linear(WIDTH, WIDTH), is_used, [torch.zeros(WIDTH)]
+
+    def forward(self, x):
+        h = self.layer(x)
+        before = self.seen[-1]
+        self.seen.append(h.detach().mean((0, 1)))
+        return x + (h - before if self.is_used else h)
+
+
+class Hooked(Block):
+    """A hook of the user on a layer."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.layer.register_forward_hook(lambda part, args, output: output - output.amax(axis, keepdim=True))
+
+
+ROWS_MIXED = {
+    "batch statistics by hand": (standardised((0, 1)), standardised((1, 2))),
+    "functional batch_norm": (
+        lambda h: F.batch_norm(h.mT, None, None, training=True).mT,
+        lambda h: F.instance_norm(h.mT).mT,
+    ),
+    "attention": (attended(0), attended(1)),
+    "cumsum": (lambda h: h.cumsum(0), lambda h: h.cumsum(1)),
+    "sort": (lambda h: h.sort(0).values, lambda h: h.sort(1).values),
+    "roll": (lambda h: h + h.roll(1, 0), lambda h: h + h.roll(1, 1)),
+    "einsum": (lambda h: torch.einsum("btf,cuf->btf", h, h), lambda h: torch.einsum("btf,buf->btf", h, h)),
+    "numpy": (scaled_by_numpy, scaled_by_numpy_of_rows),
+    "branch on a value": (branching, no_branching),
+    "in place": (reversed_in_place(0), reversed_in_place(1)),
+    "function of autograd": (lambda h: Ranked.apply(h, 0), lambda h: Ranked.apply(h, 1)),
+    "script": (scripted(0), scripted(1)),
+    "vmap": (
+        lambda h: torch.func.vmap(lambda one: one - one.max(), 1, 1)(h),
+        lambda h: torch.func.vmap(lambda one: one - one.max())(h),
+    ),
+    "operator of aten": (
+        lambda h: torch.ops.aten._softmax.default(h, 0, False),
+        lambda h: torch.ops.aten._softmax.default(h, 1, False),
+    ),
+    "number of rows": (lambda h: h * h.shape[0] / 4, lambda h: h * h.shape[1] / 4),
+    "advanced indexing": (lambda h: h + h[[0]], lambda h: h + h[:, [0]]),
+    "reshape": (
+        lambda h: h.reshape(2, -1, TOKENS, WIDTH).flip(0).reshape(h.shape) + h,
+        lambda h: h.reshape(-1, TOKENS, 2, WIDTH // 2).flip(2).reshape(h.shape) + h,
+    ),
+    "topk": (
+        lambda h: h.masked_fill(h < h.topk(2, 0).values[-1:], 0.0),
+        lambda h: h.masked_fill(h < h.topk(2, 1).values[:, -1:], 0.0),
+    ),
+}
+BLOCKS = {
+    "counter": (lambda: Counter(is_used=True), lambda: Counter(is_used=False)),
+    "moving average": (lambda: Averaging(is_used=True), lambda: Averaging(is_used=False)),
+    "list of what was seen": (lambda: Queue(is_used=True), lambda: Queue(is_used=False)),
+    "hook of the user": (lambda: Hooked(0), lambda: Hooked(1)),
+}
+PAIRS = {name: tuple((lambda mix=one: Block(mix)) for one in pair) for name, pair in ROWS_MIXED.items()} | BLOCKS
+PLACES = dict(zip(PAIRS, itertools.cycle(["early", "late"]), strict=False))
+
+
+def made(**blocks):
+    torch.manual_seed(0)
+    return Net(**blocks).double()
+
+
+def batches():
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(ROWS, TOKENS, 4, generator=draw, dtype=torch.float64),
+            torch.randint(0, CLASSES, (ROWS, TOKENS), generator=draw),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def train(ctx, blocks, loss, watch=None, micro_batches=4):
+    model = made(**blocks)
+    if watch is not None:
+        watch.begin(model)
+    model, ctx = weft.pipeline(model, ctx, loss=loss, micro_batches=micro_batches)
+    return fit(model, batches(), lambda model, batch: model(*batch), watch)
+
+
+def naive(blocks, loss):
+    return fit(made(**blocks), batches(), lambda model, batch: value_of(loss(model(batch[0]), batch[1])))
+
+
+def value_of(loss):
+    return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+
+def both(ctx, name, place):
+    unsound, sound = PAIRS[name]
+    found = train(ctx, {place: sound}, mean_squares)
+    return found, attempt(train, ctx, {place: unsound}, mean_squares)
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES.items())
+def test_a_stage_that_mixes_rows_is_refused(name, place):
+    expected = naive({place: PAIRS[name][1]}, mean_squares)
+    found = run_ranks(both, 2, name, place, mesh={"pipeline": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- losses ----------------------------------------------------------------------------------------------
+
+WEIGHTS = torch.linspace(0.5, 3.0, CLASSES, dtype=torch.float64)
+
+
+def flat(loss, **options):
+    return lambda output, target: loss(output.flatten(0, 1), target.flatten(), **options)
+
+
+def per_token(output, target):
+    return F.cross_entropy(output.mT, target, reduction="none")
+
+
+def weighted(output, target):
+    weights = WEIGHTS[target]
+    return (per_token(output, target) * weights).sum(), weights.sum()
+
+
+def counted(ignored):
+    def loss(output, target):
+        return flat(F.cross_entropy, ignore_index=ignored, reduction="sum")(output, target), (target != ignored).sum()
+
+    return loss
+
+
+def masked(output, target):
+    mask = target > 1
+    return per_token(output, target)[mask].mean()
+
+
+def masked_and_counted(output, target):
+    mask = target > 1
+    return (per_token(output, target) * mask).sum(), mask.sum()
+
+
+def with_penalty(penalty):
+    return lambda output, target: mean_squares(output, target) + penalty(output, target)
+
+
+def hard_examples(output, target):
+    """The mean over the rows with the largest losses."""
+    return per_token(output, target).mean(1).topk(len(target) // 2).values.mean()
+
+
+def hard_tokens(output, target):
+    return per_token(output, target).topk(2, 1).values.mean()
+
+
+def contrast(output, target):
+    """Each row against all others, or each token against those of its row."""
+    flat_rows = F.normalize(output.mean(1), dim=-1)
+    return F.cross_entropy(flat_rows @ flat_rows.mT, torch.arange(len(target)))
+
+
+def contrast_of_tokens(output, target):
+    rows = F.normalize(output, dim=-1)
+    return F.cross_entropy(rows @ rows.mT, torch.arange(TOKENS).expand(len(target), -1))
+
+
+def overlap(output, target):
+    """A Dice loss over the batch."""
+    chances, truth = output.softmax(-1), F.one_hot(target, CLASSES)
+    return 1 - 2 * (chances * truth).sum() / (chances.square().sum() + truth.sum())
+
+
+def overlap_of_rows(output, target):
+    chances, truth = output.softmax(-1).flatten(1), F.one_hot(target, CLASSES).flatten(1)
+    return (1 - 2 * (chances * truth).sum(1) / (chances.square().sum(1) + truth.sum(1))).mean()
+
+
+def balanced(output, target):
+    """Weights from how often each class is in the batch."""
+    counts = torch.bincount(target.flatten(), minlength=CLASSES)
+    return (per_token(output, target) / counts[target]).mean()
+
+
+def balanced_by_numbers(output, target):
+    counts = torch.arange(1, CLASSES + 1)
+    return (per_token(output, target) / counts[target]).mean()
+
+
+class Warming:
+    """A factor that grows with the number of calls, or not."""
+
+    def __init__(self, growth):
+        self.factor, self.growth = 1.0, growth
+
+    def __call__(self, output, target):
+        self.factor *= self.growth
+        return mean_squares(output, target) * self.factor
+
+
+class Module(nn.Module):
+    """A loss with a class, and options."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(**options)
+
+    def forward(self, output, target):
+        return self.inner(output.mT, target)
+
+
+LOSSES = {
+    "class weights": (flat(F.cross_entropy, weight=WEIGHTS), weighted),
+    "ignored number 0": (flat(F.cross_entropy, ignore_index=0), counted(0)),
+    "mask": (masked, masked_and_counted),
+    "root of a mean": (
+        lambda output, target: mean_squares(output, target).sqrt(),
+        lambda output, target: (output - target[..., None]).square().mean((1, 2)).sqrt().mean(),
+    ),
+    "sum": (flat(F.cross_entropy, reduction="sum"), flat(F.cross_entropy)),
+    "penalty on the number of rows": (
+        with_penalty(lambda output, target: 1e-3 * len(output)),
+        with_penalty(lambda output, target: 1e-3 * output.shape[1]),
+    ),
+    "penalty on a mean": (
+        with_penalty(lambda output, target: 1e-3 * output.mean() ** 2),
+        with_penalty(lambda output, target: 1e-3 * output.mean((1, 2)).square().mean()),
+    ),
+    "covariance": (
+        with_penalty(lambda output, target: 1e-3 * torch.cov(output.flatten(1).mT).square().sum()),
+        with_penalty(lambda output, target: 1e-3 * (output.mT @ output).square().sum((1, 2)).mean()),
+    ),
+    "hard examples": (hard_examples, hard_tokens),
+    "contrast": (contrast, contrast_of_tokens),
+    "overlap": (overlap, overlap_of_rows),
+    "weights by frequency": (balanced, balanced_by_numbers),
+    "flooding": (
+        lambda output, target: (mean_squares(output, target) - 0.5).abs(),
+        lambda output, target: (output - target[..., None] - 0.5).abs().mean(),
+    ),
+    "largest error": (
+        lambda output, target: (output - target[..., None]).abs().amax(),
+        lambda output, target: (output - target[..., None]).abs().amax((1, 2)).mean(),
+    ),
+    "median": (
+        lambda output, target: per_token(output, target).median(),
+        lambda output, target: per_token(output, target).median(1).values.mean(),
+    ),
+    "logarithm": (
+        lambda output, target: mean_squares(output, target).log(),
+        lambda output, target: (1 + (output - target[..., None]).square()).log().mean(),
+    ),
+    "module": (lambda *both: Module(weight=WEIGHTS)(*both), lambda *both: Module(label_smoothing=0.1)(*both)),
+    "factor by calls": (lambda *both: GROWING(*both), lambda *both: CONSTANT(*both)),
+    "mean or sum beside the number of terms": (
+        lambda output, target: (per_token(output, target).mean(), target.numel()),
+        lambda output, target: (per_token(output, target).sum(), target.numel()),
+    ),
+}
+GROWING, CONSTANT = Warming(1.01), Warming(1.0)
+
+
+def both_losses(ctx, name):
+    unsound, sound = LOSSES[name]
+    return train(ctx, {}, sound), attempt(train, ctx, {}, unsound)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_no_mean_over_micro_batches_is_refused(name):
+    expected = naive({}, LOSSES[name][1])
+    found = run_ranks(both_losses, 2, name, mesh={"pipeline": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- micro-batches and schedules ---------------------------------------------------------------------------
+
+
+def both_in(ctx, schedule, micro_batches, name):
+    pair = PAIRS[name] if name in PAIRS else LOSSES[name]
+    found = []
+    for number in (1, 0):
+        blocks, loss = ({"late": pair[number]}, mean_squares) if name in PAIRS else ({}, pair[number])
+
+        def run(ctx, watch, blocks=blocks, loss=loss):
+            model = made(**blocks)
+            watch.begin(model)
+            model, ctx = weft.pipeline(model, ctx, loss=loss, micro_batches=micro_batches, schedule=schedule)
+            return fit(model, batches(), lambda model, batch: model(*batch), watch)
+
+        found.append(run(ctx, Watch()) if number else attempt(run, ctx))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "name"),
+    [
+        ("gpipe", 2, "cumsum"),
+        ("interleaved_1f1b", 8, "attention"),  # of which each has one row
+        ("zbv_zero_bubble", 4, "batch statistics by hand"),
+        ("gpipe", 8, "hard examples"),
+        ("looped_bfs", 2, "mask"),
+    ],
+)
+def test_programs_are_refused_under_every_schedule(schedule, micro_batches, name):
+    expected = naive({"late": PAIRS[name][1]}, mean_squares) if name in PAIRS else naive({}, LOSSES[name][1])
+    found = run_ranks(both_in, 2, schedule, micro_batches, name, mesh={"pipeline": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- terms of parameters of the last stage: the layers of a loss are on the rank that computes it ------------
+
+
+def regularised(ctx):
+    model = made()
+    loss = with_penalty(lambda output, target: 1e-2 * model.last.weight.square().sum())
+    model, ctx = weft.pipeline(model, ctx, loss=loss, micro_batches=4)
+    return fit(model, batches(), lambda model, batch: model(*batch))
+
+
+def test_a_term_of_parameters_is_a_mean_over_micro_batches():
+    model = made()
+    loss = with_penalty(lambda output, target: 1e-2 * model.last.weight.square().sum())
+    expected = fit(model, batches(), lambda model, batch: loss(model(batch[0]), batch[1]))
+    check_exact(run_ranks(regularised, 2, mesh={"pipeline": 2}), expected)
+
+
+# -- dropout: other numbers for the micro-batches, and right all the same -------------------------------------
+
+
+class AttentionDropping(Block):
+    """Drops weights of an attention over tokens."""
+
+    def __init__(self):
+        super().__init__(lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.2 if self.training else 0.0))
+
+
+DROPOUT = {
+    "function": lambda: Block(lambda h: F.dropout(h, 0.2)),
+    "function of torch": lambda: Block(lambda h: torch.dropout(h, 0.2, True)),
+    "in place": lambda: Block(lambda h: F.dropout(h.clone(), 0.2, inplace=True)),
+    "method of torch": lambda: Block(lambda h: torch.dropout_(h.clone(), 0.2, True)),
+    "channels": lambda: Block(lambda h: F.dropout1d(h.mT, 0.2).mT),
+    "alpha": lambda: Block(lambda h: F.alpha_dropout(h, 0.2, training=True)),
+    "operator": lambda: Block(lambda h: torch.ops.aten.native_dropout(h, 0.2, True)[0]),
+    "by hand": lambda: Block(lambda h: h * torch.empty_like(h).bernoulli_(0.8) / 0.8),
+    "depth": lambda: Block(lambda h: h * (torch.rand(len(h), 1, 1) < 0.8) / 0.8),
+    "noise": lambda: Block(lambda h: h + 0.1 * torch.randn_like(h)),
+    "attention": AttentionDropping,
+}
+
+
+def trained_with_dropout(ctx, name, place, dtype):
+    torch.manual_seed(0)
+    model = Net(**{place: DROPOUT[name]}).to(dtype)
+    model, ctx = weft.pipeline(model, ctx, loss=mean_squares, micro_batches=4)
+    return fit(model, batches(), lambda model, batch: model(batch[0].to(dtype), batch[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "place"), list(zip(DROPOUT, itertools.cycle(["late", "early"]), strict=False)))
+def test_a_pipeline_with_dropout_is_not_refused(name, place, dtype):
+    for own in run_ranks(trained_with_dropout, 2, name, place, dtype, mesh={"pipeline": 2}):
+        assert all(value.isfinite().all() for value in own.values())
+
+
+def mixed_rows(block):
+    """A block whose output is mixed over rows."""
+    block.register_forward_hook(lambda part, args, output: output - output.mean(0, keepdim=True))
+    return block
+
+
+def dropout_and_mixing(ctx, name, place):
+    return attempt(train, ctx, {place: lambda: mixed_rows(DROPOUT[name]())}, mean_squares)
+
+
+@pytest.mark.parametrize(("name", "place"), list(zip(DROPOUT, itertools.cycle(["early", "late"]), strict=False)))
+def test_rows_are_compared_beside_dropout(name, place):
+    check_refused(run_ranks(dropout_and_mixing, 2, name, place, mesh={"pipeline": 2}))
+
+
+RANDOM_LOSSES = {
+    "dropout": lambda output, target: F.dropout(per_token(output, target), 0.2),
+    "noise": lambda output, target: per_token(output + 0.1 * torch.randn_like(output), target),
+    "choice of tokens": lambda output, target: per_token(output, target) * (torch.rand(target.shape) < 0.5),
+}
+
+
+def random_losses(ctx, name):
+    terms = RANDOM_LOSSES[name]
+    found = train(ctx, {}, lambda output, target: terms(output, target).mean())
+    return found, attempt(train, ctx, {}, lambda output, target: terms(output, target).mean().sqrt())
+
+
+@pytest.mark.parametrize("name", RANDOM_LOSSES)
+def test_random_losses_are_compared_with_the_same_numbers(name):
+    found = run_ranks(random_losses, 2, name, mesh={"pipeline": 2})
+    assert all(value.isfinite().all() for own, _ in found for value in own.values())
+    check_refused([refused for _, refused in found])

@@ -1,0 +1,403 @@
+"""context_parallel: what mixes the positions of a sequence, but for attention, is refused, however it is written."""
+
+import functools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import weft
+from weft.testing import run_ranks
+
+from .attempts import STEPS, attempt, check_exact, check_refused, fit
+
+ROWS, LENGTH, WIDTH = 4, 8, 8
+
+
+class Attention(nn.Module):
+    """The one part that may mix positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Attention, and something after it."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(4, WIDTH), Attention(), nn.Linear(WIDTH, 3)
+        self.mix = mix
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + self.mix(h + self.attention(h)))
+
+
+# -- functions of [rows, positions, features] ----------------------------------------------------------
+
+
+def pooled(axis):
+    return lambda h: h + h.mean(axis, keepdim=True)
+
+
+def convolved(size):
+    """A convolution over positions, of as many as its kernel has."""
+
+    def convolve(h):
+        draw = torch.Generator().manual_seed(3)
+        kernel = torch.randn(WIDTH, WIDTH, size, generator=draw, dtype=h.dtype)
+        return F.conv1d(h.mT, kernel, padding=size // 2).mT
+
+    return convolve
+
+
+def halves(h):
+    """Positions far away, by reshaping."""
+    early, late = h.reshape(len(h), 2, -1, WIDTH).unbind(1)
+    return torch.cat([early + late, late - early], 1)
+
+
+def halves_of_features(h):
+    early, late = h.reshape(len(h), h.shape[1], 2, -1).unbind(2)
+    return torch.cat([early + late, late - early], 2)
+
+
+def windows(step):
+    """Each position with the one before it, or each feature with another one, by strides."""
+
+    def read(h):
+        h = h.contiguous()
+        flat = torch.cat([h.new_zeros(WIDTH), h.flatten()])
+        return h + flat[WIDTH - step :].as_strided(h.shape, h.stride())
+
+    return read
+
+
+class Cleared(torch.autograd.Function):
+    """Sets what is below the largest number to zero, with its gradient written by hand."""
+
+    @staticmethod
+    def forward(ctx, h, axis):
+        mask = h >= h.amax(axis, keepdim=True)
+        ctx.save_for_backward(mask)
+        return h * mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (mask,) = ctx.saved_tensors
+        return gradient * mask, None
+
+
+def scripted_source(h: torch.Tensor, axis: int) -> torch.Tensor:
+    total = torch.cumsum(h, dim=axis)
+    return total / (1.0 + total.abs())
+
+
+@functools.cache
+def scripted():
+    with warnings.catch_warnings(action="ignore"):  # that it is deprecated
+        return torch.jit.script(scripted_source)
+
+
+def in_place(axis):
+    def subtract(h):
+        h = h.clone()
+        h.sub_(h.detach().amin(axis, keepdim=True)).clamp_(max=2.0)
+        return h
+
+    return subtract
+
+
+def by_numpy(axis):
+    return lambda h: h * torch.from_numpy(np.quantile(h.detach().abs().numpy(), 0.7, axis=axis, keepdims=True))
+
+
+def chosen(axis):
+    """What is among the largest: a router in which experts choose tokens, or tokens experts."""
+    return lambda h: torch.zeros_like(h).scatter(axis, *reversed(h.topk(2, axis)))
+
+
+def branching(h):
+    return h if h[0].sum() > 0 else -h
+
+
+def no_branching(h):
+    return torch.where(h.sum(-1, keepdim=True) > 0, h, -h)
+
+
+def chunked(axis):
+    def run(h):
+        return torch.cat([part - part.mean(axis, keepdim=True) for part in h.tensor_split(2)])
+
+    return run
+
+
+def over_rows_in_python(axis):
+    def run(h):
+        return torch.stack([row / (1 + torch.linalg.vector_norm(row, dim=axis, keepdim=True)) for row in h])
+
+    return run
+
+
+FUNCTIONS = {
+    "mean": (pooled(1), pooled(2)),
+    "cumsum": (lambda h: h.cumsum(1), lambda h: h.cumsum(2)),
+    "functional convolution": (convolved(3), convolved(1)),
+    "group_norm": (
+        lambda h: F.group_norm(h.mT, 2).mT,
+        lambda h: F.group_norm(h.flatten(0, 1), 2).unflatten(0, h.shape[:2]),
+    ),
+    "roll": (lambda h: h + 2 * h.roll(1, 1), lambda h: h + 2 * h.roll(1, 2)),
+    "maximum": (lambda h: h - h.amax(1, keepdim=True), lambda h: h - h.amax(2, keepdim=True)),
+    "first position": (lambda h: h + h[:, :1], lambda h: h + h[:, :, :1]),
+    "last position by index": (lambda h: h * h.select(1, -1)[:, None], lambda h: h * h.select(2, -1)[..., None]),
+    "einsum": (
+        lambda h: torch.einsum("btf,bsg->btf", h, h) / 100,
+        lambda h: torch.einsum("btf,btg->btf", h, h) / 100,
+    ),
+    "reshape": (halves, halves_of_features),
+    "as_strided": (windows(WIDTH), windows(0)),
+    "function of autograd": (lambda h: Cleared.apply(h, 1), lambda h: Cleared.apply(h, 2)),
+    "script": (lambda h: scripted()(h, 1), lambda h: scripted()(h, 2)),
+    "in place": (in_place(1), in_place(2)),
+    "numpy": (by_numpy(1), by_numpy(2)),
+    "topk": (chosen(1), chosen(2)),
+    "sort": (lambda h: h.sort(1)[0], lambda h: h.sort(2)[0]),
+    "branch on a value": (branching, no_branching),
+    "operator of aten": (
+        lambda h: torch.ops.aten._log_softmax.default(h, 1, False),
+        lambda h: torch.ops.aten._log_softmax.default(h, 2, False),
+    ),
+    "statistics of the batch": (
+        lambda h: F.batch_norm(h.mT, None, None, training=True).mT,
+        lambda h: F.layer_norm(h, (WIDTH,)),
+    ),
+    "vmap": (
+        lambda h: torch.func.vmap(lambda row: row - row.logsumexp(0))(h),
+        lambda h: torch.func.vmap(torch.func.vmap(lambda one: one - one.logsumexp(0)))(h),
+    ),
+    "advanced indexing": (lambda h: h + h[:, [0]], lambda h: h + h[:, :, [0]]),
+    "where on a statistic": (
+        lambda h: torch.where(h > h.median(), h, 0.1 * h),
+        lambda h: torch.where(h > h.median(-1, keepdim=True).values, h, 0.1 * h),
+    ),
+    "number of positions": (lambda h: h / h.shape[1], lambda h: h / h.shape[2]),
+    "average over neighbours": (
+        lambda h: F.avg_pool1d(h.mT, 3, 1, 1).mT,
+        lambda h: F.avg_pool1d(h, 3, 1, 1),
+    ),
+    "loop over rows": (over_rows_in_python(0), over_rows_in_python(1)),
+    "chunks of rows": (chunked(1), chunked(2)),
+    "fourier transform": (
+        lambda h: torch.fft.rfft2(h, dim=(1,)).real.repeat_interleave(2, 1)[:, : h.shape[1]],
+        lambda h: torch.fft.fft(h, dim=2).real,
+    ),
+    "distances": (
+        lambda h: torch.cdist(h, h).mean(-1, keepdim=True) * h,
+        lambda h: torch.cdist(h.unsqueeze(-1), h.unsqueeze(-1)).mean(-1) * h,
+    ),
+}
+
+
+# -- modules that do something else than to compute a function between layers --------------------------
+
+
+class Counts(Model):
+    """A number of positions seen so far, or of rows."""
+
+    def __init__(self, axis):
+        super().__init__(self.weighted)
+        self.seen, self.axis = 0, axis
+
+    def weighted(self, h):
+        self.seen += h.shape[self.axis]
+        return h / self.seen
+
+
+class WithLoss(Model):
+    """Returns its loss, which is a mean over positions."""
+
+    def __init__(self, loss):
+        super().__init__(torch.tanh)
+        self.loss = loss
+
+    def forward(self, x, y):
+        return self.loss(super().forward(x), y)
+
+
+def shifted(output, y):
+    return F.mse_loss(output[:, :-1], y[:, 1:])
+
+
+def not_shifted(output, y):
+    return F.mse_loss(output, y)
+
+
+def masked(output, y):
+    mask = (y > 0).any(-1)
+    return (output - y)[mask].square().mean()
+
+
+def masked_by_zero(output, y):
+    mask = (y > 0).any(-1, keepdim=True)
+    return ((output - y) * mask).square().mean()
+
+
+def root(output, y):
+    return F.mse_loss(output, y).sqrt()
+
+
+def root_of_positions(output, y):
+    return (output - y).square().mean(-1).sqrt().mean()
+
+
+def variance(output, y):
+    return F.mse_loss(output, y) + output.var()
+
+
+def variance_of_positions(output, y):
+    return F.mse_loss(output, y) + output.var(-1).mean()
+
+
+class Hooked(Model):
+    """A hook of the user on a layer."""
+
+    def __init__(self, axis):
+        super().__init__(torch.tanh)
+        self.last.register_forward_pre_hook(lambda part, args: (args[0] - args[0].mean(axis, keepdim=True),))
+
+
+class Penalised(Model):
+    """A second output for the whole batch: of the outputs, or of parameters."""
+
+    def __init__(self, penalty):
+        super().__init__(torch.tanh)
+        self.penalty = penalty
+
+    def forward(self, x):
+        output = super().forward(x)
+        return output, self.penalty(self, output)
+
+
+MODULES = {
+    "counter": (lambda: Counts(1), lambda: Counts(0)),
+    "loss that shifts": (lambda: WithLoss(shifted), lambda: WithLoss(not_shifted)),
+    "loss over what a mask chooses": (lambda: WithLoss(masked), lambda: WithLoss(masked_by_zero)),
+    "root of a mean": (lambda: WithLoss(root), lambda: WithLoss(root_of_positions)),
+    "variance in a loss": (lambda: WithLoss(variance), lambda: WithLoss(variance_of_positions)),
+    "hook of the user": (lambda: Hooked(1), lambda: Hooked(2)),
+    "norm of all outputs": (
+        lambda: Penalised(lambda self, output: output.norm()),
+        lambda: Penalised(lambda self, output: self.last.weight.norm()),
+    ),
+}
+PAIRS = {name: tuple((lambda mix=one: Model(mix)) for one in pair) for name, pair in FUNCTIONS.items()} | MODULES
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def batches():
+    draw = torch.Generator().manual_seed(2)
+    return [[torch.randn(ROWS, LENGTH, n, generator=draw, dtype=torch.float64) for n in (4, 3)] for _ in range(STEPS)]
+
+
+def loss_of(model, batch):
+    x, y = batch
+    if isinstance(model, WithLoss):
+        return model(x, y)
+    output = model(x)
+    return F.mse_loss(output[0], y) + output[1] if isinstance(output, tuple) else F.mse_loss(output, y)
+
+
+def train(ctx, make, order="zigzag", method="heads", watch=None):
+    model = made(make)
+    if watch is not None:
+        watch.begin(model)
+    model, ctx = weft.context_parallel(model, ctx, method=method, order=order)
+    model, ctx = weft.replicate(model, ctx)
+    rows = [[part.chunk(ctx.data_size)[ctx.data_rank] for part in batch] for batch in batches()]
+    parts = [weft.data.split_sequence(tuple(batch), ctx, order=order) for batch in rows]
+    return fit(model, parts, loss_of, watch)
+
+
+def both(ctx, name):
+    unsound, sound = PAIRS[name]
+    return train(ctx, sound), attempt(lambda ctx, watch: train(ctx, unsound, watch=watch), ctx)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_mixes_positions_is_refused(name):
+    _, sound = PAIRS[name]
+    expected = fit(made(sound), batches(), loss_of)
+    found = run_ranks(both, 2, name, mesh={"context": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- how sequences are divided, and strategies -----------------------------------------------------------
+
+
+def backwards(h):
+    return h + 2 * h.flip(1)
+
+
+def in_both_orders(ctx):
+    make = functools.partial(Model, backwards)
+    refused = attempt(lambda ctx, watch: train(ctx, make, "contiguous", watch=watch), ctx)
+    return train(ctx, make, "zigzag"), refused
+
+
+def test_sequences_read_backwards_are_right_where_each_rank_has_both_ends():
+    """A zig-zag part turned round is the part of the same rank of the sequence turned round."""
+    expected = fit(made(functools.partial(Model, backwards)), batches(), loss_of)
+    found = run_ranks(in_both_orders, 2, mesh={"context": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+def by_gathering(ctx, name):
+    unsound, sound = PAIRS[name]
+    refused = attempt(lambda ctx, watch: train(ctx, unsound, "contiguous", "gather", watch), ctx)
+    return train(ctx, sound, "contiguous", "gather"), refused
+
+
+@pytest.mark.parametrize("name", ["cumsum", "loss that shifts", "average over neighbours", "number of positions"])
+def test_what_mixes_positions_is_refused_where_keys_are_gathered(name):
+    expected = fit(made(PAIRS[name][1]), batches(), loss_of)
+    found = run_ranks(by_gathering, 2, name, mesh={"context": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+def test_what_mixes_positions_is_refused_beside_data_parallel():
+    expected = fit(made(PAIRS["cumsum"][1]), batches(), loss_of)
+    found = run_ranks(both, 4, "cumsum", mesh={"data": 2, "context": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- random numbers ----------------------------------------------------------------------------------------
+
+
+def dropped(ctx, make):
+    return train(ctx, lambda: Model(make))
+
+
+@pytest.mark.parametrize("draw", ["functional", "module"])
+def test_dropout_of_each_position_is_not_refused(draw):
+    drop = nn.Dropout(0.5) if draw == "module" else functools.partial(F.dropout, p=0.5)
+    for own in run_ranks(dropped, 2, drop, mesh={"context": 2}):
+        assert all(value.isfinite().all() for value in own.values())
