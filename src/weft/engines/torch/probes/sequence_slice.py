@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.sequence_exchange import Ranks
+from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
 from weft.tensors.nested import map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
@@ -75,10 +76,10 @@ class SlicedSequences:
         del gradients  # of each place; the strategy that averages them over this axis is measured itself
         parts, whole = self._sliced(args, kwargs)
         with torch.no_grad(), Observed() as observed, _without_fast_path():
-            state = torch.get_rng_state()
-            found = list(tensors(self._call(name, *parts, whole=False)))
-            torch.set_rng_state(state)
-            expected = list(tensors(self._call(name, *whole, whole=True)))
+            with no_trace(self.units[name]):  # both begin with the same random states and attributes
+                found = list(tensors(self._call(name, *parts, whole=False)))
+            with no_trace(self.units[name]):
+                expected = list(tensors(self._call(name, *whole, whole=True)))
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
         length = 0 if here is None else here.shape[1] * self._ranks.number
         at = places(length, SequencePart(self._ranks.order, self._ranks.number, self._ranks.rank)) if length else None
