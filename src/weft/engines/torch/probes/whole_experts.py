@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.probes.whole_unit import WholeUnits
-from weft.tensors.dtensor import full_tensor
+from weft.tensors.dtensor import full_tensor, is_sharded
 
 __all__ = ["ExpertUnits"]
 
@@ -61,16 +60,8 @@ class ExpertUnits(WholeUnits):
             dist.broadcast(found[own].detach(), group=self.group, group_src=owner)
         return found
 
-    def measure(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
-        """Compare outputs: tokens that are mixed show there, and ranks without tokens have no gradients.
-
-        Yields:
-            Them.
-        """
-        del gradients
-        yield from super().measure(name, args, kwargs, gradients=False)
+    def _is_elsewhere(self, name: str, own: str) -> bool:
+        return own in self._owners[name] or is_sharded(self.units[name].get_parameter(own))
 
     @contextlib.contextmanager
     def _undivided(self, name: str) -> Iterator[None]:

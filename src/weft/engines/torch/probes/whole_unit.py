@@ -111,6 +111,11 @@ class WholeUnits:
         del name, own
         return False
 
+    def _is_elsewhere(self, name: str, own: str) -> bool:
+        """Whether the gradient of a parameter is that of the rows of all ranks."""
+        del name, own
+        return False
+
     def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
         """What one process is called with, in place of an argument."""
         del name, call
@@ -136,7 +141,7 @@ class WholeUnits:
         """Compare in 32 bits where the unit computes in 16, whose rounding is larger than some mistakes.
 
         Yields:
-            Outputs; and gradients of arguments and of parameters that are not cut, for one random gradient.
+            Outputs; and gradients of arguments and parameters, for one random gradient.
         """
         unit = self._unit(name)
         # Where parts of the unit are gathered by themselves, a backward pass here would end theirs.
@@ -181,14 +186,14 @@ class WholeUnits:
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
 
     def _gradients(self, name: str, outputs: list[Any], side: Any, other: Any) -> Iterator[Compared]:
-        """Compare gradients of arguments and of parameters that are not cut.
+        """Compare gradients of arguments and of parameters.
 
         Yields:
             One gradient after the other.
         """
         pairs = [(a, b, cut) for a, b, cut in outputs if a.requires_grad]
         trained = [n for n, p in side[1].items() if p.requires_grad]
-        names = [n for n in trained if not _is_cut(side[1][n])]
+        names = [n for n in trained if not self._is_elsewhere(name, n)]
         arguments = [(a, b) for a, b in zip(tensors(side[0]), tensors(other[0]), strict=True) if a.requires_grad]
         ours = [a for a, _ in arguments] + [side[1][n] for n in names]
         theirs = [b for _, b in arguments] + [other[1][n] for n in names]
@@ -199,7 +204,9 @@ class WholeUnits:
         here = [cut(g) for (_, _, cut), g in zip(pairs, arriving, strict=True)]
         alone = [(b, g) for (_, b, _), g in zip(pairs, arriving, strict=True) if b.requires_grad]
         with torch.autocast(pairs[0][0].device.type, enabled=False):  # as in a backward pass, which is outside of it
-            found = torch.autograd.grad([a for a, _, _ in pairs], ours, here, allow_unused=True)
+            ends = [a for a, _, _ in pairs]
+            # Down to all leaves: a rank that brings nothing sends its part of the backward pass all the same.
+            found = torch.autograd.grad(ends, [*ours, *_leaves(ends, ours)], here, allow_unused=True)[: len(ours)]
             expected: Sequence[torch.Tensor | None] = [None] * len(theirs)
             if alone and theirs:
                 expected = torch.autograd.grad([b for b, _ in alone], theirs, [g for _, g in alone], allow_unused=True)
@@ -305,8 +312,20 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+def _leaves(ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves of a graph but for those that are known."""
+    nodes = [end.grad_fn for end in ends if end.grad_fn is not None]
+    seen: set[Any] = set()
+    found: dict[int, torch.Tensor] = {}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    return [leaf for at, leaf in found.items() if all(at != id(one) for one in known)]
 
 
 def _first_float(given: list[torch.Tensor]) -> int | None:
