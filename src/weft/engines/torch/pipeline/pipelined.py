@@ -9,7 +9,7 @@ gradients in the backward pass that the user calls, and never those of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,8 +37,9 @@ from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
 from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, units_whole
-from weft.engines.torch.probes.no_trace import no_trace
+from weft.engines.torch.probes.no_trace import no_trace, random_kept
 from weft.engines.torch.probes.observed import Observed
+from weft.engines.torch.probes.same_draws import SameDraws
 from weft.tensors.nested import map_tensors
 
 __all__ = ["PipelinedModule"]
@@ -203,13 +204,26 @@ class PipelinedModule:
         assert running is not None
         losses, whole = running.losses, None
         if running.returned and all(one is not None for one in running.returned):
+            pairs = list(zip(running.batches.parts, running.returned, strict=True))
+            all_rows = running.batches.whole, joined(running.returned)
             with no_trace(self._module), Observed() as observed:
-                whole = self._loss_at_end(running.batches.whole, joined(running.returned)).mean()
-                if observed.dropped:  # which drew other numbers for the micro-batches
-                    pairs = zip(running.batches.parts, running.returned, strict=True)
-                    losses = [self._loss_at_end(part, returned) for part, returned in pairs]
+                with SameDraws() as draws:
+                    whole = self._loss_at_end(*all_rows).mean()
+                if observed.dropped or draws.has_drawn:  # other numbers for the micro-batches
+                    losses, whole = self._losses_of_same_draws(pairs, all_rows)
         result = combined(running.losses, whole, is_sum=is_sum)
         return result._replace(checked=combined(losses, None, is_sum=is_sum).loss)
+
+    def _losses_of_same_draws(self, parts: Sequence[Any], whole: Any) -> tuple[list[Loss], torch.Tensor]:
+        """The losses of the micro-batches and that of the batch, with the same random numbers."""
+        losses = []
+        with SameDraws() as draws:
+            for part in parts:
+                draws.begin(together=False)
+                with random_kept():
+                    losses.append(self._loss_at_end(*part))
+            draws.begin(together=True)
+            return losses, self._loss_at_end(*whole).mean()
 
     def _loss_at_end(self, part: Inputs, returned: Any) -> Loss:
         """The loss, from what the last layer has returned."""

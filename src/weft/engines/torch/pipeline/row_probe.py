@@ -12,8 +12,9 @@ from torch import nn
 from weft.engines.probes import Compared, ProbeMode, Schedule
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.engines.torch.probes.compare import difference, largest_over
-from weft.engines.torch.probes.no_trace import no_trace, zeros_filled
+from weft.engines.torch.probes.no_trace import no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
+from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ProbeFailed
 from weft.tensors.nested import map_tensors, tensors
 
@@ -91,19 +92,20 @@ class RowProbe:
         """The largest relative difference that is no rounding; 0 without one."""
         kept = {name: buffer.clone() for name, buffer in self._module.named_buffers() if not buffer.is_meta}
         buffers = dict(self._module.named_buffers())
-        state = torch.get_rng_state()
+        draws = SameDraws()
 
-        def run(part: Inputs, received: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-            torch.set_rng_state(state)
+        def run(part: Inputs, received: tuple[torch.Tensor, ...], *, together: bool) -> list[torch.Tensor]:
+            draws.begin(together=together)
             try:
-                return list(tensors(compute(part, received)))
+                with random_kept():
+                    return list(tensors(compute(part, received)))
             finally:
                 for name, before in kept.items():
                     buffers[name].copy_(before)
 
-        with Observed() as observed:
-            apart = [run(one.part, one.received) for one in rows]
-            together = run(*_joined(rows))
+        with Observed() as observed, draws:
+            apart = [run(one.part, one.received, together=False) for one in rows]
+            together = run(*_joined(rows), together=True)
         limit = _LOW_LIMIT if observed.low else _LIMIT
         count = sum(one.number for one in rows)
         pairs = [

@@ -4,6 +4,7 @@ runner.py          when a unit is called: compare what goes in, and measure what
 compare.py         with one process, and with the other ranks
 no_trace.py        one call more, that leaves nothing behind
 observed.py        what is computed while a probe runs, and without dropout
+same_draws.py      rows draw the same random numbers together and apart
 whole_unit.py      tensor parallelism: layers on several ranks, and whole on each
 whole_experts.py   expert parallelism: experts on several ranks, and all of them on each
 sequence_slice.py  context parallelism: a slice of a batch in parts and whole

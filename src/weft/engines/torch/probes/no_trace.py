@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = ["copied", "hooks_off", "no_trace", "quiet_hooks", "zeros_filled"]
+__all__ = ["copied", "hooks_off", "no_trace", "quiet_hooks", "random_kept", "zeros_filled"]
 
 T = TypeVar("T")
 _SMALL = 0.02
@@ -32,30 +32,38 @@ def no_trace(module: nn.Module) -> Iterator[None]:
     Parameters and buffers are those of the call; see `torch.func.functional_call`. Inside, tensors that are plain
     attributes are copies.
     """
-    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device: Any = None if present is None else torch.get_device_module(present)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    of_device = None if device is None else device.get_rng_state()
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     gathered = [group for part in module.modules() if is_fsdp_unit(part) for group in groups_of(part)]
     filled = {id(v): (v, copy.copy(v)) for _, held in attributes for v in held.values() if _can_fill(v)}
     for part, held in attributes:
         vars(part).update({name: value.clone() for name, value in held.items() if isinstance(value, torch.Tensor)})
     try:
-        with kept_prefetches(gathered):
+        with random_kept(), kept_prefetches(gathered):
             yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if device is not None:
-            device.set_rng_state(of_device)
         for part, held in attributes:
             vars(part).clear()
             vars(part).update(held)
         for value, before in filled.values():
             value.clear()
             (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+
+
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Put back random states."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device: Any = None if present is None else torch.get_device_module(present)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    of_device = None if device is None else device.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if device is not None:
+            device.set_rng_state(of_device)
 
 
 def _can_fill(value: object) -> bool:
