@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -152,7 +153,9 @@ def check_whole(result: Result) -> None:
     if result.whole is None:
         return
     loss, whole = torch.stack([result.checked, result.whole]).tolist()  # one read of the host
-    if abs(loss - whole) > _ROUNDING[result.loss.dtype] * max(abs(loss), abs(whole)):
+    is_equal = loss == whole or (loss != loss and whole != whole)  # infinite or no number on both sides
+    off, limit = abs(loss - whole), _ROUNDING[result.loss.dtype] * max(abs(loss), abs(whole))
+    if not is_equal and not (math.isfinite(off) and off <= limit):
         raise ProbeFailed(
             "pipeline: the mean over the micro-batches is not the loss of the batch",
             found=f"{loss:.12g} over the micro-batches, {whole:.12g} of the whole batch",
