@@ -129,8 +129,8 @@ def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
         for hooks, key, one in watched:
             if hooks.get(key) is one:
                 hooks[key] = one.hook
-            if not one.has_returned:
-                quiet.add(id(one.hook))
+        loud = {id(one.hook) for _, _, one in watched if one.has_returned}  # perhaps on one of several parts
+        quiet |= {id(one.hook) for _, _, one in watched} - loud
 
 
 class _Watched:
