@@ -155,6 +155,7 @@ class PipelinedModule:
             raise (self._pass.error or error) from None
         finally:
             self._pass = None
+            self._rows.end()
         return share_result(found, self._device, self._group, self.owners[self._last])
 
     def _probe(self, batches: MicroBatches) -> None:

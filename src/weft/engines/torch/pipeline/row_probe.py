@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import nn
 from weft.engines.probes import Compared, ProbeMode, Schedule
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.engines.torch.probes.compare import difference, largest_over
-from weft.engines.torch.probes.no_trace import no_trace, random_kept, zeros_filled
+from weft.engines.torch.probes.no_trace import hooks_off, no_trace, quiet_hooks, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ProbeFailed
@@ -41,11 +42,19 @@ class RowProbe:
         self._module = module
         self._rows: dict[int, dict[int, _Rows]] = {}
         self._is_due = False
+        self._watch = contextlib.ExitStack()
+        self._quiet: set[int] = set()
 
     def begin(self) -> None:
         """A call with gradients begins."""
         self._rows = {}
         self._is_due = self._schedule.is_due("rows") > 0
+        if self._is_due:
+            self._quiet = self._watch.enter_context(quiet_hooks(self._module))
+
+    def end(self) -> None:
+        """The call ends, perhaps with an error."""
+        self._watch.close()
 
     def see(self, stage: int, index: int, last: int, part: Inputs, received: Sequence[torch.Tensor]) -> None:
         """Keep a few rows of the first and of the last micro-batch."""
@@ -73,9 +82,11 @@ class RowProbe:
         """
         if not self._is_due:
             return
+        self._watch.close()
         found = [0.0] * self._stages
         for stage, pair in self._rows.items():
-            with no_trace(self._module), zeros_filled(self._module), torch.no_grad():
+            quiet = hooks_off(self._module, lambda _, hook: id(hook) in self._quiet)
+            with no_trace(self._module), zeros_filled(self._module), quiet, torch.no_grad():
                 found[stage] = self._largest(lambda *call, stage=stage: compute(stage, *call), list(pair.values()))
         self._rows = {}
         worst = largest_over(group, found, device)
