@@ -267,7 +267,7 @@ def test_a_wrong_variable_is_refused(monkeypatch):
 class Doubled:
     """The probe of a transform whose units return the same on all ranks, as twice the input."""
 
-    outside = False
+    outside, spare = False, None
     cause, fix = "someone changed it", "do_not_change_it()"
 
     def __init__(self, unit, group):

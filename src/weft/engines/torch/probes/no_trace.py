@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = ["copied", "hooks_off", "no_trace", "quiet_hooks", "random_kept", "zeros_filled"]
+__all__ = ["copied", "hooks_of_user", "hooks_off", "no_trace", "quiet_hooks", "random_kept", "zeros_filled"]
 
 T = TypeVar("T")
 _SMALL = 0.02
@@ -131,6 +131,12 @@ def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
                 hooks[key] = one.hook
         loud = {id(one.hook) for _, _, one in watched if one.has_returned}  # perhaps on one of several parts
         quiet |= {id(one.hook) for _, _, one in watched} - loud
+
+
+def hooks_of_user(module: nn.Module) -> list[Any]:
+    """The hooks in a module that are neither torch's nor weft's."""
+    parts = [vars(part)[kind] for part in module.modules() for kind in _HOOKS]
+    return [hook for hooks in parts for hook in hooks.values() if not _of_package(hook)]
 
 
 class _Watched:

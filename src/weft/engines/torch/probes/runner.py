@@ -2,7 +2,9 @@
 
 [Note: where a probe runs] Inputs are compared before all else, so that nothing is sent that does not fit. What a unit
 computes is measured at once after its forward, inside of its hooks: strategies that come later have gathered its
-parameters, and nobody's hooks on it are called again. Of the hooks in it, those run again that returned something.
+parameters, and nobody's hooks on it are called again. Of the hooks in it, those run again that returned something. From
+outside it is measured before its forward, without hooks that never returned anything, and once more after it if now
+they do.
 
 [Note: units that are not seen] What is compiled calls no hook: before it, the whole module runs once more, uncompiled.
 If the layers of a unit are called past its forward, the whole module is measured in place of it.
@@ -27,8 +29,16 @@ from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
 from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over
-from weft.engines.torch.probes.no_trace import copied, hooks_off, no_trace, quiet_hooks, zeros_filled
+from weft.engines.torch.probes.no_trace import (
+    copied,
+    hooks_of_user,
+    hooks_off,
+    no_trace,
+    quiet_hooks,
+    zeros_filled,
+)
 from weft.errors import ProbeFailed, WeftError, listed
+from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import tensors
 
@@ -65,6 +75,7 @@ class Prober:
         self._due: dict[str, int] = {}
         self._called: set[str] = set()
         self._is_busy = False
+        self._loud: list[Any] = []  # hooks of the user that return something
         self._rehearses: bool | None = None  # a call before that of a compiled module; with gradients or without
         self._calls = Schedule(mode, [""])
         self._all_due = 0
@@ -92,8 +103,12 @@ class Prober:
         number = 0 if torch.compiler.is_compiling() else self._is_due(name, args, kwargs)
         if not number:
             return call(*args, **kwargs)
+        unit = self._probe.units[name]
+        # Hooks that have not returned anything yet may be those that are not called again.
+        quiet = {id(hook) for hook in hooks_of_user(unit) if not any(hook is one for one in self._loud)}
+        given = copied((args, kwargs))
         try:
-            self._measure(name, copied((args, kwargs)), number)
+            self._measure(name, copied(given), number, quiet)
         except _OTHERS:
             raise
         except _OF_PARTS as error:
@@ -101,7 +116,14 @@ class Prober:
             raise self._error(
                 name, found=f"{_line(error)}, for a part of this batch", expected="a part can be computed as well"
             ) from error
-        return call(*args, **kwargs)
+        with quiet_hooks(unit) as still_quiet:
+            output = call(*args, **kwargs)
+        new = [hook for hook in hooks_of_user(unit) if id(hook) in quiet and id(hook) not in still_quiet]
+        if new:
+            self._loud += new
+            if not any(map(is_fsdp_unit, unit.modules())):  # whose parameters are on their way to a backward pass
+                self._measure(name, given, number, still_quiet)
+        return output
 
     def _around_all(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Let a module with compiled parts run once before its call; see [Note: units that are not seen]."""
