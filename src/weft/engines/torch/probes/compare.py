@@ -5,17 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from weft.engines.probes import Compared
 from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
-from weft.tensors.nested import tensors
+from weft.tensors.nested import leaves, tensors
 
 _PIECE = 1 << 20  # numbers that are looked at together, as int64
 
-__all__ = ["difference", "differing_ranks", "digest", "largest_over"]
+__all__ = ["difference", "differing_ranks", "digest", "largest_over", "returned"]
+
+
+def returned(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.Tensor]:
+    """What a call has returned, as tensors: also numbers and arrays; and if there are no tensors, what objects hold."""
+    found = []
+    for _, leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif numbers and isinstance(leaf, (bool, int, float, np.number)):
+            found.append(torch.tensor(float(leaf), dtype=torch.float64))
+        elif numbers and isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            found.append(torch.from_numpy(leaf.astype(np.float64)))
+    if depth and not any(True for _ in tensors(value)):
+        held = [vars(leaf) for _, leaf in leaves(value) if hasattr(leaf, "__dict__") and not callable(leaf)]
+        found += [one for attributes in held for one in returned(attributes, numbers=numbers, depth=depth - 1)]
+    return found
 
 
 def difference(one: Compared) -> float:

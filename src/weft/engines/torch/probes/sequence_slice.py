@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from weft.engines.probes import Compared
 from weft.engines.torch.parallel.sequence_exchange import Ranks
+from weft.engines.torch.probes.compare import returned
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
 from weft.tensors.nested import map_tensors, tensors
@@ -77,15 +78,16 @@ class SlicedSequences:
         parts, whole = self._sliced(args, kwargs)
         with torch.no_grad(), Observed() as observed, _without_fast_path():
             with no_trace(self.units[name]):  # both begin with the same random states and attributes
-                found = list(tensors(self._call(name, *parts, whole=False)))
+                found = returned(self._call(name, *parts, whole=False), numbers=False)
             with no_trace(self.units[name]):
-                expected = list(tensors(self._call(name, *whole, whole=True)))
+                expected = returned(self._call(name, *whole, whole=True), numbers=False)
+        yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
         length = 0 if here is None else here.shape[1] * self._ranks.number
         at = places(length, SequencePart(self._ranks.order, self._ranks.number, self._ranks.rank)) if length else None
         numbered = any((note := part_of(t)) is not None and note.positions for t in tensors((args, kwargs)))
         shared: dict[str, Any] = {"fix": "" if numbered else _WITH_POSITIONS}
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for number, (one, other) in enumerate(zip(found, expected, strict=False)):
             if not other.is_floating_point():
                 continue
             shared["limit"] = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5

@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
+from weft.engines.torch.probes.compare import returned
 from weft.engines.torch.probes.no_trace import hooks_off, no_trace
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
@@ -173,10 +174,11 @@ class WholeUnits:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
             with no_trace(unit):  # both begin with the same random states and attributes
-                together = list(tensors(functional_call(unit, {**mine, **buffers}, given[0], dict(given[1]))))
+                together = returned(functional_call(unit, {**mine, **buffers}, given[0], dict(given[1])))
             with no_trace(unit):
-                alone = list(tensors(self._call_whole(name, whole, *given_whole)))
-            outputs = enumerate(zip(together, alone, strict=True))
+                alone = returned(self._call_whole(name, whole, *given_whole))
+            yield Compared("the number of outputs", torch.tensor(len(together)), torch.tensor(len(alone)))
+            outputs = enumerate(zip(together, alone, strict=False))
             pairs = [(full_tensor(a), b, self._as_found(name, number, a, b)) for number, (a, b) in outputs]
             for number, (found, expected, cut) in enumerate(pairs):
                 yield Compared(
