@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = ["copied", "hooks_of_user", "hooks_off", "no_trace", "quiet_hooks", "random_kept", "zeros_filled"]
+__all__ = ["as_made", "attributes_of", "copied", "hooks_of_user", "hooks_off", "no_trace", "quiet_hooks", "random_kept", "zeros_filled"]
 
 T = TypeVar("T")
 _SMALL = 0.02
@@ -64,6 +64,33 @@ def random_kept() -> Iterator[None]:
         np.random.set_state(states[2])
         if device is not None:
             device.set_rng_state(of_device)
+
+
+_Attributes = list[tuple[nn.Module, dict[str, Any]]]
+
+
+def attributes_of(module: nn.Module) -> _Attributes:
+    """What modules hold as plain attributes, but for functions and modules."""
+    torch_own = vars(nn.Module()).keys()
+    return [
+        (part, {n: _copy(v) for n, v in vars(part).items() if n not in torch_own and not callable(v)})
+        for part in module.modules()
+    ]
+
+
+@contextlib.contextmanager
+def as_made(module: nn.Module, attributes: _Attributes) -> Iterator[None]:
+    """A context in which modules hold what they held earlier; see `attributes_of`."""
+    with no_trace(module):
+        for part, held in attributes:
+            vars(part).update({name: _copy(value) for name, value in held.items()})
+        yield
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if _can_fill(value) else value
 
 
 def _can_fill(value: object) -> bool:

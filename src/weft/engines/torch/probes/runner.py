@@ -190,7 +190,14 @@ class Prober:
                 raise self._error(
                     name, found=_line(error), expected="what one process returns: there the same call works"
                 ) from error
-        self._measure(name, given, number, quiet)
+        try:
+            self._measure(name, given, number, quiet)
+        except _OTHERS:
+            raise
+        except _OF_PARTS as error:
+            raise self._error(
+                name, found=_line(error), expected="a call that one process can make as well, and twice"
+            ) from error
         return output
 
     def _works_alone(self, name: str, given: _Call) -> bool:

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.probes.compare import returned
-from weft.engines.torch.probes.no_trace import hooks_off, no_trace
+from weft.engines.torch.probes.no_trace import as_made, attributes_of, hooks_off, no_trace
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
@@ -77,6 +77,7 @@ class WholeUnits:
     def __init__(self, units: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
         self.units = units
         self.group: dist.ProcessGroup | None = group
+        self._made = {name: attributes_of(unit) for name, unit in units.items()}
 
     def _unit(self, name: str) -> nn.Module:
         unit = self.units.get(name, self.spare)
@@ -173,10 +174,11 @@ class WholeUnits:
             if low:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             buffers = {n: wide(b).clone() for n, b in unit.named_buffers()}
-            with no_trace(unit):  # both begin with the same random states and attributes
-                together = returned(functional_call(unit, {**mine, **buffers}, given[0], dict(given[1])))
-            with no_trace(unit):
-                alone = returned(self._call_whole(name, whole, *given_whole))
+            together, alone = self._from_one_state(
+                name,
+                lambda: returned(functional_call(unit, {**mine, **buffers}, given[0], dict(given[1]))),
+                lambda: returned(self._call_whole(name, whole, *given_whole)),
+            )
             yield Compared("the number of outputs", torch.tensor(len(together)), torch.tensor(len(alone)))
             outputs = enumerate(zip(together, alone, strict=False))
             pairs = [(full_tensor(a), b, self._as_found(name, number, a, b)) for number, (a, b) in outputs]
@@ -186,6 +188,28 @@ class WholeUnits:
                 )
             if gradients:
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
+
+    def _from_one_state(self, name: str, run: Callable[[], Any], run_alone: Callable[[], Any]) -> tuple[Any, Any]:
+        """What both return, with the same random states and attributes.
+
+        Attributes that forward has left may have the shapes of a part. Then both begin with those that were there at
+        first, and compute twice.
+        """
+        unit = self._unit(name)
+        with no_trace(unit):
+            together = run()
+        try:
+            with no_trace(unit):
+                return together, run_alone()
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            if name not in self._made:
+                raise
+            with as_made(unit, self._made[name]):
+                run()
+                together = run()
+            with as_made(unit, self._made[name]):
+                run_alone()
+                return together, run_alone()
 
     def _gradients(self, name: str, outputs: list[Any], side: Any, other: Any) -> Iterator[Compared]:
         """Compare gradients of arguments and of parameters.
