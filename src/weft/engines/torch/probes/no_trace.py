@@ -18,7 +18,17 @@ from torch.utils._pytree import tree_map
 from weft.tensors.dtensor import groups_of, is_fsdp_unit, kept_prefetches, local
 from weft.tensors.sequence_order import with_note_of
 
-__all__ = ["as_made", "attributes_of", "copied", "hooks_of_user", "hooks_off", "no_trace", "quiet_hooks", "random_kept", "zeros_filled"]
+__all__ = [
+    "as_made",
+    "attributes_of",
+    "copied",
+    "hooks_of_user",
+    "hooks_off",
+    "no_trace",
+    "quiet_hooks",
+    "random_kept",
+    "zeros_filled",
+]
 
 T = TypeVar("T")
 _SMALL = 0.02
