@@ -248,7 +248,8 @@ class WholeUnits:
             wanted = torch.zeros_like(theirs[place]) if b is None else b
             if place == 0 and arguments and self._comes_split(name) and not isinstance(ours[0], DTensor):
                 wanted = self._part(wanted)
-            fix = self._fix_of(name, names[place - len(arguments)]) if place >= len(arguments) else ""
+            is_whole = place >= len(arguments) and not isinstance(ours[place], DTensor)
+            fix = self._fix_of(name, names[place - len(arguments)]) if is_whole else ""
             yield Compared(label, ours_whole, wanted, floor, fix=fix)
 
     def _fix_of(self, name: str, own: str) -> str:
