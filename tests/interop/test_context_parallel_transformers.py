@@ -148,9 +148,9 @@ def _refused(ctx):
         return weft.context_parallel(_model(kind, **options), ctx)[0]
 
     calls = [
-        lambda: parallel(attn_implementation="eager"),
-        lambda: parallel(attention_dropout=0.25),
-        lambda: parallel(num_attention_heads=1, num_key_value_heads=1),
+        lambda: parallel(attn_implementation="eager")(input_ids=ids, position_ids=at),
+        lambda: parallel(attention_dropout=0.25).train()(input_ids=ids, position_ids=at),
+        lambda: parallel(num_attention_heads=1, num_key_value_heads=1)(input_ids=ids, position_ids=at),
         lambda: parallel()(input_ids=ids),
         lambda: parallel()(input_ids=ids, position_ids=at, labels=part["labels"]),
         lambda: parallel()(input_ids=ids, position_ids=at, attention_mask=torch.ones(4, 8).tril()),
@@ -169,14 +169,14 @@ def _refused(ctx):
 
 def test_what_would_be_silently_wrong_is_refused():
     expected = [
-        'attn_implementation="eager"',
+        'fix:      attn_implementation="sdpa"',
         "drops weights with probability 0.25",
         "1 heads of 'model.layers.0.self_attn' cannot be shared by 2 ranks",
-        "without the positions of this rank's tokens",
-        "labels, without shift_labels and num_items_in_batch",
+        "the positions of this rank's tokens",
+        "with all that it returns, as the positions of this rank's tokens and shifted labels",
         "attention_mask of LlamaModel cannot be split",
         "sliding_window = 8, sequences of 16 places",
-        "adds a loss over the routing of all tokens",
+        "MixtralForCausalLM is for one process",
     ]
     for texts in run_ranks(_refused, 2, mesh={"context": 2}, timeout_s=120):
         for text, part in zip(texts, expected, strict=True):

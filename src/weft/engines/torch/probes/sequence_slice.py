@@ -24,10 +24,6 @@ __all__ = ["SlicedSequences"]
 
 _ROWS = 2
 _TOKENS = 1024  # per sequence, of all ranks together
-_WITH_POSITIONS = (
-    "model(x, positions) with x, positions = weft.data.split_sequence((x, torch.arange(x.shape[1])[None]), ctx), "
-    "the positions of this rank's tokens, where the model numbers them; else compute each place alone"
-)
 _LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
 
 
@@ -42,7 +38,10 @@ class SlicedSequences:
     spare: nn.Module | None = None
     outside = True
     cause = "something but attention depends on several places of a sequence, of which each rank has a part"
-    fix = "compute it for each place alone, or outside of the module, from weft.gather of all parts"
+    fix = (
+        "model(**weft.data.split_sequence(batch, ctx)) with all that it returns, as the positions of this rank's "
+        "tokens and shifted labels; or compute for each place alone, and the rest outside of the module"
+    )
 
     def __init__(self, module: nn.Module, ranks: Ranks, undivided: Callable[[], AbstractContextManager[None]]) -> None:
         """Remember what is called.
@@ -85,21 +84,20 @@ class SlicedSequences:
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
         length = 0 if here is None else here.shape[1] * self._ranks.number
         at = places(length, SequencePart(self._ranks.order, self._ranks.number, self._ranks.rank)) if length else None
-        numbered = any((note := part_of(t)) is not None and note.positions for t in tensors((args, kwargs)))
-        shared: dict[str, Any] = {"fix": "" if numbered else _WITH_POSITIONS}
         for number, (one, other) in enumerate(zip(found, expected, strict=False)):
             if not other.is_floating_point():
                 continue
-            shared["limit"] = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
+            limit = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
             what = "what is returned" if len(found) == 1 else f"output {number}"
             if other.ndim == 0:
-                mean = one.clone()
-                dist.all_reduce(mean, group=self.group)
-                yield Compared(f"{what}, as the mean over the ranks,", mean / self._ranks.number, other, **shared)
-            elif at is not None and other.ndim > 1 and other.shape[1] == length:
-                yield Compared(what, one, other[:, at.to(other.device)], **shared)
+                total = one.clone()
+                dist.all_reduce(total, group=self.group)
+                # A sum over tokens is one over the ranks; `num_items_in_batch` makes a mean into a part of a sum.
+                both = [total / self._ranks.number, total]
+                nearest = min(both, key=lambda value: float((value - other).abs().nan_to_num(float("inf"))))
+                yield Compared(f"{what}, over the ranks,", nearest, other, limit=limit)
             else:
-                yield Compared(what, one, other, **shared)
+                yield Compared(what, one, other if at is None else _part_of(other, one.shape, length, at), limit=limit)
 
     def _call(self, name: str, args: Any, kwargs: Any, *, whole: bool) -> Any:
         module = self.units[name]
@@ -140,6 +138,15 @@ class SlicedSequences:
         news = iter(list(tensors(whole)))
         parts = map_tensors(lambda old: cut(old, next(news)), (args, kwargs))
         return parts, whole
+
+
+def _part_of(whole: torch.Tensor, shape: torch.Size, length: int, at: torch.Tensor) -> torch.Tensor:
+    """This rank's places of an output, in the one dimension that holds those of all: of a sequence, or of all rows."""
+    dims = [dim for dim, (all_of, mine) in enumerate(zip(whole.shape, shape, strict=False)) if all_of != mine]
+    if whole.ndim != len(shape) or len(dims) != 1 or whole.shape[dims[0]] % length:
+        return whole
+    (dim,) = dims
+    return whole.unflatten(dim, (-1, length)).index_select(dim + 1, at.to(whole.device)).flatten(dim, dim + 1)
 
 
 @contextlib.contextmanager

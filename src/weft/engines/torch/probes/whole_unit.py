@@ -23,7 +23,7 @@ from torch.func import functional_call
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.probes.compare import returned
-from weft.engines.torch.probes.no_trace import as_made, attributes_of, hooks_off, no_trace
+from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, hooks_off, no_trace
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
@@ -165,8 +165,9 @@ class WholeUnits:
         held = dict(unit.named_parameters())
         mine = {} if nested else {n: leaf(p, p) for n, p in held.items()}
         whole = {n: leaf(p, held[n]) for n, p in self._whole(name).items()}
+        caches = copied((args, kwargs))  # objects that both fill
+        given_whole = map_tensors(lambda t: leaf(self._joined(t, name, caches), t), caches)
         given = map_tensors(lambda t: leaf(t.clone(), t), (args, kwargs))
-        given_whole = map_tensors(lambda t: leaf(self._joined(t, name, (args, kwargs)), t), (args, kwargs))
         with contextlib.ExitStack() as stack:
             # The hooks of activation checkpointing, which count what is saved, do not see this.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
@@ -313,12 +314,13 @@ class TensorUnits(WholeUnits):
         return whole.narrow(dim, min(rank * held, whole.shape[dim]), max(min(held, whole.shape[dim] - rank * held), 0))
 
     def _as_found(self, name: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> _Cut:
-        """The part of a sequence that a block leaves, or of the logits that a column layer without a row leaves."""
-        if isinstance(found, DTensor) or not found.dim():
+        """The part of a sequence that a block leaves; of logits after a column layer alone; of the heads of a rank."""
+        if isinstance(found, DTensor) or found.dim() != expected.dim():
             return _same
         if number == 0 and name in self._options.blocks:
             return self._part
-        return _same if found.shape == expected.shape else partial(self._part, dim=-1)
+        dims = [dim for dim in range(found.dim()) if found.shape[dim] != expected.shape[dim]]
+        return partial(self._part, dim=dims[0]) if len(dims) == 1 else _same
 
     def _fix_of(self, name: str, own: str) -> str:
         part = f"{name}.{own}".lstrip(".").rpartition(".")[0]
