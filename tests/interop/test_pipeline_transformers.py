@@ -94,7 +94,8 @@ def _trained(ctx, kind, strategy):
 def test_ten_steps_are_those_of_one_process(mesh, kind):
     model = _model(kind)
     numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local())
-    found = run_ranks(_trained, 4 if len(mesh) == 2 or mesh["pipeline"] == 4 else 2, kind, "data" in mesh, mesh=mesh)
+    ranks = 4 if len(mesh) == 2 or mesh["pipeline"] == 4 else 2
+    found = run_ranks(_trained, ranks, kind, "data" in mesh, mesh=mesh, timeout_s=120)
     together = {name: value for one in found for name, value in one[1].items()}
     assert max((together[name] - value).abs().max().item() for name, value in parameters.items()) < 1e-12
     for told, _, given in found:

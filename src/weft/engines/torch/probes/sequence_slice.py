@@ -146,7 +146,8 @@ def _part_of(whole: torch.Tensor, shape: torch.Size, length: int, at: torch.Tens
     if whole.ndim != len(shape) or len(dims) != 1 or whole.shape[dims[0]] % length:
         return whole
     (dim,) = dims
-    return whole.unflatten(dim, (-1, length)).index_select(dim + 1, at.to(whole.device)).flatten(dim, dim + 1)
+    split: torch.Tensor = whole.unflatten(dim, (-1, length))
+    return split.index_select(dim + 1, at.to(whole.device)).flatten(dim, dim + 1)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,21 @@ class ExpertUnits(WholeUnits):
 
     def _is_elsewhere(self, name: str, own: str) -> bool:
         return own in self._owners[name] or is_sharded(self.units[name].get_parameter(own))
+
+    def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All of them: a rank that brings no rows sends its part of the backward pass all the same."""
+        nodes: list[Any] = [end.grad_fn for end in ends if end.grad_fn is not None]
+        seen: set[Any] = set()
+        found: dict[int, torch.Tensor] = {}
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found[id(node.variable)] = node.variable
+            nodes += [before for before, _ in node.next_functions if before is not None]
+        return [leaf for at, leaf in found.items() if all(at != id(one) for one in known)]
 
     @contextlib.contextmanager
     def _undivided(self, name: str) -> Iterator[None]:

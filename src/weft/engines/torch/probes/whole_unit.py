@@ -232,11 +232,12 @@ class WholeUnits:
         alone = [(b, g) for (_, b, _), g in zip(pairs, arriving, strict=True) if b.requires_grad]
         with torch.autocast(pairs[0][0].device.type, enabled=False):  # as in a backward pass, which is outside of it
             ends = [a for a, _, _ in pairs]
-            # Down to all leaves: a rank that brings nothing sends its part of the backward pass all the same.
-            found = torch.autograd.grad(ends, [*ours, *_leaves(ends, ours)], here, allow_unused=True)[: len(ours)]
+            # What is used here and was computed before belongs to the graph of the step, which is to stay.
+            options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
+            found = torch.autograd.grad(ends, [*ours, *self._other_leaves(ends, ours)], here, **options)[: len(ours)]
             expected: Sequence[torch.Tensor | None] = [None] * len(theirs)
             if alone and theirs:
-                expected = torch.autograd.grad([b for b, _ in alone], theirs, [g for _, g in alone], allow_unused=True)
+                expected = torch.autograd.grad([b for b, _ in alone], theirs, [g for _, g in alone], **options)
         # Some gradients are zero but for rounding, as those of the biases of keys.
         floor = 1e-2 * max((float(g.norm()) for g in expected if g is not None), default=0.0)
         labels = [f"the gradient of argument {n}" for n in range(len(arguments))]
@@ -252,6 +253,11 @@ class WholeUnits:
             is_whole = place >= len(arguments) and not isinstance(ours[place], DTensor)
             fix = self._fix_of(name, names[place - len(arguments)]) if is_whole else ""
             yield Compared(label, ours_whole, wanted, floor, fix=fix)
+
+    def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Leaves besides those that are known, down to which a backward pass has to run on all ranks."""
+        del ends, known
+        return []
 
     def _fix_of(self, name: str, own: str) -> str:
         """The line to write if the gradient of a parameter differs."""
@@ -286,7 +292,7 @@ class TensorUnits(WholeUnits):
         apart = {name: style for name, style in options.styles.items() if name not in options.inside}
         units = units_around(module, apart) | {name: module.get_submodule(name) for name in options.blocks}
         super().__init__(units, group)
-        self.spare = module
+        self.spare: nn.Module | None = module
         self._mesh = mesh
         self._options = options
         self._own_hooks = frozenset(own_hooks)
@@ -339,22 +345,6 @@ class TensorUnits(WholeUnits):
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _leaves(ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves of a graph but for those that are known."""
-    nodes = [end.grad_fn for end in ends if end.grad_fn is not None]
-    seen: set[Any] = set()
-    found: dict[int, torch.Tensor] = {}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        nodes += [before for before, _ in node.next_functions if before is not None]
-    return [leaf for at, leaf in found.items() if all(at != id(one) for one in known)]
 
 
 def _first_float(given: list[torch.Tensor]) -> int | None:
