@@ -101,7 +101,8 @@ class Trained:
         if (
             (first.data_ptr() != self._address or calls % _RARELY == 0)
             and first.requires_grad
-            and _gradient_node(first) is not self._node
+            and None not in (self._node, node := _gradient_node(first))
+            and node is not self._node
         ):
             raise ContractError(
                 f"{what}: {class_name} was moved or converted after {what}",
@@ -230,12 +231,13 @@ def _guard(
 
 
 def _gradient_node(parameter: nn.Parameter) -> Any:
-    """The node of the graph that adds up the gradient of a parameter; a parameter that is moved gets another one."""
-    if not parameter.requires_grad:
-        return None
+    """The node of the graph that adds up the gradient of a parameter; a parameter that is moved gets another one.
+
+    None where nothing is added up: it is frozen, or a function of `torch.func` is computed.
+    """
     with torch.enable_grad():
         grad_fn: Any = parameter.view_as(parameter).grad_fn
-        return grad_fn.next_functions[0][0]
+        return None if grad_fn is None else grad_fn.next_functions[0][0]
 
 
 def is_reduced(parameter: nn.Parameter) -> bool:

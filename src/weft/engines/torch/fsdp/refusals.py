@@ -167,7 +167,7 @@ def check_reduces(what: str, class_name: str, running: Running, parameters: Coll
         asked = "a backward pass with create_graph=True" if running.creates_graph else "torch.autograd.grad"
         raise ContractError(
             f"{what}: {asked} through {class_name}, whose parameters are sharded",
-            found="a gradient penalty, or gradients of gradients"
+            found="a gradient penalty, gradients of gradients, or torch.func.grad or jacrev without torch.no_grad()"
             if running.creates_graph
             else "gradients of parameters that are returned instead of added to `.grad`",
             expected="loss.backward(): FSDP2, also without weft, frees parameters after their backward, and "
