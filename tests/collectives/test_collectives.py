@@ -254,7 +254,7 @@ def test_a_flag_of_any_rank_is_seen_by_all_once():
 
 def _once(ctx):
     ctx.print("loss", 0.5)
-    ctx.print("as", "a", "method", sep="-", end="!\n")
+    ctx.print("as", "a", "method", sep="-", end="!\n", flush=True)
     on_last = weft.collectives.on_rank(_name, ctx, "last")
     return on_last(ctx.rank), on_last.__name__
 

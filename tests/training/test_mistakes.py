@@ -449,9 +449,11 @@ def test_a_mistake_is_told(mistake, args, kind, text, tmp_path):
     assert any(re.search(r"fix: |if weft\.collectives\.any_rank", said) for said in told)
 
 
-def test_a_program_without_mistakes_is_told_nothing():
-    for strategy in (weft.replicate, weft.fully_shard):
-        assert run_ranks(_warned, 2, _no_mistake, (strategy,)) == [[], []]
+@pytest.mark.parametrize("strategy", [weft.replicate, weft.fully_shard])
+def test_a_program_without_mistakes_is_told_nothing(strategy):
+    assert run_ranks(_warned, 2, _no_mistake, (strategy,)) == [[], []]
+    for freezes in (False, True):
+        assert run_ranks(_warned, 2, _loss_through_another_model, (strategy, freezes)) == [[], []]
 
 
 def _no_mistake(ctx, strategy):
@@ -476,6 +478,24 @@ def _no_mistake(ctx, strategy):
         (total / weft.metrics.denominator(len(x), ctx)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _loss_through_another_model(ctx, strategy, freezes):
+    """An actor whose loss flows through a critic, and gradients that are cleared before each backward pass."""
+    for set_to_none in (True, False):
+        actor, ctx = strategy(_net(), ctx)
+        critic, ctx = strategy(_net(), ctx)
+        actor_optimizer, critic_optimizer = torch.optim.Adam(actor.parameters()), torch.optim.Adam(critic.parameters())
+        for _ in range(4):
+            x = torch.randn(3, 4) + ctx.rank
+            critic_optimizer.zero_grad(set_to_none=set_to_none)
+            critic(torch.cat([x[:, :2], actor(x).detach()], 1)).square().mean().backward()
+            critic_optimizer.step()
+            critic.requires_grad_(not freezes)
+            actor_optimizer.zero_grad(set_to_none=set_to_none)
+            critic(torch.cat([x[:, :2], actor(x)], 1)).mean().backward()
+            actor_optimizer.step()
+            critic.requires_grad_(True)
 
 
 def test_the_page_lists_every_mistake():

@@ -217,11 +217,12 @@ class DistContext(Guarded):
         if self.world_size > 1 and self.world.store is not None:
             agree(self.require_collective(what), what, facts)
 
-    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+    def print(self, *values: object, sep: str = " ", end: str = "\n", flush: bool = True) -> None:
         """Print on the main rank only."""
         if self.is_main:
             sys.stdout.write(sep.join(str(value) for value in values) + end)
-            sys.stdout.flush()
+            if flush:
+                sys.stdout.flush()
 
     def close(self) -> None:
         """Leave the job: wait for the peers, then destroy the group if `start` made it (not if it was adopted)."""

@@ -149,7 +149,8 @@ class Strategy:
             f"{self._what}: {len(names)} parameter(s) of {self._class_name} got no gradient in this backward pass",
             found=listed(names),
             expected="every parameter that requires a gradient takes part in the loss, on every rank",
-            fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them',
+            fix=f'weft.{self._what}(..., unused="zero"), or requires_grad_(False) on them; on all of '
+            f"{self._class_name} while the loss of another model flows through it (a critic, a discriminator)",
         )
         self._peers.report(error)
         raise error

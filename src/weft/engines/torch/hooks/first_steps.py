@@ -48,6 +48,7 @@ class FirstSteps:
         self._kept_often = 0
         self.wants_inputs = self.wants_gradients = True
         self._stepped: int | None = None  # version of the gradient that was stepped on
+        self._adds = False  # whether backward passes have added to it since
         self._kept: int | None = None  # version of a gradient of this window that is not reduced yet
         self._warned: set[str] = set()
 
@@ -137,9 +138,19 @@ class FirstSteps:
             return
         self._kept = self._stepped = None
         self.wants_gradients = number <= _NUM_STEPS and self._kept_often < _NUM_KEPT
-        held = number <= _NUM_STEPS and any(p is probe for entry in optimizer.param_groups for p in entry["params"])
-        if held and probe.grad is not None:
-            self._stepped = probe.grad._version
+        if not any(p is probe for entry in optimizer.param_groups for p in entry["params"]):
+            return
+        adds, self._adds = self._adds, False
+        if probe.grad is None:
+            return
+        if adds:
+            self._warn(
+                f"{self._what}: a backward pass adds to gradients of {self._class_name} that were stepped on",
+                "no zero_grad between two steps of this optimizer",
+                "gradients that are cleared after each step",
+                "optimizer.step(); optimizer.zero_grad()",
+            )
+        self._stepped = probe.grad._version if self.wants_gradients else None
 
     def note_kept(self, probe: nn.Parameter | None) -> None:
         """A backward pass of a window is about to end, and its gradients are not reduced."""
@@ -191,22 +202,22 @@ class FirstSteps:
         self._kept = None
 
     def begin_backward(self, probe: nn.Parameter | None) -> None:
-        """A backward pass begins, and has not reached `probe` yet."""
-        if not self.wants_gradients or probe is None:
+        """A backward pass begins, and has not reached `probe` yet.
+
+        It may be that of another model's loss, whose gradients here are cleared before they are stepped on.
+        """
+        if not self.wants_gradients or probe is None or not probe.requires_grad:
             return
         stepped, self._stepped = self._stepped, None
         if self._kept is not None and probe.grad is None:
             self.check_kept(probe)
-        if stepped is None or probe.grad is None:
+        if stepped is None and not self._adds:
             return
-        # Gradients in one bucket share a version, and one parameter has got its gradient already.
-        if probe.grad._version - stepped <= 1 and _has_numbers(probe.grad):
-            self._warn(
-                f"{self._what}: a backward pass adds to gradients of {self._class_name} that were stepped on",
-                "no zero_grad since the last step of this optimizer",
-                "gradients that are cleared after each step",
-                "optimizer.step(); optimizer.zero_grad()",
-            )
+        if probe.grad is None or not _has_numbers(probe.grad):
+            self._adds = False
+        elif stepped is not None:
+            # Gradients in one bucket share a version, and one parameter has got its gradient already.
+            self._adds = probe.grad._version - stepped <= 1
 
     def _warn(self, problem: str, found: str, expected: str, fix: str) -> None:
         if problem not in self._warned:

@@ -119,7 +119,8 @@ class ReplicaAverage:
                 f"replicate: {len(without)} parameter(s) of {self._class_name} got no gradient in this backward pass",
                 found=listed(without),
                 expected="every parameter that requires a gradient takes part in the loss, on every replica",
-                fix='weft.replicate(..., unused="zero"), or requires_grad_(False) on them',
+                fix='weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of '
+                f"{self._class_name} while the loss of another model flows through it (a critic, a discriminator)",
             )
         used = torch.tensor([float(name not in without) for name in trained]) if zeros else None
         for name in without:
