@@ -1,6 +1,7 @@
 """expert_parallel: stacked and listed experts, tokens and gradients of all ranks, and everything that is refused."""
 
 import collections
+import functools
 import itertools
 
 import pytest
@@ -426,6 +427,57 @@ def _undone_after(ctx, strategy):
 @pytest.mark.parametrize("strategy", ["fully_shard", *slow("replicate")])
 def test_undo_takes_the_strategy_back_and_then_the_experts(strategy):
     assert run_ranks(_undone_after, 2, strategy, mesh={"expert": 2}) == [(0.0, True)] * 2
+
+
+class ChainedNet(StackedNet):
+    """Stages of a pipeline, of stacked and listed experts."""
+
+    def __init__(self):
+        super().__init__()
+        make = (StackedLayer, functools.partial(ListedLayer, choices=4))  # all are called
+        self.layers = nn.ModuleList(layer() for layer in make * 2)
+
+
+def _mean_loss(output, target):
+    return cross_entropy(output, target)
+
+
+def _in_stages(ctx, strategy):
+    model, optimizer = _net(ChainedNet), None
+    model, ctx = weft.expert_parallel(model, ctx)
+    model, ctx = weft.pipeline(model, ctx, loss=_mean_loss, micro_batches=2)
+    if strategy == "zero_partition":
+        model, optimizer, ctx = weft.zero_partition(model, _optimizer(model), ctx, stage=2)
+    else:
+        model, ctx = getattr(weft, strategy)(model, ctx)
+        optimizer = _optimizer(model)
+    losses, call = [], model
+    for step in range(4):
+        if step == 3:
+            model, ctx = weft.undo(model, ctx, rebind=optimizer)
+            call = lambda x, y: _mean_loss(model(x), y)  # noqa: E731
+        loss = call(*_mine(ctx, _batch(64))) if step < 3 else call(*_batch(64))
+        loss.backward()
+        losses.append(weft.reduce(loss.detach(), ctx, "mean").item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["fully_shard", *slow("zero_partition", "replicate")])
+def test_experts_in_stages_are_trained_and_undone_as_in_one_process(strategy):
+    model, losses = _net(ChainedNet), []
+    optimizer = _optimizer(model)
+    for _ in range(4):
+        x, y = _batch(64)
+        loss = _mean_loss(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, parameters in run_ranks(_in_stages, 4, strategy, mesh={"pipeline": 2, "expert": 2}):
+        assert found == pytest.approx(losses, rel=0, abs=1e-12)
+        assert largest_difference(parameters, [p.detach() for p in model.parameters()]) < 1e-12
 
 
 # -- what is sent and held --------------------------------------------------------------------------------

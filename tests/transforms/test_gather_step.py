@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.variants import slow
+from tests.variants import slow, slow_cases
 from weft.testing import largest_difference, run_ranks
 
 
@@ -128,6 +128,61 @@ def _train_counts(steps):
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach() for p in model.parameters()]
+
+
+class Remembers(torch.optim.Optimizer):
+    """Keeps tensors in a list and in a dict of its state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            state = self.state[p]
+            state["last"] = [*state.get("last", []), p.grad.clone()][-3:]
+            sums = state.setdefault("sums", {"gradient": torch.zeros_like(p), "steps": 0})
+            sums["gradient"].add_(p.grad)
+            sums["steps"] += 1
+            p.sub_(self.param_groups[0]["lr"] * (sum(state["last"]) / sums["gradient"].norm() + p.grad / sums["steps"]))
+
+
+def _remembered(ctx, strategy, by, folder):
+    """Two steps, and two more after a restore, and two more without the strategy."""
+    for begin in (0, 2):
+        model = _net()
+        if strategy == "fully_shard":
+            model, here = weft.fully_shard(model, ctx)
+            optimizer, here = weft.gather_step(Remembers(model.parameters()), here, by=by)
+        else:
+            model, optimizer, here = weft.zero_partition(model, Remembers(model.parameters()), ctx, stage=by)
+        state, here = weft.checkpointable({"model": model, "optimizer": optimizer}, here)
+        if begin:
+            weft.restore(state, folder, here)
+        _steps(model, optimizer, _mine(ctx), 2)
+        if not begin:
+            weft.save(state, folder, 2, here)
+    model, here = weft.undo(model, here, rebind=optimizer)
+    _steps(model, optimizer, _mine(None), 2)
+    return [p.detach() for p in model.parameters()]
+
+
+def _steps(model, optimizer, x, count):
+    for _ in range(count):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "by"), [("fully_shard", "all"), ("zero_partition", 2), *slow_cases(("fully_shard", "owner"))]
+)
+def test_tensors_in_lists_and_dicts_of_the_state_are_resumed_and_brought_back(strategy, by, tmp_path):
+    model = _net()
+    _steps(model, Remembers(model.parameters()), _mine(None), 6)
+    expected = [p.detach() for p in model.parameters()]
+    for parameters in run_ranks(_remembered, 2, strategy, by, str(tmp_path)):
+        assert largest_difference(parameters, expected) < 1e-12
 
 
 def _refused(ctx):

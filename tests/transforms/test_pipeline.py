@@ -25,7 +25,7 @@ class Block(nn.Module):
 
     def forward(self, x, scale):
         rows, length, _ = x.shape
-        q, k, v = (t.view(rows, length, 2, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (t.view(rows, length, -1, WIDTH // 2).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + scale * self.out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.down(gelu(self.up(self.second_norm(x))))
@@ -392,9 +392,11 @@ def test_weights_are_loaded_by_the_ranks_that_have_them(tmp_path, strategy, mesh
 
 def _undone(ctx, strategy):
     model = _net(4)
+    if strategy == "tensor":
+        model, ctx = weft.tensor_parallel(model, ctx, plan={"layers.*.up": "column", "layers.*.down": "row"})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model, ctx = weft.pipeline(model, ctx, loss=_loss, micro_batches=2, rebind=optimizer)
-    if strategy:
+    if strategy == "fully_shard":
         model, ctx = weft.fully_shard(model, ctx, rebind=optimizer)
     numbers = []
     for step in range(4):
@@ -411,10 +413,10 @@ def _undone(ctx, strategy):
     return numbers, _own(model)
 
 
-@pytest.mark.parametrize("strategy", [None, pytest.param("fully_shard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", [None, "tensor", pytest.param("fully_shard", marks=pytest.mark.slow)])
 def test_undo_gives_every_rank_all_parameters_and_state(strategy):
     reference = _plain_steps()
-    mesh = {"data": 2, "pipeline": 2} if strategy else {"pipeline": 2}
+    mesh = {None: {}, "tensor": {"tensor": 2}, "fully_shard": {"data": 2}}[strategy] | {"pipeline": 2}
     found = run_ranks(_undone, math.prod(mesh.values()), strategy, mesh=mesh)
     for one in found:
         _check([one], reference)

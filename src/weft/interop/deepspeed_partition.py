@@ -24,8 +24,10 @@ from weft.engines.torch.amp.loss_scale import LossScale
 from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.errors import ContextError, ContractError, OrderError, listed, value_error
 from weft.peers.ledger import Ledger
+from weft.peers.pretended import check_not_pretended
 from weft.sharding import check_optimizers, exchange_parameters, groups_of, sharding_axes
 from weft.sharding.meta import Source, is_meta
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["zero_partition"]
 
@@ -53,6 +55,7 @@ def zero_partition(
     Raises:
         ContextError: Something is to be offloaded, and there is no process group.
     """
+    check_not_pretended('zero_partition(engine="deepspeed")', ctx.world.group, 'engine="torch"  # the same stage')
     check_plain_module("zero_partition", module)
     check_methods("zero_partition", module, methods)
     _check_options(unused, buffers, units, bucket_bytes)
@@ -169,6 +172,10 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         what = f"zero_partition: DeepSpeed cannot train this {type(module).__name__} with this {kind.__name__}"
         return ContractError(what, found=found, expected=expected, fix=fix)
 
+    elsewhere = [name for name, p in module.named_parameters() if is_elsewhere(p)]
+    if elsewhere:
+        expected = "all parameters on every rank: DeepSpeed partitions neither stages of a pipeline nor single experts"
+        raise refusal(f"on other ranks: {listed(elsewhere)}", expected, "engine='torch'")
     if not trained:
         raise refusal("no parameter with requires_grad", "something to train", "module.requires_grad_()")
     if left_out:

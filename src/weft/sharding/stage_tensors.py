@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from weft.contract import Layout, gradient_axes
 from weft.engines.torch.optim.step_watch import optimizers_of
 from weft.sharding.meta import Source
 from weft.sharding.stages import PipelinePlan, stage_of
-from weft.tensors.dtensor import local
-from weft.tensors.elsewhere import empty_elsewhere, forget_elsewhere
+from weft.tensors.dtensor import full_tensor, local
+from weft.tensors.elsewhere import empty_elsewhere, forget_elsewhere, is_elsewhere
+from weft.tensors.nested import map_tensors
 
 __all__ = ["StageTensors"]
 
@@ -35,6 +37,10 @@ class StageTensors:
         self._axis = axis
         self._plan = plan
         self._owners = owners
+        # What no rank of the line has, as an expert of another rank.
+        self._missing = frozenset(
+            name for name, p in module.named_parameters(remove_duplicate=False) if is_elsewhere(p)
+        )
 
     def layout(self, name: str) -> Layout | None:
         """The ranks that have a parameter."""
@@ -80,8 +86,9 @@ class StageTensors:
             kinds: tuple[dict[str, Any], dict[str, Any]] = (part._parameters, part._buffers)
             for kind in kinds:
                 for name, tensor in kind.items():
-                    owner = self._owner(f"{prefix}.{name}" if prefix else name)
-                    if tensor is None or owner is None:
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    owner = self._owner(full_name)
+                    if tensor is None or owner is None or full_name in self._missing:
                         continue
                     if id(tensor) not in made:
                         made[id(tensor)] = self._brought(tensor, owner)
@@ -131,13 +138,17 @@ class StageTensors:
 
 
 def bring_state(module: nn.Module, owner_of: Callable[[str], int | None], line: DistContext) -> None:
-    """Give all ranks the state that optimizers have for a parameter where it is. Collectives: a broadcast of each.
+    """Give all ranks the state that optimizers have for a parameter where it is.
+
+    Collectives: a broadcast of each; where it is cut over other axes, all-gathers before that.
 
     Args:
         module: Whose parameters.
         owner_of: The rank of `line` that has a parameter, by name; None if all have it.
         line: The ranks among which they lie.
     """
+    from weft.engines.torch.optim.rebind import laid_as  # noqa: PLC0415  (half a second of imports in torch)
+
     named = {id(p): name for name, p in module.named_parameters()}
     found = {
         str([[named.get(id(p), "") for p in entry["params"]] for entry in one.param_groups]): one
@@ -148,10 +159,10 @@ def bring_state(module: nn.Module, owner_of: Callable[[str], int | None], line: 
             owner = owner_of(named[id(parameter)])
             if owner is None:
                 continue
-            mine: Any = dict(optimizer.state.get(parameter, {})) if owner == line.rank else None
-            state = broadcast(mine, line, source=owner)
+            mine = optimizer.state.get(parameter, {}) if owner == line.rank else {}
+            state = broadcast(map_tensors(full_tensor, dict(mine)), line, source=owner)
             if state and owner != line.rank:
-                optimizer.state[parameter] = state
+                optimizer.state[parameter] = map_tensors(partial(laid_as, parameter=parameter), state)
 
 
 def forget_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

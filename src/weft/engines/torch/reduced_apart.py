@@ -21,6 +21,7 @@ from torch import nn
 from weft.engines.options import Reduction
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.tensors.dtensor import is_sharded
+from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.pairwise import as_real
 
 __all__ = ["ReducedApart"]
@@ -46,7 +47,8 @@ class ReducedApart:
     ) -> None:
         """Average the gradients of those that are trained now; `entrance()` is a hook that sees a gradient."""
         self.release()
-        self.named = {name: p for name, p in named.items() if name in self.how and p.requires_grad}
+        here = {name: p for name, p in named.items() if name in self.how and not is_elsewhere(p)}
+        self.named = {name: p for name, p in here.items() if p.requires_grad}
         for name, p in self.named.items():
             if entrance is not None:
                 self._hooks.add(p.register_post_accumulate_grad_hook(entrance()).remove)

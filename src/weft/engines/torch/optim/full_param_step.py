@@ -24,6 +24,7 @@ from weft.engines.torch.optim.state_layout import state_layout
 from weft.engines.torch.optim.swapped_step import Groups, SwappedStep
 from weft.errors import OrderError
 from weft.tensors.dtensor import full_tensor
+from weft.tensors.nested import map_tensors
 
 __all__ = ["WholeStep", "check_steps_on_shards"]
 
@@ -51,14 +52,13 @@ class WholeStep(SwappedStep):
             handle.remove()
         optimizer = self._optimizer()
         for parameter, state in optimizer.state.items() if optimizer is not None else ():
-            for key, value in state.items():
-                if isinstance(value, DTensor) and (not isinstance(parameter, DTensor) or parameter in self._others):
-                    state[key] = like(value, parameter)
+            if not isinstance(parameter, DTensor) or parameter in self._others:
+                state.update(map_tensors(functools.partial(_joined, parameter=parameter), dict(state)))
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only this rank's part of state that already exists."""
         for parameter, state in optimizer.state.items():
-            state.update({key: self._cut(value, parameter) for key, value in state.items()})
+            state.update(self._cut(state, parameter))
 
     def _step_parts(self, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
         for place, parameters in enumerate(groups):
@@ -71,17 +71,21 @@ class WholeStep(SwappedStep):
         whole.grad = _whole(parameter.grad) if parameter.grad is not None else None
         state = optimizer.state.pop(parameter, None)
         if state is not None:
-            optimizer.state[whole] = {key: _whole(value) for key, value in state.items()}
+            optimizer.state[whole] = map_tensors(_whole, dict(state))
         try:
             self._step_on(optimizer, [[whole] if at == place else [] for at in range(len(optimizer.param_groups))])
         finally:
             state = optimizer.state.pop(whole, {})
-            optimizer.state[parameter] = {key: self._cut(value, parameter) for key, value in state.items()}
+            optimizer.state[parameter] = self._cut(state, parameter)
         with torch.no_grad():
             parameter.copy_(like(whole.detach(), parameter))
 
-    def _cut(self, value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != parameter.shape:
+    def _cut(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter; of tensors of its shape, also in lists and dicts, this rank's part."""
+        return map_tensors(lambda value: self._part(value, parameter), dict(state))
+
+    def _part(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        if not value.dim() or value.shape != parameter.shape:
             return value
         rows, cut = self._others.get(cast("nn.Parameter", parameter), (self._mesh, None))
         if rows is None or (isinstance(parameter, DTensor) and cut is None):
@@ -151,5 +155,9 @@ def _problem_of(kind: type[Any]) -> str | None:
     return None
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: torch.Tensor) -> torch.Tensor:
     return full_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _joined(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return like(value, parameter) if isinstance(value, DTensor) else value

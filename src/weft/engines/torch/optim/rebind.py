@@ -8,6 +8,7 @@ the new parameters with groups and state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.tensors.dtensor import cut_like, full_tensor
+from weft.tensors.nested import map_tensors
 
-__all__ = ["like", "rebind"]
+__all__ = ["laid_as", "like", "rebind"]
 
 
 def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Parameter]) -> None:
@@ -31,14 +33,16 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
     for optimizer in optimizers:
         for entry in optimizer.param_groups:
             entry["params"][:] = [new.get(p, p) for p in entry["params"]]  # some optimizers keep the list
-        held = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p in new}
+        held = {p: optimizer.state.pop(p) for p in new if p in optimizer.state}  # in the same order on all ranks
         for old, state in held.items():
             if new[old].is_meta and not old.is_meta:  # another rank has it now, and its state
                 continue
-            optimizer.state[new[old]] = {
-                key: like(value, new[old]) if isinstance(value, torch.Tensor) and value.dim() else value
-                for key, value in state.items()
-            }
+            optimizer.state[new[old]] = map_tensors(partial(laid_as, parameter=new[old]), dict(state))
+
+
+def laid_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """State of a parameter, cut or whole as that is; numbers stay."""
+    return like(value, parameter) if value.dim() else value
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ with the owner, whole, in whatever form the optimizer gives it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.engines.torch.optim.rebind import like
+from weft.engines.torch.optim.rebind import laid_as
 from weft.engines.torch.optim.swapped_step import Groups, SwappedStep
 from weft.engines.torch.stepping.owners import Block, Owned, owned, rounds
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import full_tensor, local
+from weft.tensors.nested import map_tensors
 
 __all__ = ["OwnerStep"]
 
@@ -72,10 +74,7 @@ class OwnerStep(SwappedStep):
         for one in self._every:
             state = self._share(states.get(one.parameter), one.owner)
             if state:
-                states[one.parameter] = {
-                    key: like(value, one.parameter) if isinstance(value, torch.Tensor) and value.dim() else value
-                    for key, value in state.items()
-                }
+                states[one.parameter] = map_tensors(partial(laid_as, parameter=one.parameter), dict(state))
         self._every, self._rounds = [], []
         self.release()
 
@@ -83,7 +82,7 @@ class OwnerStep(SwappedStep):
         for one in self._every:
             state = optimizer.state.pop(one.parameter, None)
             if state:
-                whole = {key: full_tensor(v) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+                whole = map_tensors(full_tensor, dict(state))
                 if one.owner == self._rank:
                     optimizer.state[one.parameter] = whole
 
