@@ -397,3 +397,12 @@ def test_a_mesh_that_does_not_fit_is_refused_as_in_a_real_run():
         weft.rehearse(sharded, 16, mesh={"data": 3, "shard": 5})
     with pytest.raises(ValueError, match=r"(?s)does not return a step.*fix:"):
         weft.rehearse(lambda ctx: None, 2)
+
+
+def test_deepspeed_cannot_be_rehearsed():
+    def body(ctx):
+        model = nn.Linear(2, 2)
+        weft.zero_partition(model, torch.optim.AdamW(model.parameters()), ctx, stage=1, engine="deepspeed")
+
+    with pytest.raises(weft.errors.ContextError, match=r"(?s)deepspeed.* cannot be rehearsed.*fix: +engine=\"torch\""):
+        weft.rehearse(body, 4)
