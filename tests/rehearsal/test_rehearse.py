@@ -406,3 +406,20 @@ def test_deepspeed_cannot_be_rehearsed():
 
     with pytest.raises(weft.errors.ContextError, match=r"(?s)deepspeed.* cannot be rehearsed.*fix: +engine=\"torch\""):
         weft.rehearse(body, 4)
+
+
+def test_messages_of_every_fourth_step_are_shown_with_as_many_steps():
+    def body(ctx):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer, ctx = weft.local_steps(model, optimizer, ctx, every=4)
+
+        def step():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    assert "no messages in step 2, the last one; more: weft.rehearse(..., steps=...)" in str(weft.rehearse(body, 4))
+    assert "all_reduce" in str(weft.rehearse(body, 4, steps=4))

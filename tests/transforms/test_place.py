@@ -524,3 +524,8 @@ def test_a_program_may_end_while_the_next_part_is_read(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "terminate" not in done.stderr, done.stderr
+
+
+def test_budgets_that_are_no_mapping_are_refused():
+    with pytest.raises(TypeError, match=r"(?s)found: +'auto'.*fix: +weft.weights.plan_placement\(model, \{"):
+        weft.place(nn.Linear(2, 2), weft.local(), "auto")

@@ -1,5 +1,6 @@
 """Layers that are cut over ranks: the numbers of one process, the memory and messages of the plan, and refusals."""
 
+import ast
 import collections
 import re
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.variants import slow
 from weft.errors import AlreadyApplied, ContextError, ContractError, OrderError, ProbeFailed
-from weft.testing import run_ranks
+from weft.testing import largest_difference, run_ranks
 
 from .lm import LM, PLAN, WIDTH, difference, loss_of, model, optimizer_of, reference, samples, whole
 
@@ -559,3 +560,34 @@ def test_the_loss_of_divided_logits():
     expected = {name: p.grad for name, p in module.named_parameters()}
     for found in run_ranks(divided_loss, 2, mesh={"tensor": 2}):
         assert difference(expected, found) < 1e-12
+
+
+class _FourOfOneSize(nn.Module):
+    """An attention as many write it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _proposed(ctx):
+    model = nn.Sequential(_FourOfOneSize()).double()
+    if ctx is not None:
+        with pytest.raises(ValueError, match="has no plan for") as caught:
+            weft.tensor_plan(model)
+        plan = ast.literal_eval(str(caught.value).partition("plan=")[2].partition(")")[0])
+        assert plan == {"*.k": "column", "*.o": "row", "*.q": "column", "*.v": "column"}, plan
+        model, ctx = weft.tensor_parallel(model, ctx, plan=plan)
+    x = torch.linspace(-1, 1, 2 * 3 * 8, dtype=torch.float64).view(2, 3, 8)
+    model(x).square().sum().backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def test_the_proposed_plan_for_an_attention_of_equal_layers_computes_as_one_process():
+    for found in run_ranks(_proposed, 2, mesh={"tensor": 2}):
+        assert largest_difference(found, _proposed(None)) < 1e-12

@@ -10,7 +10,7 @@ from torch import nn
 
 import weft
 from weft.engines.torch.optim import zero1_step
-from weft.testing import largest_difference, run_ranks
+from weft.testing import fake, largest_difference, run_ranks
 
 STAGES = (1, 2, 3)
 
@@ -458,3 +458,11 @@ def test_messages_of_the_program_are_not_taken_for_those_of_a_step():
         assert received == [8.0 - rank]
         for found, expected in zip(parameters, plain.parameters(), strict=True):
             assert torch.equal(found, expected)
+
+
+def test_one_optimizer_too_many_is_to_be_deleted():
+    model = nn.Linear(2, 2)
+    optimizer, other_optimizer = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    with pytest.raises(weft.errors.OrderError, match=r"fix: +del other_optimizer"):
+        weft.zero_partition(model, optimizer, fake(0, 2), stage=2)
+    del other_optimizer

@@ -713,3 +713,16 @@ def test_tensors_are_read_by_name_without_a_module(tmp_path):
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="damaged" + LINES):
         weft.weights.read(tmp_path, object="policy")
+
+
+def test_the_fix_for_other_shapes_leaves_out_what_does_not_fit(tmp_path):
+    state, ctx = weft.checkpointable({"model": nn.Sequential(nn.Embedding(7, 2), nn.Linear(2, 2))}, weft.local())
+    path = weft.save(state, tmp_path, 1, ctx)
+    model = nn.Sequential(nn.Embedding(10, 2), nn.Linear(2, 2))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"in the module: 0.weight: float32 \(7, 2\)") as caught:
+        weft.load_weights(model, path, weft.local())
+    line = str(caught.value).rpartition("fix:")[2].strip()
+    eval(line.replace("module, ...", "model, path, ctx"), {"weft": weft, "model": model, "path": path, "ctx": ctx})
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[1].weight, state.objects["model"][1].weight)

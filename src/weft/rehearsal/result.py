@@ -133,6 +133,8 @@ class Rehearsal:
             parts.append(table.holders(self.step_peak.holders))
         if self.messages:
             parts.append(table.messages(self.messages, self.sent, self.communication_s))
+        elif self.world_size > 1:
+            parts.append(f"no messages in step {self.steps}, the last one; more: weft.rehearse(..., steps=...)")
         if self.saved:
             parts.append(f"of a checkpoint, this rank writes {table.size_text(self.saved)}")
         if self.assumed:

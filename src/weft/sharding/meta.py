@@ -102,7 +102,7 @@ class Source:
                 expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
                 "reset_parameters() in its module",
                 fix=f'weft.{what}(..., weights="later"), then weft.load_weights(model, path, ctx); buffers that '
-                "are not saved: build them on a real device, and put the parameters alone on meta",
+                "are not saved: with weft.weights.on_meta(): model = ..., which keeps buffers real",
             )
 
     def make_real(self, unit: nn.Module) -> None:

@@ -192,7 +192,9 @@ def check_optimizers(what: str, module: nn.Module, ctx: DistContext, rebind: Seq
             f"{what}: {len(left)} optimizer(s) hold parameters of {type(module).__name__}, and would keep the old",
             found=listed(f"{type(one).__name__}, {len(one.param_groups)} group(s)" for one in left),
             expected=f"{what}, then the optimizer; or the optimizer given along",
-            fix=f"weft.{what}(..., rebind=optimizer)",
+            fix="del other_optimizer  # zero_partition takes one optimizer: make others over the parameters after it"
+            if what == "zero_partition"
+            else f"weft.{what}(..., rebind=optimizer)",
         )
 
 

@@ -180,24 +180,24 @@ def compare(
     asked = [one for one in held if within is None or not set(one.names).isdisjoint(within)]
     missing = tuple(one.names[0] for one in asked if source.tensors.keys().isdisjoint(one.names))
     unexpected = tuple(name for name in source.tensors if name not in known)
-    wrong = [
-        f"{name}: {stored.entry.dtype} {stored.entry.shape} for {str(one.tensor.dtype).removeprefix('torch.')} "
+    wrong = {
+        name: f"{name}: {stored.entry.dtype} {stored.entry.shape} for {str(one.tensor.dtype).removeprefix('torch.')} "
         f"{tuple(one.tensor.shape)}"
         for one in held
         for name in one.names
         for stored in ([source.tensors[name]] if name in source.tensors else [])
         if stored.entry.shape != tuple(one.tensor.shape) or not of_one_kind(stored.dtype, one.tensor.dtype)
-    ]
+    }
     if not wrong and not (strict and (missing or unexpected)):
         return missing, unexpected
-    found = [f"in the file and in the module: {listed(wrong)}"] if wrong else []
+    found = [f"in the file and in the module: {listed(wrong.values())}"] if wrong else []
     found += [f"not in the file: {listed(missing)}"] if missing and strict else []
     found += [f"only in the file: {listed(unexpected)}"] if unexpected and strict else []
     raise CheckpointError(
         f"{what}: {source.path} does not fit the module",
         found="; ".join(found),
         expected="the names, shapes and kinds of numbers of the module",
-        fix=_tie(module, missing) or f"weft.{what}(module, ..., {_hint(missing, unexpected)})",
+        fix=_tie(module, missing) or f"weft.{what}(module, ..., {_hint(wrong, missing, unexpected)})",
     )
 
 
@@ -211,8 +211,10 @@ def _tie(module: nn.Module, missing: tuple[str, ...]) -> str:
     return f"{owner}.tie_weights()  # before the transforms: tied weights are saved once"
 
 
-def _hint(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
-    """The option that would help: names that differ at their beginning only, or some that are not there."""
+def _hint(wrong: Collection[str], missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
+    """The option that would help: for tensors that do not fit, names that differ at their beginning, or are missing."""
+    if wrong:
+        return f"rename=lambda name: None if name in {tuple(wrong)} else name, strict=False"
     for name in unexpected:
         for wanted in missing:
             if name.endswith(f".{wanted}"):

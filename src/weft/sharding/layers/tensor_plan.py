@@ -212,11 +212,17 @@ def _raise_no_plan(module: nn.Module, left_out: Mapping[str, str]) -> None:
 
 
 def _proposed(module: nn.Module) -> dict[str, str]:
-    """A plan by shapes: of linear layers side by side, the last one takes what the others give."""
+    """A plan by shapes: of linear layers side by side, the last one takes what the others give.
+
+    Four of one size, not in a Sequential, are queries, keys, values and output of an attention: a chain would begin
+    with the first two.
+    """
     found: dict[str, str] = {}
     for prefix, part in module.named_modules():
         layers = [(name, one) for name, one in part.named_children() if isinstance(one, nn.Linear)]
-        for place, (name, one) in enumerate(layers):
+        sizes = {(one.in_features, one.out_features) for _, one in layers}
+        is_attention = len(layers) == 4 and len(sizes) == 1 and not isinstance(part, nn.Sequential)
+        for place, (name, one) in list(enumerate(layers))[3 if is_attention else 0 :]:
             before = [first for _, first in layers[:place] if first.in_features == one.out_features]
             if before and any(first.out_features == one.in_features for first in before):
                 for other, first in layers[:place]:

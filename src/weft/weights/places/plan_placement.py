@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.checks import check_choice, check_module, check_not_lazy
 from weft.contract.select_modules import Selection
-from weft.errors import listed, value_error
+from weft.errors import listed, type_error, value_error
 from weft.weights.places.choose_places import choose_places, fast_places
 from weft.weights.places.module_sizes import bytes_of
 from weft.weights.places.place_units import PlaceUnit, classes_within, place_units
@@ -253,7 +253,16 @@ def _limits(budgets: Mapping[str, int | str | None]) -> dict[str, int | None]:
 
     Raises:
         ValueError: One cannot be read, or they are out of order.
+        TypeError: They are no mapping.
     """
+    fix = 'weft.weights.plan_placement(model, {"cuda:0": "20GB", "cpu": "30GB", "disk": None})'
+    if not isinstance(budgets, Mapping):
+        raise type_error(
+            "plan_placement: budgets are bytes by place",
+            found=repr(budgets),
+            expected='a mapping, such as {"cuda:0": "20GB", "cpu": None}, where None is no limit; or a PlacementPlan',
+            fix=fix,
+        )
     wrong = [f"{place!r}: {size!r}" for place, size in budgets.items() if not (_is_place(place) and _is_size(size))]
     rank = [("cpu", "disk").index(place) if place in ("cpu", "disk") else -1 for place in budgets]
     if wrong or rank != sorted(rank) or not set(budgets) - {"disk"}:
@@ -261,7 +270,7 @@ def _limits(budgets: Mapping[str, int | str | None]) -> dict[str, int | None]:
             "plan_placement: budgets cannot be used",
             found=listed(wrong) or listed(map(repr, budgets)) or "none",
             expected='bytes by place: accelerators such as "cuda:0", then "cpu", then "disk"',
-            fix='weft.weights.plan_placement(model, {"cuda:0": "20GB", "cpu": "30GB", "disk": None})',
+            fix=fix,
         )
     return {place: None if size is None else _bytes(size) for place, size in budgets.items()}
 
