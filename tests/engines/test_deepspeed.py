@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from weft.tensors.elsewhere import empty_elsewhere
 from weft.testing import largest_difference, run_ranks
 
 pytestmark = pytest.mark.deepspeed
@@ -735,3 +736,11 @@ def _trained_and_dropped(ctx):
 def test_nothing_of_deepspeed_stays_in_the_process():
     for found in run_ranks(_trained_and_dropped, 2):
         assert found == ([], 0)
+
+
+def test_a_module_of_which_other_ranks_have_parts_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = empty_elsewhere(model[1].weight)  # as pipeline leaves it
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(weft.errors.ContractError, match=r"on other ranks: 1.weight(.|\n)*fix: +engine='torch'"):
+        weft.zero_partition(model, optimizer, weft.local(), stage=1, engine="deepspeed")

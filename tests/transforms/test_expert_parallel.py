@@ -451,12 +451,12 @@ def _in_stages(ctx, strategy):
     else:
         model, ctx = getattr(weft, strategy)(model, ctx)
         optimizer = _optimizer(model)
-    losses, call = [], model
+    losses = []
     for step in range(4):
         if step == 3:
             model, ctx = weft.undo(model, ctx, rebind=optimizer)
-            call = lambda x, y: _mean_loss(model(x), y)  # noqa: E731
-        loss = call(*_mine(ctx, _batch(64))) if step < 3 else call(*_batch(64))
+        x, y = _batch(64) if step == 3 else _mine(ctx, _batch(64))
+        loss = _mean_loss(model(x), y) if step == 3 else model(x, y)
         loss.backward()
         losses.append(weft.reduce(loss.detach(), ctx, "mean").item())
         optimizer.step()

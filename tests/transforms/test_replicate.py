@@ -865,3 +865,39 @@ def test_compile_works_after_the_transforms(flat, policy):
     for plain, compiled in found:
         assert largest_difference(plain, compiled) < (2e-3 if policy else 1e-6)
     assert largest_difference(found[0][1], found[1][1]) == 0
+
+
+class _Exchanging(nn.Module):
+    """Puts another frozen parameter in the place of its own in each call, as PEFT does with weights of few bits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.trained = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)
+
+    def forward(self, x):
+        self.frozen.weight = nn.Parameter(self.frozen.weight.clone(), requires_grad=False)
+        return self.trained(self.frozen(x))
+
+
+def _exchanged(ctx):
+    model = _Exchanging().double()
+    if ctx is not None:
+        model, ctx = weft.replicate(model, ctx)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    for _ in range(3):
+        model(x if ctx is None else x.chunk(2)[ctx.rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [p.detach() for p in model.trained.parameters()]
+    if ctx is not None:
+        model.trained.weight = nn.Parameter(model.trained.weight.clone())
+        with pytest.raises(weft.errors.ContractError, match=r"did not have when(.|\n)*trained.weight(.|\n)*fix: "):
+            model(x)
+    return found
+
+
+def test_a_frozen_parameter_may_be_put_in_the_place_of_another():
+    for found in run_ranks(_exchanged, 2):
+        assert largest_difference(found, _exchanged(None)) < 1e-12

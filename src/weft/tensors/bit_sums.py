@@ -15,8 +15,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def can_be_read(tensor: torch.Tensor) -> bool:
     """Whether it has memory of its own here: not in a rehearsal, under `torch.func`, nor as a part of something."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return plain and not tensor.is_meta and not tensor.is_quantized and tensor.numel() > 0
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return plain and not wrapped and not tensor.is_meta and not tensor.is_quantized and tensor.numel() > 0
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,7 +107,7 @@ class Memory:
                 found=listed(lost),
                 expected="each in the file; or, as for buffers that are not saved, in a part whose "
                 "reset_parameters() makes it, with nothing in it that is sharded or has values already",
-                fix="with weft.weights.on_meta(): model = ...  # keeps buffers real; or give the part a reset_parameters()",
+                fix="with weft.weights.on_meta(): model = ...  # its buffers are real; or add reset_parameters()",
             )
 
     def take(self) -> None:

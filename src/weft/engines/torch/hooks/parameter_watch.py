@@ -48,6 +48,7 @@ class ParameterWatch:
         self._held = list(chain.from_iterable(map(dict.values, self._places)))
         named = dict(module.named_parameters())
         self.trained = {name: p for name, p in named.items() if p.requires_grad and not is_elsewhere(p)}
+        self._frozen = {name for name, p in named.items() if not p.requires_grad}
         self._parameters = list(named.values())
         self._flags = [p.requires_grad for p in self._parameters]
 
@@ -59,17 +60,19 @@ class ParameterWatch:
         """Raise if the module has parameters that it had not.
 
         Raises:
-            ContractError: A layer or a parameter was added, or put in place of another.
+            ContractError: A layer or a parameter was added, or put in place of a trained one.
         """
         held = list(chain.from_iterable(map(dict.values, self._places)))
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
         known = set(map(id, self._parameters))
         others = [(name, p) for name, p in module.named_parameters() if id(p) not in known]
-        new = [name for name, p in others if self._stands_in is None or not self._stands_in(p)]
-        if not others:
-            self.look(module)  # a part was taken away, or moved to another place
+        strangers = [(name, p) for name, p in others if self._stands_in is None or not self._stands_in(p)]
+        new = [name for name, p in strangers if p.requires_grad or name not in self._frozen]
         if not new:
+            # A part was taken away, or moved to another place; or a frozen parameter was put in the place of another.
+            if len(strangers) == len(others) and not self.changed_flags():
+                self.look(module)
             return
         raise ContractError(
             f"{self._what}: {self._class_name} has parameters that it did not have when {self._what} was applied",

@@ -116,7 +116,7 @@ class SplitInputs:
                 f"context_parallel: attention_mask of {type(module).__name__} cannot be split",
                 found=f"a mask {list(mask.shape)} of {mask.dtype} that hides some places",
                 expected="sequences of one length: where they are padded at the right, labels of -100 and no mask",
-                fix='tokenizer.padding_side = "right"; batch.pop("attention_mask")  # no token attends to padding after it',
+                fix='tokenizer.padding_side = "right"; batch.pop("attention_mask")  # none attends to a later place',
             )
         if "attention_mask" not in names or names.index("attention_mask") < len(args):
             return None
