@@ -230,6 +230,8 @@ class Prober:
                 zeros_filled(unit),
                 hooks_off(unit, lambda part, hook: part is own or id(hook) in quiet),
             ):
+                if own is not None:
+                    own._compiled_call_impl = None  # and what is around its calls, outside of its hooks
                 yield
         finally:
             self._is_busy = False
