@@ -21,3 +21,8 @@ def diagonal(first, second):
         for i, one in enumerate(first)
         for j, two in enumerate(second)
     ]
+
+
+def one_in(number, values):
+    """All values of one parameter; the ordinary suite runs the first of every so many."""
+    return [pytest.param(one, marks=[pytest.mark.slow] if at % number else []) for at, one in enumerate(values)]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import weft
+from tests.variants import one_in
 from weft.testing import run_ranks
 
 from .attempts import STEPS, attempt, check_exact, check_refused, fit
@@ -338,7 +339,7 @@ def both(ctx, name):
     return train(ctx, sound), attempt(lambda ctx, watch: train(ctx, unsound, watch=watch), ctx)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", one_in(4, PAIRS))
 def test_what_mixes_positions_is_refused(name):
     _, sound = PAIRS[name]
     expected = fit(made(sound), batches(), loss_of)
