@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import weft
 from tests.variants import one_in
+from weft.engines.torch.pipeline import pipelined
 from weft.testing import run_ranks
 
 from .attempts import STEPS, Watch, attempt, check_exact, check_refused, fit
@@ -547,3 +548,19 @@ def test_random_losses_are_compared_with_the_same_numbers(name):
     found = run_ranks(random_losses, 2, name, mesh={"pipeline": 2})
     assert all(value.isfinite().all() for own, _ in found for value in own.values())
     check_refused([refused for _, refused in found])
+
+
+def with_little_memory(ctx, name):
+    kept, pipelined._KEPT_BYTES = pipelined._KEPT_BYTES, 1  # two micro-batches at a time
+    try:
+        unsound, sound = LOSSES[name]
+        return train(ctx, {}, sound), attempt(train, ctx, {}, unsound)
+    finally:
+        pipelined._KEPT_BYTES = kept
+
+
+def test_the_loss_of_a_batch_that_does_not_fit_is_compared_in_parts():
+    name = next(iter(LOSSES))
+    found = run_ranks(with_little_memory, 2, name, mesh={"pipeline": 2})
+    check_exact([one for one, _ in found], naive({}, LOSSES[name][1]))
+    check_refused([one for _, one in found])

@@ -129,8 +129,14 @@ class MicroBatches:
             )
         _check_rows(inputs, rows, number)
         self.whole = inputs
+        self._rows = rows
         self.parts = [_rows(inputs, rows, slice(i * rows // number, (i + 1) * rows // number)) for i in range(number)]
         self.key = (number, *((tuple(t.shape), t.dtype) for t in tensors(inputs.nested())))
+
+    def together(self, window: range) -> Inputs:
+        """Several micro-batches in a row, as one batch."""
+        size = self._rows // len(self.parts)
+        return _rows(self.whole, self._rows, slice(window.start * size, window.stop * size))
 
 
 def _divisor(rows: int, number: int) -> int:

@@ -40,9 +40,11 @@ from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, units_wh
 from weft.engines.torch.probes.no_trace import no_trace, random_kept
 from weft.engines.torch.probes.observed import Observed
 from weft.engines.torch.probes.same_draws import SameDraws
-from weft.tensors.nested import map_tensors
+from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["PipelinedModule"]
+
+_KEPT_BYTES = 1 << 28  # of outputs, to compute their loss together
 
 
 class PipelinedModule:
@@ -81,6 +83,7 @@ class PipelinedModule:
         self._rows = RowProbe(options.probes, len(options.stages), module)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
         self._pass: _Pass | None = None
+        self._calls = 0
         around: Any = torch.compiler.disable(self._around)
         attach(module, self._removable, around=around, methods=["forward"])
 
@@ -129,6 +132,7 @@ class PipelinedModule:
         number = len(batches.parts)
         is_new = batches.key not in self._schedules
         self._pass = _Pass(call, batches)
+        self._calls += 1
         self._rows.begin()
         try:
             if is_new:
@@ -185,7 +189,7 @@ class PipelinedModule:
                 return self._borders.flat(key, stage, output)
             if self._options.probes != "off":
                 running.ends_with_layer = output is self._forward.returned
-                running.returned.append(map_tensors(torch.Tensor.detach, self._forward.returned))
+                running.keep(index, self._forward.returned, self._calls)
             loss = self._loss_of(output, part)
             running.losses.append(loss._replace(value=loss.value.detach()))
             return loss.value.reshape(1)
@@ -200,13 +204,14 @@ class PipelinedModule:
 
     @torch.no_grad()
     def _found(self, *, is_sum: bool) -> Result:
-        """What the last stage tells the others, with the loss of the whole batch at once."""
+        """What the last stage tells the others, with the loss of the whole batch at once, or of what fits of it."""
         running = self._pass
         assert running is not None
         losses, whole = running.losses, None
-        if running.returned and all(one is not None for one in running.returned):
-            pairs = list(zip(running.batches.parts, running.returned, strict=True))
-            all_rows = running.batches.whole, joined(running.returned)
+        if running.returned and all(one is not None for one in running.returned.values()):
+            losses = [losses[index] for index in running.window]
+            pairs = [(running.batches.parts[index], running.returned[index]) for index in running.window]
+            all_rows = running.batches.together(running.window), joined([returned for _, returned in pairs])
             with no_trace(self._module), Observed() as observed:
                 with SameDraws() as draws:
                     whole = self._loss_at_end(*all_rows).mean()
@@ -280,10 +285,21 @@ class _Pass:
     def __init__(self, call: Callable[..., Any], batches: MicroBatches) -> None:
         self.call = call
         self.batches = batches
-        self.returned: list[Any] = []  # by the last layer
+        self.window = range(0)  # of micro-batches whose loss is computed together
+        self.returned: dict[int, Any] = {}  # by the last layer
         self.ends_with_layer = False  # whether forward returns that
         self.losses: list[Loss] = []
         self.error: Exception | None = None
+
+    def keep(self, index: int, returned: Any, number: int) -> None:
+        """Keep what the last layer has returned, of all micro-batches or, in turn, of as many as fit into memory."""
+        if not self.window:
+            parts, size = len(self.batches.parts), sum(t.numel() * t.element_size() for t in tensors(returned))
+            count = min(parts, max(2, _KEPT_BYTES // max(size, 1)))
+            first = number % (parts - count + 1)
+            self.window = range(first, first + count)
+        if index in self.window:
+            self.returned[index] = map_tensors(torch.Tensor.detach, returned)
 
 
 class _StageModule(nn.Module):
