@@ -236,3 +236,34 @@ def waits(ctx):
 def test_a_number_that_is_never_sent_is_an_error():
     with pytest.raises(ContextError, match="rank 0 waits for integers that rank 1 never sends"):
         weft.rehearse(waits, 2)
+
+
+class _Returned(dict):
+    """What a model of transformers returns."""
+
+    __getattr__ = dict.__getitem__
+
+
+class _WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return _Returned(loss=x.square().mean())
+
+
+def _with_loss(ctx):
+    model, ctx = weft.pipeline(_WithLoss(), ctx, micro_batches=2)
+
+    def step():
+        model(torch.randn(ROWS, WIDTH)).loss.backward()
+
+    return step
+
+
+@pytest.mark.parametrize("rank", [0, 1, "all distinct"])
+def test_a_pipeline_whose_call_returns_an_object_with_the_loss(rank):
+    assert weft.rehearse(_with_loss, 2, mesh={"pipeline": 2}, rank=rank)

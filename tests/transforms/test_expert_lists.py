@@ -109,8 +109,8 @@ MESHES = [({"expert": 2}, 2), ({"data": 2, "expert": 2}, 4)]
     ("mesh", "ranks", "strategy"),
     [
         (*MESHES[0], "replicate"),
-        (*MESHES[1], "fully_shard"),
-        *slow_cases((*MESHES[0], "fully_shard"), (*MESHES[1], "replicate"), *((*mesh, "zero1") for mesh in MESHES)),
+        (*MESHES[0], "fully_shard"),
+        *slow_cases((*MESHES[1], "fully_shard"), (*MESHES[1], "replicate"), *((*mesh, "zero1") for mesh in MESHES)),
     ],
 )
 @pytest.mark.parametrize("skips", [True, pytest.param(False, marks=pytest.mark.slow)])

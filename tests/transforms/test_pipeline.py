@@ -413,7 +413,9 @@ def _undone(ctx, strategy):
     return numbers, _own(model)
 
 
-@pytest.mark.parametrize("strategy", [None, "tensor", pytest.param("fully_shard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in ("tensor", "fully_shard"))]
+)
 def test_undo_gives_every_rank_all_parameters_and_state(strategy):
     reference = _plain_steps()
     mesh = {None: {}, "tensor": {"tensor": 2}, "fully_shard": {"data": 2}}[strategy] | {"pipeline": 2}
