@@ -7,6 +7,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = [
     "copied",
     "hooks_of_user",
     "hooks_off",
+    "is_measured",
+    "measured",
     "no_trace",
     "quiet_hooks",
     "random_kept",
@@ -31,8 +34,24 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_measured: ContextVar[bool] = ContextVar("measured", default=False)
 _SMALL = 0.02
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[None]:
+    """Around what a probe runs."""
+    token = _measured.set(True)
+    try:
+        yield
+    finally:
+        _measured.reset(token)
+
+
+def is_measured() -> bool:
+    """Whether a probe runs. Its backward passes compute no block again, which has other parameters by then."""
+    return _measured.get()
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from weft.engines.torch.probes.no_trace import (
     copied,
     hooks_of_user,
     hooks_off,
+    measured,
     no_trace,
     quiet_hooks,
     zeros_filled,
@@ -212,8 +213,8 @@ class Prober:
     def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> None:
         gradients = number == 1 and (self._rehearses or torch.is_grad_enabled())
         with self._apart(name, quiet):
-            measured = self._probe.measure(name, *given, gradients=gradients)
-            self._judge(name, [(difference(one) / one.limit, one) for one in measured])
+            pairs = self._probe.measure(name, *given, gradients=gradients)
+            self._judge(name, [(difference(one) / one.limit, one) for one in pairs])
 
     @contextlib.contextmanager
     def _apart(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:
@@ -225,6 +226,7 @@ class Prober:
         try:
             own = None if outside else unit
             with (
+                measured(),
                 eager,
                 no_trace(unit),
                 zeros_filled(unit),
