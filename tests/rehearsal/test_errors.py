@@ -14,6 +14,7 @@ from weft.testing import run_ranks
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
+        self.num_heads = 12
         self.q, self.k, self.v, self.out = (nn.Linear(48, 48, bias=False) for _ in range(4))
 
     def forward(self, x):

@@ -249,7 +249,7 @@ def _listed(ctx):
 
 
 def _loaded(ctx):
-    data = TensorDataset(torch.randn(160, 6), torch.randint(3, (160,)))
+    data = TensorDataset(torch.randn(320, 6), torch.randint(3, (320,)))
     loader, ctx = weft.shard_data(DataLoader(data, batch_size=8), ctx)
     model, ctx = weft.replicate(_model(), ctx)
     batches = iter(loader)

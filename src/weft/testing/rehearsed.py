@@ -65,7 +65,7 @@ def assert_rehearsed(
         >>> assert_rehearsed(program, 2, steps=1, only=[0]).messages[0].kind
         'all_reduce'
     """
-    real = run_ranks(_run, ranks, program, args, steps, mesh=mesh, timeout_s=timeout_s)
+    real = run_ranks(_run, ranks, program, args, steps, mesh=mesh, timeout_s=timeout_s, probes="off")
     found = {
         rank: rehearse(lambda ctx: program(ctx, *args), ranks, mesh=mesh, rank=rank, steps=steps, assume=assume)
         for rank in (range(ranks) if only is None else only)

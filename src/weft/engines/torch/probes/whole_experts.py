@@ -56,7 +56,8 @@ class ExpertUnits(WholeUnits):
                 found[own] = full_tensor(p.detach())
                 continue
             mine = owner == dist.get_rank(self.group)
-            found[own] = full_tensor(p.detach()).contiguous() if mine else torch.empty_like(p, device=device)
+            # A copy: what is sent counts as changed.
+            found[own] = full_tensor(p.detach()).clone() if mine else torch.empty_like(p, device=device)
             dist.broadcast(found[own].detach(), group=self.group, group_src=owner)
         return found
 
