@@ -101,10 +101,12 @@ class Prober:
     # -- the calls of a unit; see [Note: where a probe runs] ---------------------------------------
 
     def _from_outside(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        number = 0 if torch.compiler.is_compiling() else self._is_due(name, args, kwargs)
+        unit = self._probe.units[name]
+        # A pipeline computes its whole batch at once, with its gradients.
+        skips = torch.compiler.is_compiling() or any(map(is_elsewhere, unit.parameters()))
+        number = 0 if skips else self._is_due(name, args, kwargs)
         if not number:
             return call(*args, **kwargs)
-        unit = self._probe.units[name]
         # Hooks that have not returned anything yet may be those that are not called again.
         quiet = {id(hook) for hook in hooks_of_user(unit) if not any(hook is one for one in self._loud)}
         given = copied((args, kwargs))
