@@ -257,7 +257,7 @@ def test_the_variable_sets_the_mode(monkeypatch, mode):
 
 def test_a_wrong_variable_is_refused(monkeypatch):
     monkeypatch.setenv("WEFT_PROBES", "sometimes")
-    with pytest.raises(ContextError, match="probes = 'sometimes'"):
+    with pytest.raises(ContextError, match="WEFT_PROBES='sometimes'"):
         weft.start()
 
 

@@ -107,6 +107,12 @@ class Setting(NamedTuple):
     parse: Callable[[str], Any] = str
 
 
+def _parse_probes(text: str) -> str:
+    if text not in PROBE_MODES:
+        raise ValueError(text)
+    return text
+
+
 SETTINGS = {
     "mesh": Setting(
         _is_mesh, "a table such as { replica = 2, shard = -1 }", None, "mesh axes, as in replica=2,shard=-1",
@@ -126,7 +132,7 @@ SETTINGS = {
     ),
     "probes": Setting(
         lambda v: v in PROBE_MODES, 'one of "auto", "every", "off"', "auto", "measure what transforms promise",
-        "WEFT_PROBES", "auto",
+        "WEFT_PROBES", "auto", _parse_probes,
     ),
 }  # fmt: skip
 CONFIG_VARIABLE = "WEFT_CONFIG"  # names the file; `weft launch --config` sets it for the ranks

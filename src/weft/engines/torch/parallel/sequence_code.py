@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -35,15 +35,9 @@ def makes_masks(module: nn.Module) -> dict[str, nn.Module]:
     return {n: p for n, p in module.named_modules() if not _of_torch(p) and _MASKS & _names(type(p), far=False)}
 
 
-def forward_of(part: nn.Module) -> Callable[..., Any]:
-    """The forward of a module's class, without decorators."""
-    found: Callable[..., Any] = inspect.unwrap(type(part).forward)
-    return found
-
-
 def takes(part: nn.Module) -> list[str]:
     """The names of what a module's forward takes; `*` and `**` are in them for what it takes without a name."""
-    parameters = list(inspect.signature(forward_of(part)).parameters.values())[1:]
+    parameters = list(inspect.signature(inspect.unwrap(type(part).forward)).parameters.values())[1:]
     marks: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     return [marks.get(parameter.kind, "") + parameter.name for parameter in parameters]
 
@@ -86,8 +80,6 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "IMPORT_FROM")
         ):
             yield str(step.argval)
-        elif step.opname == "BINARY_OP" and step.argrepr.startswith("@"):
-            yield "@"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)

@@ -1,7 +1,7 @@
 """What a model is called with, where each rank holds a part of a sequence: checked before anything is computed.
 
-Inputs have to be parts that `weft.data.split_sequence` has cut in the same way, and a model that numbers tokens has to
-be given their positions. A loss that is computed inside the model has to know what is left of its labels.
+Inputs have to be parts that `weft.data.split_sequence` has cut in the same way, with their places in the sequence. A
+model of transformers makes no mask of a part. What the model computes from them is measured by a probe.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from weft.engines.torch.parallel.sequence_exchange import Ranks, gather_sequence
 from weft.errors import ContextError, ContractError
 from weft.tensors.sequence_order import chunks
 
-__all__ = ["Method", "SplitAttention", "dropout_refused", "heads_refused"]
+__all__ = ["Method", "SplitAttention"]
 
 Method = Literal["heads", "gather"]
 
@@ -148,12 +148,12 @@ class _Caught(TorchFunctionMode):
         at = self._at
         _check_shapes(at, query, key)
         if dropout_p:
-            raise dropout_refused(at.name, dropout_p)
+            raise _dropout_refused(at.name, dropout_p)
         causal = is_causal or _is_causal(at, attn_mask, query.shape[-2])
         query, key, value = _cast_together(query, key, value)
         if at.method == "heads":
             if query.shape[1] % self._ranks.number:
-                raise heads_refused(at.name, query.shape[1], self._ranks.number)
+                raise _heads_refused(at.name, query.shape[1], self._ranks.number)
             return _attend_in_heads(_Call(self._ranks, causal, scale), query, key, value)
         return _attend_whole(_Call(self._ranks, causal, scale), query, key, value)
 
@@ -214,7 +214,7 @@ def _attend_whole(call: _Call, query: torch.Tensor, key: torch.Tensor, value: to
     return torch.cat(outputs, -2)
 
 
-def heads_refused(name: str, heads: int, ranks: int) -> ContractError:
+def _heads_refused(name: str, heads: int, ranks: int) -> ContractError:
     """The error for heads that cannot be shared out evenly."""
     return ContractError(
         f"context_parallel: {heads} heads of {name!r} cannot be shared by {ranks} ranks",
@@ -224,7 +224,7 @@ def heads_refused(name: str, heads: int, ranks: int) -> ContractError:
     )
 
 
-def dropout_refused(name: str, probability: float) -> ContractError:
+def _dropout_refused(name: str, probability: float) -> ContractError:
     """The error for attention that drops some of its weights."""
     return ContractError(
         f"context_parallel: attention module {name!r} drops weights with probability {probability}",

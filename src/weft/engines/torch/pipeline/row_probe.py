@@ -13,8 +13,9 @@ from torch import nn
 from weft.engines.probes import Compared, ProbeMode, Schedule
 from weft.engines.torch.pipeline.batch_parts import Inputs
 from weft.engines.torch.probes.compare import difference, largest_over
-from weft.engines.torch.probes.no_trace import hooks_off, no_trace, quiet_hooks, random_kept, zeros_filled
+from weft.engines.torch.probes.no_trace import no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
+from weft.engines.torch.probes.repeated_hooks import hooks_off, quiet_hooks
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ProbeFailed
 from weft.tensors.nested import map_tensors, tensors

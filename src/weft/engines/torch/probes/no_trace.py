@@ -6,7 +6,7 @@ import contextlib
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
@@ -23,12 +23,9 @@ __all__ = [
     "as_made",
     "attributes_of",
     "copied",
-    "hooks_of_user",
-    "hooks_off",
     "is_measured",
     "measured",
     "no_trace",
-    "quiet_hooks",
     "random_kept",
     "zeros_filled",
 ]
@@ -36,7 +33,6 @@ __all__ = [
 T = TypeVar("T")
 _measured: ContextVar[bool] = ContextVar("measured", default=False)
 _SMALL = 0.02
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 @contextlib.contextmanager
@@ -134,8 +130,10 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
     """
     held = [local(p.detach()).data for p in module.parameters() if p.is_floating_point() and not p.is_meta]
     plain = [one for one in held if type(one) is torch.Tensor and one.numel()]
-    largest = torch.stack([one.abs().amax().double().cpu() for one in plain]).tolist() if plain else []
-    zeros = [(n, one, one.clone()) for n, (one, size) in enumerate(zip(plain, largest, strict=True)) if size == 0]
+    filled = torch.stack([one.any().to(plain[0].device) for one in plain]).tolist() if plain else []
+    zeros = [
+        (n, one, one.clone()) for n, (one, has_values) in enumerate(zip(plain, filled, strict=True)) if not has_values
+    ]
     try:
         for number, one, _ in zeros:
             drawn = torch.Generator().manual_seed(number)
@@ -144,74 +142,6 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
     finally:
         for _, one, before in zeros:
             one.copy_(before)
-
-
-@contextlib.contextmanager
-def hooks_off(module: nn.Module, which: Callable[[nn.Module, Any], bool]) -> Iterator[None]:
-    """Leave hooks and methods out for which `which(part, hook)` is true; the others stay in their order."""
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    for part in module.modules():
-        own = vars(part)
-        for kind in _HOOKS:
-            hooks = own[kind]
-            if any(which(part, hook) for hook in hooks.values()):
-                saved.append((own, kind, hooks))
-                own[kind] = type(hooks)((key, hook) for key, hook in hooks.items() if not which(part, hook))
-    try:
-        yield
-    finally:
-        for own, kind, hooks in reversed(saved):
-            own[kind] = hooks
-
-
-@contextlib.contextmanager
-def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
-    """The hooks in a module, by id, that return nothing while this context lasts: another call can do without them.
-
-    Yields:
-        A set that is filled when it ends.
-    """
-    quiet: set[int] = set()
-    watched = []
-    for part in module.modules():
-        for hooks in (vars(part)[kind] for kind in _HOOKS):
-            for key, hook in hooks.items():
-                if not _of_package(hook):
-                    hooks[key] = _Watched(hook)
-                    watched.append((hooks, key, hooks[key]))
-    try:
-        yield quiet
-    finally:
-        for hooks, key, one in watched:
-            if hooks.get(key) is one:
-                hooks[key] = one.hook
-        loud = {id(one.hook) for _, _, one in watched if one.has_returned}  # perhaps on one of several parts
-        quiet |= {id(one.hook) for _, _, one in watched} - loud
-
-
-def hooks_of_user(module: nn.Module) -> list[Any]:
-    """The hooks in a module that are neither torch's nor weft's."""
-    parts = [vars(part)[kind] for part in module.modules() for kind in _HOOKS]
-    return [hook for hooks in parts for hook in hooks.values() if not _of_package(hook)]
-
-
-class _Watched:
-    """A hook of the user, in place of it."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-        self.has_returned = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.hook(*args, **kwargs)
-        self.has_returned = self.has_returned or result is not None
-        return result
-
-
-def _of_package(hook: Any) -> bool:
-    """Whether a hook is one of torch's or weft's."""
-    home = str(getattr(hook, "__module__", None) or type(hook).__module__)
-    return home.partition(".")[0] in ("torch", "weft")
 
 
 class _SharedValues(TorchFunctionMode):

@@ -29,15 +29,8 @@ from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
 from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over, returned
-from weft.engines.torch.probes.no_trace import (
-    copied,
-    hooks_of_user,
-    hooks_off,
-    measured,
-    no_trace,
-    quiet_hooks,
-    zeros_filled,
-)
+from weft.engines.torch.probes.no_trace import copied, measured, no_trace, zeros_filled
+from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.errors import ProbeFailed, WeftError, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere

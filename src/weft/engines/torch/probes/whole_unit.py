@@ -23,7 +23,8 @@ from torch.func import functional_call
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.probes.compare import returned
-from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, hooks_off, no_trace
+from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, no_trace
+from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 

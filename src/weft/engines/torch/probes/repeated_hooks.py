@@ -1,0 +1,81 @@
+"""Which forward hooks run again when a module is called once more: not those of the user that return nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+__all__ = ["hooks_of_user", "hooks_off", "quiet_hooks"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def hooks_off(module: nn.Module, which: Callable[[nn.Module, Any], bool]) -> Iterator[None]:
+    """Leave hooks and methods out for which `which(part, hook)` is true; the others stay in their order."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    for part in module.modules():
+        own = vars(part)
+        for kind in _HOOKS:
+            hooks = own[kind]
+            if any(which(part, hook) for hook in hooks.values()):
+                saved.append((own, kind, hooks))
+                own[kind] = type(hooks)((key, hook) for key, hook in hooks.items() if not which(part, hook))
+    try:
+        yield
+    finally:
+        for own, kind, hooks in reversed(saved):
+            own[kind] = hooks
+
+
+@contextlib.contextmanager
+def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
+    """The hooks in a module, by id, that return nothing while this context lasts: another call can do without them.
+
+    Yields:
+        A set that is filled when it ends.
+    """
+    quiet: set[int] = set()
+    watched = []
+    for part in module.modules():
+        for hooks in (vars(part)[kind] for kind in _HOOKS):
+            for key, hook in hooks.items():
+                if not _of_package(hook):
+                    hooks[key] = _Watched(hook)
+                    watched.append((hooks, key, hooks[key]))
+    try:
+        yield quiet
+    finally:
+        for hooks, key, one in watched:
+            if hooks.get(key) is one:
+                hooks[key] = one.hook
+        loud = {id(one.hook) for _, _, one in watched if one.has_returned}  # perhaps on one of several parts
+        quiet |= {id(one.hook) for _, _, one in watched} - loud
+
+
+def hooks_of_user(module: nn.Module) -> list[Any]:
+    """The hooks in a module that are neither torch's nor weft's."""
+    parts = [vars(part)[kind] for part in module.modules() for kind in _HOOKS]
+    return [hook for hooks in parts for hook in hooks.values() if not _of_package(hook)]
+
+
+class _Watched:
+    """A hook of the user, in place of it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.has_returned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.hook(*args, **kwargs)
+        self.has_returned = self.has_returned or result is not None
+        return result
+
+
+def _of_package(hook: Any) -> bool:
+    """Whether a hook is one of torch's or weft's."""
+    home = str(getattr(hook, "__module__", None) or type(hook).__module__)
+    return home.partition(".")[0] in ("torch", "weft")
