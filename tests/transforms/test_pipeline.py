@@ -242,7 +242,7 @@ def _held(ctx):
     optimizer.step()
     names = list(model.state_dict())
     there = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None and not p.is_meta)
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if t.dim())
     copied = copy.deepcopy(model)
     return plan.num_bytes[ctx.rank], there, gradients, state, names, [p.is_meta for p in copied.parameters()]

@@ -24,6 +24,7 @@ from tests.variants import slow
 from weft import Precision
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.precision import LossScaling
+from weft.tensors.dtensor import full_tensor
 from weft.testing import largest_difference, run_ranks
 
 f16, f32, f64, bf16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
@@ -1558,7 +1559,7 @@ def _two_heads(ctx, strategy, bad, first, clip):
     for name in (first, *(other for other in optimizers if other != first)):
         optimizers[name].step()
     moved = {
-        name: any(bool((p.detach() != before[n]).any()) for n, p in model.named_parameters() if n.startswith(name))
+        name: any(bool(full_tensor((p.detach() != before[n]).any())) for n, p in model.named_parameters() if n.startswith(name))
         for name in optimizers
     }
     return {name: weft.was_skipped(one) for name, one in optimizers.items()}, moved, weft.loss_scale(model) / 2**16

@@ -1,35 +1,132 @@
-"""Tensors on meta that stand for what another rank has, as the parameters of the other stages of a pipeline.
+"""Tensors that stand for what another rank has, as the parameters of the other stages of a pipeline.
 
-Unlike tensors on meta that wait for values, they stay there; strategies and device moves leave them out.
+They lie on meta. Unlike tensors on meta that wait for values, they stay there; strategies and device moves leave them
+out. What is computed from them is elsewhere as well, and reading it is an error that says so: a sum over
+`model.parameters()` is then never the sum over those of one rank.
 """
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
+from torch import nn
 
-__all__ = ["empty_elsewhere", "forget_elsewhere", "is_elsewhere"]
+from weft.errors import ContractError, WeftError
+from weft.tensors.nested import map_tensors, tensors
 
-_MARK = "_weft_elsewhere"
+__all__ = ["Elsewhere", "empty_elsewhere", "forget_elsewhere", "is_elsewhere"]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on meta; also what is computed from one, with tensors of this rank or without."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute shapes, and raise where numbers are wanted.
+
+        Raises:
+            ContractError: `func` returns numbers, or changes a tensor of this rank.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return _computed(func, args, kwargs or {})
+            except WeftError:
+                raise
+            except Exception as error:
+                raise _refused(func, str(error).strip().partition("\n")[0]) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy is elsewhere as well."""
+        return memo.setdefault(id(self), empty_elsewhere(self))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """A file would be without it."""
+        raise ContractError(
+            "tensors that another rank has cannot be pickled",
+            found=f"torch.save or pickle of a tensor {list(self.shape)} that this rank does not have",
+            expected="all ranks save what they have, or the weights are made whole",
+            fix="weft.save(state, directory, step, ctx); weft.export(path, folder)  # safetensors; or on all ranks:\n"
+            "            model, ctx = weft.undo(model, ctx)",
+        )
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else next(iter(kwargs.values()))
+    if name == "__get__":  # a shape, a device, a gradient
+        found = func(*args)
+        return found if isinstance(found, Elsewhere) else _marked(found)
+    if name in {"backward", "grad"}:
+        raise _refused(func, "a loss, or parameters, of which other ranks have a part")
+    if name in {"cpu", "cuda"}:
+        return first
+    if name == "to":  # another dtype, and no other device
+        args = [first, *("meta" if isinstance(a, (str, int, torch.device)) and not isinstance(a, bool) else a for a in args[1:])]
+        kwargs = {key: "meta" if key == "device" else value for key, value in kwargs.items()}
+    changes = name.endswith("_") and (not name.startswith("__") or name.startswith("__i")) or name == "__setitem__"
+    if changes and isinstance(first, (list, tuple)):
+        return _change_ours(func, args, kwargs)
+    if changes and not isinstance(first, Elsewhere):
+        raise _refused(func, f"a tensor {list(first.shape)} of this rank is changed by it")
+    there = func(*map_tensors(_on_meta, args), **map_tensors(_on_meta, kwargs))
+    return first if changes else _marked(there)
+
+
+def _change_ours(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function that changes the tensors of a list: those of this rank alone."""
+    ours = [at for at, tensor in enumerate(args[0]) if not isinstance(tensor, Elsewhere)]
+    left = [[a[at] for at in ours] if isinstance(a, (list, tuple)) and len(a) == len(args[0]) else a for a in args]
+    if any(isinstance(one, Elsewhere) for one in tensors((left, kwargs))):
+        raise _refused(func, "tensors of this rank are changed by it")
+    if ours:
+        func(*left, **kwargs)
+    return args[0]
+
+
+def _refused(func: Any, found: str) -> ContractError:
+    return ContractError(
+        f"{getattr(func, '__name__', func)}: numbers are read that another rank has, as of a pipeline or of experts",
+        found=found or "a tensor on meta",
+        expected="what this rank has, or functions that put the parts of the ranks together",
+        fix="norm = weft.clip_grads(model, ctx, max_norm=1.0)  # for the norm of all gradients; or, on all ranks:\n"
+        "            with weft.full_params(model, ctx): ...; weft.full_grads(model, ctx)",
+    )
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to("meta")
+
+
+def _marked(found: Any) -> Any:
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_subclass(Elsewhere) if type(tensor) is torch.Tensor and tensor.is_meta else tensor
+
+    return map_tensors(mark, found)
 
 
 def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor: its shape and dtype, and no memory; a parameter for a parameter."""
     values = tensor.detach()
-    if values.is_meta and type(values) is torch.Tensor:  # `empty_like` of these is Python, and imports sympy: 30 MB
+    if values.is_meta and type(values) in (torch.Tensor, Elsewhere):  # `empty_like` is Python there, imports sympy: 30 MB
         made = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
     else:
         made = torch.empty_like(values, device="meta")
-    if isinstance(tensor, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    setattr(made, _MARK, True)
+    if type(made) is torch.Tensor:
+        made = made.as_subclass(Elsewhere)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made._weft_elsewhere = True
     return made
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether another rank has a tensor."""
-    return tensor.is_meta and getattr(tensor, _MARK, False)
+    return tensor.is_meta and getattr(tensor, "_weft_elsewhere", False)
 
 
 def forget_elsewhere(tensor: torch.Tensor) -> None:
     """Let a tensor be an ordinary one on meta."""
-    vars(tensor).pop(_MARK, None)
+    vars(tensor).pop("_weft_elsewhere", None)
+    if isinstance(tensor, Elsewhere):
+        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor

@@ -39,6 +39,7 @@ from weft.engines.torch.fsdp.trained import Trained
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
+from weft.engines.torch.hooks.dtensor_reads import check_reads
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.reduced_apart import ReducedApart
@@ -64,6 +65,7 @@ class ShardedModule(Strategy):
         self._units = Units(module, mesh, options, self._removable)
         hooks: dict[str, Any] = {"before": self._before, "after": self._after, "around": self._around}
         attach(module, self._removable, **hooks, methods=options.methods, first=True, always=True)
+        check_reads()
         refuse_copies(self._what, module, self._removable)
         self._refused = Removable()  # of parts, until the module is called
         self._removable.add(self._refused.remove)

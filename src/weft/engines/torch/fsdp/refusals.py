@@ -12,10 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.engines.torch.amp.graph_walk import Running
 from weft.engines.torch.hooks.method_hooks import Removable
-from weft.engines.torch.hooks.no_file import refuse_file
+from weft.engines.torch.hooks.no_file import refuse_states
 from weft.engines.torch.hooks.past_forward import calls_past_forward
 from weft.errors import ContractError, listed
-from weft.tensors.dtensor import is_sharded
 
 __all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies", "refuse_parts"]
 
@@ -40,7 +39,7 @@ class _NoCopy:
 
 def refuse_copies(what: str, module: nn.Module, removable: Removable) -> None:
     """Let copies and pickles of the sharded parts of a module raise, and of its state_dict; `allow_copies` ends it."""
-    _refuse_states(what, module, removable)
+    refuse_states(what, module, removable)
     for part in _with_parameters(module):
         vars(part).update(dict.fromkeys(_COPYING, _NoCopy(what, type(part).__name__.removeprefix("FSDP"))))
 
@@ -50,34 +49,6 @@ def allow_copies(module: nn.Module) -> None:
     for part in module.modules():
         for name in _COPYING:
             vars(part).pop(name, None)
-
-
-def _refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
-    """Let a state_dict of shards raise when it is pickled, and whole tensors when they are loaded as one."""
-
-    def mark(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, tensor in state.items():
-            if name.startswith(prefix) and not isinstance(tensor, nn.Parameter):
-                refuse_file(what, "a sharded module", name, tensor)
-
-    def check(part: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-        named = part.named_parameters()
-        whole = [name for name, p in named if is_sharded(p) and _is_whole(state.get(prefix + name))]
-        if whole:
-            raise ContractError(
-                f"{what}: load_state_dict was given whole tensors for a sharded {type(part).__name__[4:]}",
-                found=f"{listed(whole)}, of which this rank holds only a shard",
-                expected=f"weights that are loaded before {what}, or files from which each rank reads its part",
-                fix=f"model.load_state_dict(...); model, ctx = weft.{what}(model, ctx)  # in this order; "
-                "or weft.load_weights(model, path, ctx) after it",
-            )
-
-    removable.add(module.register_state_dict_post_hook(mark).remove)
-    removable.add(module.register_load_state_dict_pre_hook(check).remove)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not is_sharded(value)
 
 
 def _with_parameters(module: nn.Module) -> Iterator[nn.Module]:

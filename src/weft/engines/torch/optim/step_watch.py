@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
-from weft.engines.torch.hooks.no_file import refuse_file
+from weft.engines.torch.hooks.no_file import refuse_optimizer_file
 from weft.engines.torch.optim.closures import replace_closure
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.dtensor import is_sharded, local
@@ -171,10 +171,7 @@ class Steps:
         self._group = None
 
     def _refuse_file(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Its state_dict holds parts, of which a file of one rank would be all there is."""
-        for number, entry in state["state"].items():
-            for name, value in entry.items():
-                refuse_file(self._what, type(optimizer).__name__, f"{name} of parameter {number}", value)
+        refuse_optimizer_file(self._what, optimizer, state)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = self._owner()

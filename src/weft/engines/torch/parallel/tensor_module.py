@@ -25,7 +25,11 @@ from weft.engines.peers import Peers
 from weft.engines.probes import Probe
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.dtensor_reads import check_reads
 from weft.engines.torch.hooks.method_hooks import attach
+from weft.engines.torch.hooks.no_file import refuse_states
+from weft.engines.torch.hooks.part_gradients import PartGradients
+from weft.engines.torch.parallel.cut_gradient import CutLayerGradient
 from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
     added_hooks,
@@ -61,6 +65,11 @@ class TensorParallelModule(Strategy):
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
             attach(last, self._removable, after=join_sequence(mesh))
         self.probe: Probe = TensorUnits(module, mesh, group, options, added_hooks(before))
+        check_reads()
+        refuse_states(self._what, module, self._removable)
+        gradients = PartGradients(self._what, module, CutLayerGradient)
+        self._removable.add(gradients.undo)
+        self._removable.add(module.register_forward_hook(lambda *called: gradients.follow(called[2])).remove)
         mine = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh == mesh}
         alike = [name for name, p in mine.items() if p.placements[0].is_replicate()]
         self._sums = PartSums(options.summed, alike, mine)

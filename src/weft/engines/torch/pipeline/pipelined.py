@@ -19,6 +19,7 @@ from torch import nn
 
 from weft.engines.options import PipelineOptions
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.part_gradients import PartGradients
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
 from weft.engines.torch.pipeline.losses import (
@@ -84,6 +85,8 @@ class PipelinedModule:
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
         self._pass: _Pass | None = None
         self._calls = 0
+        self._part_gradients = PartGradients("pipeline", module)
+        self._removable.add(self._part_gradients.undo)
         around: Any = torch.compiler.disable(self._around)
         attach(module, self._removable, around=around, methods=["forward"])
 
@@ -126,6 +129,7 @@ class PipelinedModule:
         check_whole(result)
         kept = Kept([gradient for _, gradient in with_gradient], result.scale)
         loss = with_gradients(result.loss, kept, [p for p, _ in with_gradient])
+        self._part_gradients.follow(loss)
         return form_of(loss, FORMS[result.form])
 
     def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> Result:

@@ -20,8 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.engines.probes import Probe
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
+from weft.engines.torch.hooks.dtensor_reads import check_reads
 from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.hooks.part_gradients import PartGradients
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.no_file import refuse_states
 from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.parallel.experts.all_to_all import Line
 from weft.engines.torch.parallel.experts.listed import ListedExperts
@@ -67,6 +70,10 @@ class DividedExperts:
             module, {p: cast("nn.Parameter", empty_elsewhere(p)) for e in elsewhere for p in e.parameters()}
         )
         units: dict[str, nn.Module] = dict(packed)
+        check_reads()
+        refuse_states("expert_parallel", module, self._removable)
+        gradients = PartGradients("expert_parallel", module)
+        self._removable.add(gradients.undo)
         layers: dict[str, StackedExperts | ListedExperts] = {}
         places: dict[str, dict[str, int]] = {name: {} for name in packed}
         for name, part in packed.items():
@@ -79,6 +86,7 @@ class DividedExperts:
             layer = ListedExperts(name, part, own, experts, self._line)
             attach(part, self._removable, around=layer, methods=["forward"])
             units[around], layers[around] = part, layer
+            self._removable.add(part.register_forward_hook(lambda *called: gradients.follow(called[2])).remove)
             places[around] = {
                 f"{own}.{number}.{rest}": number // (len(experts) // self._line.size)
                 for number, expert in enumerate(experts)

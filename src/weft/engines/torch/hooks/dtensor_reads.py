@@ -1,0 +1,63 @@
+"""Two lines about DTensors that torch answers with a part, or not at all, are right or refused.
+
+`float(p.grad.norm())` of a sharded parameter is the norm of this rank's shard, and no error of torch's; and
+`p.copy_(whole)`, as in `load_state_dict`, is "got mixed torch.Tensor and DTensor". They are found where torch dispatches
+them, whoever has made the DTensor: nothing that was right before is an error after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from weft.errors import ContractError
+from weft.tensors.dtensor import cut_like, is_sharded
+
+__all__ = ["check_reads"]
+
+
+@functools.cache
+def check_reads() -> None:
+    """Check them from now on, in this process; for whoever makes the first DTensor."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (half a second)
+
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    dispatcher._custom_op_handlers[torch.ops.aten.copy_.default] = _copied
+
+
+def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return op(tensor._local_tensor)
+    raise ContractError(
+        "the number in a DTensor is read, of which this rank has only a part",
+        found=f"item(), float() or bool() of a DTensor that is {', '.join(map(str, tensor.placements))} over "
+        f"{_axes(tensor.device_mesh)}",
+        expected="the ranks put their parts together first",
+        fix="value.full_tensor().item()  # on all ranks; or norm = weft.clip_grads(model, ctx, max_norm=1.0)",
+    )
+
+
+def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`copy_`: a part of a whole tensor is what a shard takes from it. Collectives: those of a change of placements."""
+    target, source, *_ = args
+    if not is_sharded(target):
+        raise ContractError(
+            "copy_: a DTensor is copied into a plain tensor",
+            found=f"a DTensor {list(source.shape)} over {_axes(source.device_mesh)}, of which this rank has only a part",
+            expected="a whole tensor, or a target that is sharded as the source",
+            fix="target.copy_(source.full_tensor())  # on all ranks; or with weft.full_params(model, ctx): ...",
+        )
+    if not is_sharded(source):
+        source = cut_like(source.expand(target.shape), target)
+    elif source.placements != target.placements or source.shape != target.shape:
+        source = source.expand(target.shape).redistribute(target.device_mesh, target.placements)
+    target._local_tensor.copy_(source._local_tensor)
+    return target
+
+
+def _axes(mesh: Any) -> str:
+    return " and ".join(mesh.mesh_dim_names or ("axes without names",))
