@@ -214,12 +214,14 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
     After an abort anything may be such an echo, also that all seems to be well; see `abort_groups`.
     """
     blamed = world.failure
-    if error is not None and blamed is None and _is_of_torchs_clipping(error):
+    if error is not None and blamed is None and _mixes_kinds(error):
         return ContractError(
-            "torch.nn.utils clips gradients of one kind: all whole, or all DTensors over one mesh",
+            "torch computes with tensors of one kind: all whole, or all DTensors over one mesh",
             found=str(error).splitlines()[0],
-            expected="a function that knows which gradients are sharded over which ranks",
-            fix="weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step()",
+            expected="a function that knows which tensors are sharded over which ranks, or a term of a loss over "
+            "parameters of one kind",
+            fix="weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step(); "
+            "weft.full_params(model, ctx) for parameters; weight_decay= of an optimizer for sums of squares in a loss",
         )
     if error is not None and (isinstance(error, PeerError) or world.store is None):
         return error
@@ -236,11 +238,11 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
     return PeerError(problem, rank=rank, text=text)
 
 
-def _is_of_torchs_clipping(error: BaseException) -> bool:
-    """Whether torch refused, in `clip_grad_norm_` or `clip_grad_value_`, a list of tensors and DTensors."""
+def _mixes_kinds(error: BaseException) -> bool:
+    """Whether torch refused tensors beside DTensors; DTensors over several meshes where it clips gradients."""
     if not isinstance(error, RuntimeError) or not any(word in str(error) for word in ("DTensor", "DeviceMesh")):
         return False
-    return any(
+    return "got mixed torch.Tensor and DTensor" in str(error) or any(
         frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )

@@ -46,6 +46,8 @@ def refuse_optimizer_file(what: str, optimizer: torch.optim.Optimizer, state: di
 def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
     """Let a state_dict of shards raise when it is pickled, and whole tensors when they are loaded as one.
 
+    What other ranks have is passed over in loading.
+
     Args:
         what: Name of the strategy.
         module: Of which this rank holds shards.
@@ -58,7 +60,10 @@ def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
                 refuse_file(what, "a sharded module", name, tensor)
 
     def check(part: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-        named = part.named_parameters()
+        named = [*part.named_parameters(), *part.named_buffers()]
+        for name, p in named:
+            if isinstance(p, Elsewhere) and prefix + name in state:
+                state[prefix + name] = p.detach()  # torch would warn that nothing is copied
         whole = [name for name, p in named if is_sharded(p) and _is_whole(state.get(prefix + name))]
         if whole:
             kind = type(part).__name__.removeprefix("FSDP")

@@ -66,7 +66,9 @@ class PartGradients:
                     p.grad.__class__ = self._cut
 
     def _hide(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = [p for entry in optimizer.param_groups for p in entry["params"]]
+        module = self._module()
+        ours = set() if module is None else set(map(id, module.parameters()))
+        held = [p for entry in optimizer.param_groups for p in entry["params"] if id(p) in ours]
         there = [p for p in held if isinstance(p, Elsewhere)]
         cut = [p.grad for p in held if self._cut is not None and isinstance(p.grad, self._cut)]
         for p in there:

@@ -21,6 +21,7 @@ from weft.engines.options import PipelineOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.part_gradients import PartGradients
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.no_file import refuse_states
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
 from weft.engines.torch.pipeline.losses import (
     FORMS,
@@ -87,6 +88,7 @@ class PipelinedModule:
         self._calls = 0
         self._part_gradients = PartGradients("pipeline", module)
         self._removable.add(self._part_gradients.undo)
+        refuse_states("pipeline", module, self._removable)
         around: Any = torch.compiler.disable(self._around)
         attach(module, self._removable, around=around, methods=["forward"])
 

@@ -1,0 +1,345 @@
+"""Lines that every loop has: what docs/common_lines.md says of each, under each strategy and along each axis."""
+
+import copy
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import weft
+from weft.errors import WeftError
+from weft.tensors.dtensor import full_tensor
+from weft.testing import RanksFailed, run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "common_lines.md"
+DTYPE = torch.float64
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 4), nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x):
+        weight, choice = self.router(x).softmax(-1).max(-1)
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (choice == number).any():
+                found = found.index_put((torch.where(choice == number)[0],), expert(x[choice == number]))
+        return found * weight[:, None]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Net(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = {"expert": Mixture, "context": Attention}.get(how, nn.Identity)()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+        self.fails = False
+
+    def forward(self, x):
+        x = self.down(torch.tanh(self.up(self.middle(self.first(x)))))
+        if self.fails:
+            raise KeyError("fails")
+        return self.norm(x)
+
+
+def _net(how, seed=0):
+    torch.manual_seed(seed)
+    return Net(how).to(DTYPE)
+
+
+class Loop:
+    """A model under a strategy with an optimizer; on one rank without the strategy."""
+
+    def __init__(self, ctx, how):
+        self.how, self.alone = how, ctx.world_size == 1
+        model, optimizer = _net(how), None
+        if self.alone:
+            pass
+        elif how.startswith("zero"):
+            optimizer = torch.optim.Adam(model.parameters(), 0.05)
+            model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=int(how[-1]))
+        elif how == "fully_shard":
+            model, ctx = weft.fully_shard(model, ctx)
+        elif how == "tensor":
+            model, ctx = weft.tensor_parallel(model, ctx, plan={"up": "column", "down": "row"})
+        elif how == "pipeline":
+            model, ctx = weft.pipeline(model, ctx, loss=F.mse_loss, micro_batches=2)
+        else:
+            if how in ("expert", "context"):
+                model, ctx = getattr(weft, f"{how}_parallel")(model, ctx)
+            model, ctx = weft.replicate(model, ctx, unused="zero" if how == "expert" else "error")
+        self.model, self.ctx = model, ctx
+        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), 0.05)
+
+    def batch(self, step):
+        generator = torch.Generator().manual_seed(step)
+        shape = (2, 8, 4) if self.how == "context" else (8, 4)
+        x, y = (torch.randn(shape, generator=generator, dtype=DTYPE) for _ in range(2))
+        if self.alone or self.how in ("tensor", "pipeline"):
+            return x, y
+        if self.how == "context":
+            return weft.data.split_sequence((x, y), self.ctx)
+        return x.chunk(2)[self.ctx.rank], y.chunk(2)[self.ctx.rank]
+
+    def loss(self, step):
+        x, y = self.batch(step)
+        if self.how == "pipeline" and not self.alone:
+            return self.model(x, y)
+        return F.mse_loss(self.model(x), y)
+
+    def step(self, step):
+        self.optimizer.zero_grad()
+        self.loss(step).backward()
+        self.optimizer.step()
+
+    def weights(self):
+        with weft.full_params(self.model, self.ctx):
+            return {name: p.detach().clone() for name, p in self.model.named_parameters() if not p.is_meta}
+
+
+LINES = {}
+
+
+def line(code):
+    def register(run):
+        LINES[code] = run
+        return run
+
+    return register
+
+
+@line("nn.utils.clip_grad_norm_(model.parameters(), 0.05)")
+def _(loop):
+    return nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05)
+
+
+@line("nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()")
+def _(loop):
+    return nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05).item()
+
+
+@line("nn.utils.clip_grad_value_(model.parameters(), 0.01)")
+def _(loop):
+    nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
+
+
+@line("sum(p.grad.norm().item() ** 2 for p in model.parameters())")
+def _(loop):
+    return sum(p.grad.norm().item() ** 2 for p in loop.model.parameters() if p.grad is not None)
+
+
+@line("all(p.grad.isfinite().all() for p in model.parameters())")
+def _(loop):
+    return all(p.grad.isfinite().all() for p in loop.model.parameters() if p.grad is not None)
+
+
+@line("p.grad.mul_(0.5)")
+def _(loop):
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+@line("p.grad = None")
+def _(loop):
+    loop.model.up.weight.grad = None
+
+
+@line("sum(p.numel() for p in model.parameters())")
+def _(loop):
+    return sum(p.numel() for p in loop.model.parameters())
+
+
+@line("sum(p.square().sum().item() for p in model.parameters())")
+def _(loop):
+    return sum(p.square().sum().item() for p in loop.model.parameters())
+
+
+@line("p.data.mul_(0.5)")
+def _(loop):
+    for p in loop.model.parameters():
+        p.data.mul_(0.5)
+
+
+@line("p.data = p.data * 0.5")
+def _(loop):
+    for p in loop.model.parameters():
+        p.data = p.data * 0.5
+    loop.step(5)
+
+
+@line("p.data.copy_(whole)")
+def _(loop):
+    for p, whole in zip(loop.model.parameters(), _net(loop.how, 7).parameters(), strict=True):
+        p.data.copy_(whole.data)
+
+
+@line("nn.utils.vector_to_parameters(vector, model.parameters())")
+def _(loop):
+    count = sum(p.numel() for p in loop.model.parameters())
+    nn.utils.vector_to_parameters(torch.linspace(-1, 1, count, dtype=DTYPE), loop.model.parameters())
+    loop.step(5)
+
+
+@line("torch.save(model.state_dict(), file)")
+def _(loop):
+    file = io.BytesIO()
+    torch.save(loop.model.state_dict(), file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+@line("torch.save(optimizer.state_dict(), file)")
+def _(loop):
+    file = io.BytesIO()
+    torch.save(loop.optimizer.state_dict(), file)
+    file.seek(0)
+    return {number: one["exp_avg"] for number, one in torch.load(file, weights_only=True)["state"].items()}
+
+
+@line("model.load_state_dict(whole)")
+def _(loop):
+    loop.model.load_state_dict(_net(loop.how, 7).state_dict())
+
+
+@line("model.load_state_dict(other.state_dict())")
+def _(loop):
+    loop.model.load_state_dict({name: tensor * 2 for name, tensor in loop.model.state_dict().items()})
+
+
+@line("plain.load_state_dict(model.state_dict())")
+def _(loop):
+    plain = _net(loop.how, 7)
+    plain.load_state_dict(loop.model.state_dict())
+    return dict(plain.state_dict())
+
+
+@line("copy.deepcopy(model)")
+def _(loop):
+    copied = copy.deepcopy(loop.model).eval()
+    x, _ = loop.batch(9)
+    return copied(x).mean().item() * 0
+
+
+@line("copy.deepcopy(model.state_dict())")
+def _(loop):
+    kept = copy.deepcopy(loop.model.state_dict())
+    loop.step(5)
+    loop.model.load_state_dict(kept)
+
+
+@line("torch.func.functional_call(model, weights, x)")
+def _(loop):
+    weights = {name: p.detach() * 2 for name, p in loop.model.named_parameters()}
+    x, _ = loop.batch(9)
+    with torch.no_grad():
+        found = torch.func.functional_call(loop.model, weights, (x,)).mean()
+        return found if loop.alone or loop.how in ("tensor", "pipeline") else weft.reduce(found, loop.ctx, "mean")
+
+
+@line("model.to(dtype); model.to(device)")
+def _(loop):
+    loop.model.to(DTYPE).to("cpu")
+
+
+@line("nn.init.constant_(p, 0.1)")
+def _(loop):
+    for p in loop.model.parameters():
+        nn.init.constant_(p.data, 0.1)
+
+
+@line("model.named_parameters()  # after a forward that raised")
+def _(loop):
+    loop.model.fails = True
+    with pytest.raises(KeyError):
+        loop.loss(5)
+    loop.model.fails = False
+    return {name: tuple(p.shape) for name, p in loop.model.named_parameters()}
+
+
+def _run(ctx, how, names):
+    """What each line gives: an error, or what it returns and the weights after another step."""
+    found = {}
+    for name in names:
+        loop = Loop(ctx, how)
+        for step in range(2):
+            loop.step(step)
+        try:
+            value = LINES[name](loop)
+            loop.optimizer.step()
+            loop.step(2)
+            value = {n: _plain(v) for n, v in value.items()} if isinstance(value, dict) else _plain(value)
+            found[name] = value, loop.weights()
+        except (WeftError, RuntimeError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _plain(value):
+    return full_tensor(value).detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _equal(found, expected):
+    if isinstance(expected, dict):
+        return found.keys() <= expected.keys() and all(_equal(found[name], expected[name]) for name in found)
+    if isinstance(expected, torch.Tensor):
+        return found.shape == expected.shape and (found - expected).abs().max() < 1e-9
+    return abs(found - expected) < 1e-9 if isinstance(expected, float) else found == expected
+
+
+def _judged(found, expected):
+    if isinstance(found, str):
+        return "error" if all(word in found for word in ("found:", "expected:", "fix:")) else found
+    return "same" if _equal(found[0], expected[0]) and _equal(found[1], expected[1]) else "SILENT"
+
+
+def _table():
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in PAGE.read_text().splitlines() if row.startswith("|")]
+    header, _, *rows = rows
+    return {how.strip("`"): {row[0].strip("`"): row[at] for row in rows} for at, how in enumerate(header) if at}
+
+
+AXES = {how: {how: 2} for how in ("tensor", "expert", "context", "pipeline")}
+
+
+@pytest.mark.parametrize("how", _table())
+def test_every_line_is_as_on_one_process_or_an_error(how):
+    expected = _run(weft.local(), how, LINES)
+    told = _table()[how]
+    *others, last = LINES
+    for found in run_ranks(_run, 2, how, others, mesh=AXES.get(how)):
+        assert {name: _judged(one, expected[name]) for name, one in found.items()} == {n: told[n] for n in others}
+    try:
+        for found in run_ranks(_run, 2, how, [last], mesh=AXES.get(how)):
+            assert _judged(found[last], expected[last]) == told[last]
+    except RanksFailed as error:  # the ranks of a pipeline wait for each other in a forward pass: all of them end
+        assert told[last] == "error" and isinstance(error.errors[error.first], KeyError)
+
+
+def test_the_page_has_every_line():
+    assert list(_table()["replicate"]) == list(LINES)
