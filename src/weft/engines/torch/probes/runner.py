@@ -35,6 +35,7 @@ from weft.errors import ProbeFailed, WeftError, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
+from weft.tensors.torch_func import in_torch_func
 
 __all__ = ["Prober"]
 
@@ -163,7 +164,7 @@ class Prober:
     def _is_due(self, name: str, args: Any, kwargs: Any) -> int:
         """Count a call, and compare what goes in with that of the others if it is measured; its number, or 0."""
         # In a backward pass it is a block that is computed again.
-        if self._is_busy or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs):
+        if self._is_busy or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
             return 0
         number = self._schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
         if number:

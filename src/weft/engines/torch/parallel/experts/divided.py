@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.engines.probes import Probe
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.parallel.experts.all_to_all import Line
@@ -86,6 +87,7 @@ class DividedExperts:
             }
         self.probe: Probe = ExpertUnits(units, self._line.group, layers, places)
         refuse_local_losses("expert_parallel", module, self._removable)
+        refuse_torch_func("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
         self._removable.add(before_every_step(self, _before_step(weakref.ref(self))))
 
