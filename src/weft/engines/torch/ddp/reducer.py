@@ -38,13 +38,13 @@ from weft.engines.torch.ddp.trained import Trained, check_hooks
 from weft.engines.torch.ddp.transport import Transport
 from weft.engines.torch.ddp.zero_gradients import anchor_of, bring_zeros, zeros_for
 from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.hooks.past_forward import raise_past_forward
 from weft.engines.torch.optim.step_watch import raise_step_inside
 from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
 from weft.errors import ContractError
-from weft.tensors.torch_func import in_torch_func
 
 __all__ = ["GradientReducer"]
 

@@ -18,10 +18,10 @@ from torch.nn.utils.stateless import _functional_call  # pyright: ignore[reportP
 
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.assigned_data import AssignedData
+from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of
-from weft.tensors.torch_func import in_torch_func
 
 __all__ = ["OwnParameters"]
 

@@ -27,6 +27,7 @@ from torch.func import functional_call
 from weft.engines.peers import Peers
 from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
 from weft.engines.torch.compute.compile_module import already_compiled
+from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over, returned
 from weft.engines.torch.probes.no_trace import copied, measured, no_trace, zeros_filled
@@ -35,7 +36,6 @@ from weft.errors import ProbeFailed, WeftError, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
-from weft.tensors.torch_func import in_torch_func
 
 __all__ = ["Prober"]
 
