@@ -319,7 +319,11 @@ def _judged(found, expected):
 
 
 def _table():
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in PAGE.read_text().splitlines() if row.startswith("|")]
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        for row in PAGE.read_text().splitlines()
+        if row.startswith("|")
+    ]
     header, _, *rows = rows
     return {how.strip("`"): {row[0].strip("`"): row[at] for row in rows} for at, how in enumerate(header) if at}
 

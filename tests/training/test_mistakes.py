@@ -138,6 +138,25 @@ def _there_and_back(model):
     return kept
 
 
+def other_weights(ctx, strategy, with_gradients):
+    model, ctx = strategy(_net(), ctx)
+    with torch.set_grad_enabled(with_gradients):
+        weights = {name: p * 2 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, weights, (torch.ones(1, 4),))
+
+
+def data_assigned(ctx):
+    model, optimizer, loader, ctx = _begin(ctx, weft.fully_shard)
+    for p in model.parameters():
+        p.data = p.data.clamp(-1, 1)
+    _train(model, optimizer, loader)
+
+
+def samples_of_parts(ctx):
+    model, ctx = weft.tensor_parallel(_net(), ctx, plan={"0": "column", "2": "row"})
+    torch.func.vmap(torch.func.jacrev(model))(torch.ones(2, 4))
+
+
 def ddp_around(ctx):
     model, _, loader, ctx = _begin(ctx)
     model = DistributedDataParallel(model)
@@ -385,6 +404,15 @@ CASES = [
         weft.errors.AlreadyApplied,
         "replicate: torch's DistributedDataParallel already reduces these gradients",
     ),
+    (
+        other_weights,
+        (weft.fully_shard, False),
+        weft.errors.ContractError,
+        "fully_shard: Sequential is called with other",
+    ),
+    (other_weights, (weft.replicate, True), weft.errors.ContractError, "replicate: Sequential is called with other"),
+    (data_assigned, (), weft.errors.ContractError, "fully_shard: .data of sharded parameters of Sequential was"),
+    (samples_of_parts, (), weft.errors.ContractError, "tensor_parallel: Sequential is called inside torch.func"),
     (part_called, (weft.replicate,), weft.errors.NotSynchronized, "replicate: a gradient reached '2.bias' of"),
     (part_called, (weft.fully_shard,), weft.errors.ContractError, "fully_shard: '2.weight' of Sequential is used past"),
     (unused_parameters, (), weft.errors.UnusedParameters, "replicate: 2 parameter(s) of _TwoHeads got no gradient"),
@@ -440,8 +468,9 @@ def test_a_mistake_is_told(mistake, args, kind, text, tmp_path):
         told = [said for rank in run_ranks(_warned, 2, mistake, args) for said in rank]
         assert told and all(said.startswith(text) for said in told)
     else:
+        mesh = {"tensor": 2} if mistake is samples_of_parts else None
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(mistake, 2, *args)
+            run_ranks(mistake, 2, *args, mesh=mesh)
         errors = caught.value.errors.values()
         told = [str(error) for error in errors if isinstance(error, kind) and text in str(error)]
         assert told, errors

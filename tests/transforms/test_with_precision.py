@@ -1559,7 +1559,11 @@ def _two_heads(ctx, strategy, bad, first, clip):
     for name in (first, *(other for other in optimizers if other != first)):
         optimizers[name].step()
     moved = {
-        name: any(bool(full_tensor((p.detach() != before[n]).any())) for n, p in model.named_parameters() if n.startswith(name))
+        name: any(
+            bool(full_tensor((p.detach() != before[n]).any()))
+            for n, p in model.named_parameters()
+            if n.startswith(name)
+        )
         for name in optimizers
     }
     return {name: weft.was_skipped(one) for name, one in optimizers.items()}, moved, weft.loss_scale(model) / 2**16

@@ -62,9 +62,12 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     if name in {"cpu", "cuda"}:
         return first
     if name == "to":  # another dtype, and no other device
-        args = [first, *("meta" if isinstance(a, (str, int, torch.device)) and not isinstance(a, bool) else a for a in args[1:])]
+        args = [
+            first,
+            *("meta" if isinstance(a, (str, int, torch.device)) and not isinstance(a, bool) else a for a in args[1:]),
+        ]
         kwargs = {key: "meta" if key == "device" else value for key, value in kwargs.items()}
-    changes = name.endswith("_") and (not name.startswith("__") or name.startswith("__i")) or name == "__setitem__"
+    changes = (name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))) or name == "__setitem__"
     if changes and isinstance(first, (list, tuple)):
         return _change_ours(func, args, kwargs)
     if changes and not isinstance(first, Elsewhere):
@@ -108,7 +111,10 @@ def _marked(found: Any) -> Any:
 def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor: its shape and dtype, and no memory; a parameter for a parameter."""
     values = tensor.detach()
-    if values.is_meta and type(values) in (torch.Tensor, Elsewhere):  # `empty_like` is Python there, imports sympy: 30 MB
+    if values.is_meta and type(values) in (
+        torch.Tensor,
+        Elsewhere,
+    ):  # `empty_like` is Python there, imports sympy: 30 MB
         made = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
     else:
         made = torch.empty_like(values, device="meta")

@@ -38,6 +38,7 @@ from weft.engines.torch.ddp.trained import Trained, check_hooks
 from weft.engines.torch.ddp.transport import Transport
 from weft.engines.torch.ddp.zero_gradients import anchor_of, bring_zeros, zeros_for
 from weft.engines.torch.hooks.backward_session import BackwardSession
+from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
 from weft.engines.torch.hooks.past_forward import raise_past_forward
 from weft.engines.torch.optim.step_watch import raise_step_inside
@@ -131,7 +132,8 @@ class GradientReducer(Strategy):
             self.transport.prepare()
             if self._buffers is not None:
                 self._buffers.watch(output)
-        return self.transport.expect(output, enabled=self.enabled) if self.finds_unused else output
+        finds_unused = self.finds_unused and not in_torch_func()
+        return self.transport.expect(output, enabled=self.enabled) if finds_unused else output
 
     @torch._disable_dynamo
     def _look(self) -> None:
@@ -140,7 +142,7 @@ class GradientReducer(Strategy):
         Collectives: if others are trained now, a meeting, and one reduction if gradients are pending.
         """
         module, trained = self._module(), self._trained
-        if module is not None:
+        if module is not None and not in_torch_func():  # which may be given other parameters, and adds nothing up
             pending = trained.agreed_anew(module, self._peers)
             if any(pending):
                 self._reduce_now()

@@ -6,6 +6,7 @@ gather_dtype.py    parameters that are gathered in a lower dtype than that of th
 held_gradients.py  gradients of a window, which it keeps
 trained.py         its trained parameters
 unused.py          parameters that get no gradient
+own_parameters.py  are those in the module its own?
 gather_order.py    do all ranks gather the same units in the same order?
 refusals.py        what a sharded module cannot do
 remove.py          FSDP2 removed from a module

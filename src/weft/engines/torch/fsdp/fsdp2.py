@@ -27,6 +27,7 @@ from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
 from weft.engines.torch.fsdp.gather_order import watch_order
 from weft.engines.torch.fsdp.held_gradients import HeldGradients
+from weft.engines.torch.fsdp.own_parameters import OwnParameters
 from weft.engines.torch.fsdp.refusals import (
     allow_copies,
     check_reduces,
@@ -39,9 +40,9 @@ from weft.engines.torch.fsdp.trained import Trained
 from weft.engines.torch.fsdp.units import Units, called_as_forward
 from weft.engines.torch.fsdp.unused import Unused, watch_reductions
 from weft.engines.torch.hooks.backward_session import BackwardSession, inside_backward
-from weft.engines.torch.hooks.dtensor_reads import check_reads
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.parameter_reads import explain_read
+from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
 from weft.tensors.dtensor import spec_of
@@ -77,6 +78,7 @@ class ShardedModule(Strategy):
         refuse_parts(self._what, module, self._units.ids, options.methods, self._refused)
         self._order = watch_order(self._what, module, list(self._units.groups()), group, peers, mesh.device_type)
         watch_reductions(self._units.groups(), self._unused, self._entrance)
+        self._own = OwnParameters(self._what, module, self._units, self._removable)
 
     # -- what others may ask ---------------------------------------------------------------------
 
@@ -136,10 +138,13 @@ class ShardedModule(Strategy):
         module = self._module()
         if self._units.alone:
             check_without_gradients(self._what, self._class_name)
+            self._own.check(module)
             return
-        self._refused.remove()
         if self._trained.on_meta:
             self._trained.take_loaded(self._class_name, module)
+        else:
+            self._own.check(module)
+        self._refused.remove()
         if self._session.was_torn() or module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
             self._order.tear()
             self._units.start_anew(module)
@@ -156,7 +161,9 @@ class ShardedModule(Strategy):
         """The module was called, or its call raised."""
         if torch._C._current_graph_task_id() != -1 or self._units.alone:
             return
-        place = self._calls.pop() if self._calls else None
+        if not self._calls:
+            return  # it was refused before it began
+        place = self._calls.pop()
         if not self._calls:
             self._units.end_call(module)
         if module._get_fsdp_state()._training_state.name == "FORWARD":

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.engines.torch.amp.graph_walk import Running
 from weft.engines.torch.hooks.method_hooks import Removable
-from weft.engines.torch.hooks.no_file import refuse_states
 from weft.engines.torch.hooks.past_forward import calls_past_forward
+from weft.engines.torch.parts.no_file import refuse_states
 from weft.errors import ContractError, listed
 
 __all__ = ["allow_copies", "check_loaded", "check_reduces", "check_without_gradients", "refuse_copies", "refuse_parts"]

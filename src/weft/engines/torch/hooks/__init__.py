@@ -1,12 +1,12 @@
 """Seeing what a module and its gradients do.
 
-method_hooks.py      something before and after a module's calls
-backward_session.py  when a backward pass enters a module, and when it has ended
-parameter_watch.py   parameters that were added, frozen or unfrozen
-parameter_reads.py   a sharded parameter that is read outside its unit
-shared_buffers.py    buffers that get the first rank's values
-every_optimizer.py   functions before each step of every optimizer
-first_steps.py       mistakes that are in a program from its first step on
-past_forward.py      the error for gradients that came through another method
-no_file.py           parts of tensors that raise where they are pickled
+method_hooks.py         something before and after a module's calls
+backward_session.py     when a backward pass enters a module, and when it has ended
+parameter_watch.py      parameters that were added, frozen or unfrozen
+parameter_reads.py      a sharded parameter that is read outside its unit
+shared_buffers.py       buffers that get the first rank's values
+every_optimizer.py      functions before each step of every optimizer
+first_steps.py          mistakes that are in a program from its first step on
+past_forward.py         the error for gradients that came through another method
+function_transforms.py  inside `torch.func`
 """

@@ -74,6 +74,14 @@ class ParameterWatch:
             if len(strangers) == len(others) and not self.changed_flags():
                 self.look(module)
             return
+        given = [name for name, p in strangers if not isinstance(p, nn.Parameter)]
+        if given:
+            raise ContractError(
+                f"{self._what}: {self._class_name.removeprefix('FSDP')} is called with other parameters than its own",
+                found=f"{listed(given)} in torch.func.functional_call; their gradients would not be averaged",
+                expected="calls with its own parameters, without gradients, or inside torch.func.grad and the like",
+                fix=f"weft.{self._what}(Adapted(model), ...)  # a module whose forward calls functional_call",
+            )
         raise ContractError(
             f"{self._what}: {self._class_name} has parameters that it did not have when {self._what} was applied",
             found=f"{listed(new)}; their gradients would not be averaged",

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
-from weft.engines.torch.hooks.no_file import refuse_optimizer_file
 from weft.engines.torch.optim.closures import replace_closure
+from weft.engines.torch.parts.no_file import refuse_optimizer_file
 from weft.errors import ContractError, NotSynchronized, listed
 from weft.tensors.dtensor import is_sharded, local
 

@@ -25,11 +25,8 @@ from weft.engines.peers import Peers
 from weft.engines.probes import Probe
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
 from weft.engines.torch.hooks.backward_session import BackwardSession
-from weft.engines.torch.hooks.dtensor_reads import check_reads
+from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import attach
-from weft.engines.torch.hooks.no_file import refuse_states
-from weft.engines.torch.hooks.part_gradients import PartGradients
-from weft.engines.torch.parallel.cut_gradient import CutLayerGradient
 from weft.engines.torch.parallel.part_sums import PartSums
 from weft.engines.torch.parallel.tensor_hooks import (
     added_hooks,
@@ -39,8 +36,14 @@ from weft.engines.torch.parallel.tensor_hooks import (
     join_sequence,
     take_off,
 )
+from weft.engines.torch.parts.assigned_data import AssignedData
+from weft.engines.torch.parts.cut_gradient import CutLayerGradient
+from weft.engines.torch.parts.dtensor_reads import check_reads
+from weft.engines.torch.parts.no_file import refuse_states
+from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.probes.whole_unit import TensorUnits
 from weft.engines.torch.strategy import Strategy
+from weft.errors import ContractError, listed
 from weft.tensors.nested import tensors
 
 __all__ = ["TensorParallelModule"]
@@ -75,6 +78,9 @@ class TensorParallelModule(Strategy):
         self._sums = PartSums(options.summed, alike, mine)
         self._session = BackwardSession(self._begin, self._end, rounds=2)
         self._ignores = False  # backward passes
+        self._assigned = AssignedData(self._what, self._class_name)
+        self._cut = [(name, *_place_of(module, name)) for name in mine]
+        self._look_at_data()
         self._watch(module, options)
 
     @property
@@ -166,7 +172,24 @@ class TensorParallelModule(Strategy):
         self._entrance = _entrance(self._session.flag, weakref.ref(self))
         for name in sorted({name.rpartition(".")[0] for name in options.summed} - {""}):
             attach(module.get_submodule(name), self._removable, after=_hook_outputs(self._entrance))
-        attach(module, self._removable, after=self._after)
+        attach(module, self._removable, before=self._before, after=self._after, first=True)
+        refuse_torch_func(self._what, module, self._removable)
+
+    def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
+        if not torch.compiler.is_compiling():
+            whole = [name for name, slots, own in self._cut if not isinstance(slots.get(own), DTensor | None)]
+            if whole:
+                raise ContractError(
+                    f"tensor_parallel: {self._class_name} is called with whole tensors in place of its parts",
+                    found=f"{listed(whole)}: functional_call, or a call inside weft.full_params",
+                    expected="for each parameter that is cut, a DTensor that is cut as it is",
+                    fix="functional_call(model, {name: p * 2 for name, p in model.named_parameters()}, x)",
+                )
+            self._look_at_data()
+
+    def _look_at_data(self) -> None:
+        named = ((name, slots.get(own)) for name, slots, own in self._cut)
+        self._assigned.look((name, p) for name, p in named if isinstance(p, DTensor) and p.device_mesh == self._mesh)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """The module was called."""
@@ -216,6 +239,11 @@ class TensorParallelModule(Strategy):
         if module is not None and self._group is not None:
             self._sums.add_up(module, self._group)
         self._due = False
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    part, _, own = name.rpartition(".")
+    return module.get_submodule(part)._parameters, own
 
 
 def _hook_outputs(entrance: Callable[[torch.Tensor], None]) -> Callable[..., None]:

@@ -19,9 +19,10 @@ from torch import nn
 
 from weft.engines.options import PipelineOptions
 from weft.engines.peers import Peers
-from weft.engines.torch.hooks.part_gradients import PartGradients
+from weft.engines.torch.hooks.function_transforms import check_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.hooks.no_file import refuse_states
+from weft.engines.torch.parts.no_file import refuse_states
+from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
 from weft.engines.torch.pipeline.losses import (
     FORMS,
@@ -105,6 +106,7 @@ class PipelinedModule:
     # -- calls -----------------------------------------------------------------------------------
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_torch_func("pipeline", type(self._module).__name__)
         check_flags(self._module, kwargs)
         inputs = inputs_of(call, args, kwargs, has_loss=self._options.loss is not None)
         if torch.is_grad_enabled():

@@ -20,16 +20,17 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.engines.probes import Probe
 from weft.engines.torch.fsdp.remove import replace_parameters, unsharded_parameter
-from weft.engines.torch.hooks.dtensor_reads import check_reads
 from weft.engines.torch.hooks.every_optimizer import before_every_step
-from weft.engines.torch.hooks.part_gradients import PartGradients
+from weft.engines.torch.hooks.function_transforms import refuse_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.hooks.no_file import refuse_states
 from weft.engines.torch.optim.full_param_step import check_steps_on_shards
 from weft.engines.torch.parallel.experts.all_to_all import Line
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.local_losses import refuse_local_losses
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
+from weft.engines.torch.parts.dtensor_reads import check_reads
+from weft.engines.torch.parts.no_file import refuse_states
+from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.probes.whole_experts import ExpertUnits
 from weft.engines.torch.stepping.one_kind import step_on_one_kind
 from weft.engines.torch.strategy import broadcast
@@ -94,6 +95,7 @@ class DividedExperts:
             }
         self.probe: Probe = ExpertUnits(units, self._line.group, layers, places)
         refuse_local_losses("expert_parallel", module, self._removable)
+        refuse_torch_func("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
         self._removable.add(before_every_step(self, _before_step(weakref.ref(self))))
 

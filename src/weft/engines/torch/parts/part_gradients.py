@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.every_optimizer import before_every_step
-from weft.engines.torch.hooks.no_file import refuse_optimizer_file
+from weft.engines.torch.parts.no_file import refuse_optimizer_file
 from weft.tensors.elsewhere import Elsewhere
 
 __all__ = ["PartGradients"]

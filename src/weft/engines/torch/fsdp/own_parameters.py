@@ -1,0 +1,116 @@
+"""Are the parameters in a module those that FSDP2 shards?
+
+`torch.func.functional_call` puts others there for one call. FSDP2 would put its own in their place when it gathers a
+unit; or, in the first call of all, shard the given ones from then on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.stateless import _functional_call  # pyright: ignore[reportPrivateUsage]
+
+from weft.engines.torch.fsdp.units import Units
+from weft.engines.torch.hooks.function_transforms import in_torch_func
+from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.parts.assigned_data import AssignedData
+from weft.errors import ContractError, listed
+from weft.tensors.dtensor import groups_of
+
+__all__ = ["OwnParameters"]
+
+_Place = tuple[dict[str, Any], str, Any]  # a module's parameters, the name there, and what FSDP2 keeps of it
+
+
+class OwnParameters:
+    """The places of the parameters that FSDP2 shards, looked at before each call of the module and of its units."""
+
+    def __init__(self, what: str, module: nn.Module, units: Units, removable: Removable) -> None:
+        self._what = what
+        self._class_name = type(module).__name__.removeprefix("FSDP")
+        self._units = units
+        self._parameters = list(units.parameters())
+        self._places = _places(self._parameters)
+        self._assigned = AssignedData(what, self._class_name)
+        self._look_at_data()
+        parts: list[Any] = list(units)
+        for unit in parts:
+            if unit is not module:
+                own = _places([one for group in groups_of(unit) for one in group.fsdp_params])
+                attach(unit, removable, before=partial(self._before_unit, own), first=True)
+
+    def check(self, module: Any) -> None:
+        """Raise before a call of the module whose parameters are others.
+
+        Raises:
+            ContractError: Parameters are not the module's own, or `.data` of one was assigned.
+        """
+        strangers = self._strangers(self._places)
+        is_first = module._get_fsdp_state()._is_root is None
+        if strangers and not (is_first and _were_loaded(strangers)):
+            self._raise(strangers)
+        self._look_at_data()
+        if is_first:
+            module._get_fsdp_state()._lazy_init()  # may pad parts, which are other ones then
+            self._look_at_data()
+
+    def _look_at_data(self) -> None:
+        self._assigned.look((one._param_fqn, one.sharded_param) for one in self._parameters)
+
+    @torch._disable_dynamo
+    def _before_unit(self, own: Sequence[_Place], unit: nn.Module, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if torch._C._current_graph_task_id() == -1:  # else it is computed again
+            strangers = self._strangers(own)
+            if strangers:
+                self._raise(strangers)
+
+    def _strangers(self, places: Sequence[_Place]) -> list[tuple[str, Any]]:
+        """The other parameters, with the names of those in whose place they are."""
+        found = [(slots.get(name), one) for slots, name, one in places if slots.get(name) is not one.sharded_param]
+        strangers = [
+            (one._param_fqn, here)
+            for here, one in found
+            if here is not None
+            and here is not getattr(one, "_unsharded_param", None)
+            and here is not getattr(one, "_sharded_post_forward_param", None)
+        ]
+        if self._units.alone:  # nothing is gathered, and what is given is used
+            return [(name, here) for name, here in strangers if isinstance(here, DTensor)]
+        return strangers
+
+    def _raise(self, strangers: Sequence[tuple[str, Any]]) -> None:
+        if in_torch_func():
+            fix = "model, ctx = weft.replicate(model, ctx)  # instead of sharding"
+        elif torch.is_grad_enabled():
+            fix = "model, ctx = weft.replicate(Adapted(model), ctx)  # a module whose forward calls functional_call"
+        else:
+            fix = "with weft.full_params(model, ctx, forward=True), torch.no_grad(): functional_call(model, whole, x)  "
+            fix += "# whole: by name, plain tensors (p.full_tensor()); or weft.average_weights"
+        raise ContractError(
+            f"{self._what}: {self._class_name} is called with other parameters than its own, which are sharded",
+            found=f"{listed([name for name, _ in strangers])} in functional_call, or by load_state_dict(assign=True)",
+            expected="calls with the module's own parameters: FSDP2, also without weft, gathers no others",
+            fix=fix,
+        )
+
+
+def _places(parameters: Sequence[Any]) -> list[_Place]:
+    found = []
+    for one in parameters:
+        info = one._module_info
+        parts = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+        found += [(part._parameters, name, one) for part, name in parts]
+    return found
+
+
+def _were_loaded(strangers: Sequence[tuple[str, Any]]) -> bool:
+    """Whether they were put there to stay, which FSDP2 allows until the first call, and not for this call alone."""
+    stay = all(isinstance(here, nn.Parameter) and isinstance(here, DTensor) for _, here in strangers)
+    return stay and not any(frame.f_code is _functional_call.__code__ for frame, _ in traceback.walk_stack(None))
