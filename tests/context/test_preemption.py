@@ -163,7 +163,7 @@ def test_a_signal_is_seen_by_others_during_a_wait():
 @pytest.mark.slow
 def test_a_second_signal_during_a_wait_ends_the_process():
     with pytest.raises(RanksFailed, match="exit code 143"):
-        run_ranks(_told_in_a_wait, 2, again=True, timeout_s=25)
+        run_ranks(_told_in_a_wait, 2, again=True, timeout_s=55)
 
 
 def _forks(ctx):

@@ -131,7 +131,7 @@ def test_evaluation_is_that_of_one_process():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_evaluation_of_any_size_is_that_of_one_process(ranks):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

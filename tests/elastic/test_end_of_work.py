@@ -48,8 +48,6 @@ def test_nobody_who_ends_with_code_0_in_the_middle_has_done_the_work(tmp_path):
     "faults",
     [
         {"1.0": [4, "sys.exit"]},
-        pytest.param({"1.0": [4, "exit0"]}, marks=pytest.mark.slow),
-        pytest.param({"1.0": [4, "leave"]}, marks=pytest.mark.slow),
         pytest.param(
             {"1.0": [4, "exit0"], "0.0": [7, signal.SIGKILL], "2.0": [7, signal.SIGKILL]}, marks=pytest.mark.slow
         ),
