@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import random
+import sys
 import threading
 import time
 
@@ -18,6 +19,10 @@ from weft.testing.ranks import RankPool
 
 # Programs of Accelerate, which is not always installed; they hold no doctests.
 collect_ignore_glob = ["interop/accelerate_scripts/*"]
+
+# This package and the tests are compiled once, and not by each of the many processes that the tests start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A busy machine makes nothing fail: what hangs is found later.
 run_ranks.__kwdefaults__["timeout_s"] = RankPool.run.__kwdefaults__["timeout_s"] = 300.0
