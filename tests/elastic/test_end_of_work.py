@@ -79,7 +79,7 @@ def test_a_program_that_takes_part_in_no_step_has_done_no_work(tmp_path, script)
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "weft", "launch", "-n", "2", "--min-replicas", "1", "--max-restarts", "1"]
     ended = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=90
+        [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 1, ended.stderr
     assert "its work was not done: it ended before weft.resilient" in ended.stderr

@@ -401,11 +401,7 @@ def _composed(ctx, method, options):
     [
         (("recompute",), METHODS[0]),
         (("recompute", "compile"), METHODS[1]),
-        *slow_cases(
-            (("recompute",), METHODS[1]),
-            (("recompute", "compile"), METHODS[0]),
-            *((("compile",), method) for method in METHODS),
-        ),
+        *slow_cases((("compile",), METHODS[0])),
     ],
 )
 def test_blocks_are_computed_again_and_compiled(method, options):
