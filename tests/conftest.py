@@ -3,7 +3,9 @@
 import gc
 import importlib.util
 import os
+import pathlib
 import random
+import sys
 import threading
 import time
 
@@ -13,9 +15,17 @@ import torch
 import torch._dynamo  # noqa: F401  (any optimizer imports it, and it sets variables; not ours to answer for)
 
 from weft.testing import run_ranks
+from weft.testing.ranks import RankPool
 
 # Programs of Accelerate, which is not always installed; they hold no doctests.
 collect_ignore_glob = ["interop/accelerate_scripts/*"]
+
+# This package and the tests are compiled once, and not by each of the many processes that the tests start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A busy machine makes nothing fail: what hangs is found later.
+run_ranks.__kwdefaults__["timeout_s"] = RankPool.run.__kwdefaults__["timeout_s"] = 300.0
 
 # The same cases on every run; `--hypothesis-profile explore` looks for new ones.
 hypothesis.settings.register_profile("same", derandomize=True, database=None)
@@ -50,6 +60,15 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Other libraries have a suite of their own, `.ci/interop`, which names the folder: to import them takes long."""
+    if collection_path == pathlib.Path(__file__).parent / "interop" and not any(
+        "interop" in one for one in config.args
+    ):
+        return True
+    return None
 
 
 def pytest_collection_finish(session):

@@ -1,5 +1,7 @@
 """Variants of a case that is in the ordinary suite: `pytest -m slow` runs them."""
 
+import itertools
+
 import pytest
 
 
@@ -26,3 +28,19 @@ def diagonal(first, second):
 def one_in(number, values):
     """All values of one parameter; the ordinary suite runs the first of every so many."""
     return [pytest.param(one, marks=[pytest.mark.slow] if at % number else []) for at, one in enumerate(values)]
+
+
+def pairs(*options):
+    """Cases in which every value of one parameter meets every value of every other, in few cases: not all products."""
+    cases = list(itertools.product(*options))
+    missing = {met for case in cases for met in _meetings(case)}
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & _meetings(case)))
+        missing -= _meetings(best)
+        chosen.append(best)
+    return chosen
+
+
+def _meetings(case):
+    return {(i, j, str(case[i]), str(case[j])) for i, j in itertools.combinations(range(len(case)), 2)}

@@ -819,7 +819,7 @@ def test_save_on_one_rank_only_ends_the_job_soon(tmp_path, instead):
     script = tmp_path / "alone.py"
     script.write_text(_ALONE)
     command = [sys.executable, "-m", "weft", "launch", "-n", "2", script, tmp_path / "saved", instead]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     text = done.stdout + done.stderr
     ranks = {int(rank): float(after) for rank, after in re.findall(r"rank (\d) after ([\d.]+) s", text)}

@@ -90,8 +90,8 @@ def trial(place, how, begin, end):
 # -- in a directory --------------------------------------------------------------------------------------
 
 CALLS = ("write", "read", "fsync", "rename", "mkdir", "open", "unlink")
-ERRNOS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EMFILE, errno.ESTALE)
 SPECIAL = {"write": ("short", "lost", "garbled"), "read": ("nothing",)}
+OWN = {"write": errno.ENOSPC, "fsync": errno.ENOSPC, "open": errno.EMFILE, "mkdir": errno.ENOSPC}  # else a stale handle
 
 TRIALS = textwrap.dedent("""
     import os, sys, warnings
@@ -146,11 +146,11 @@ def library(tmp_path_factory):
 
 
 def _of_one_call(call):
-    kinds = [*map(str, ERRNOS), *SPECIAL.get(call, ())]
+    kinds = [*map(str, (errno.EIO, errno.EACCES, OWN.get(call, errno.ESTALE))), *SPECIAL.get(call, ())]
     return [f"{call}:{kind}" for kind in kinds]
 
 
-QUICK = [f"{call}:{ERRNOS[0]}" for call in CALLS] + ["write:short", "read:nothing"]
+QUICK = [f"{call}:{errno.EIO}" for call in CALLS] + ["write:short", "read:nothing"]
 CASES = [pytest.param("keep", QUICK, id="keep")] + [
     pytest.param(how, _of_one_call(call), id=f"{how}-{call}", marks=pytest.mark.slow)
     for how, call in (
@@ -167,7 +167,7 @@ def test_a_call_of_the_system_that_goes_wrong(tmp_path, library, how, cases):
     environment["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
     done = subprocess.run(
         [sys.executable, "-c", TRIALS, str(tmp_path), how, *cases],
-        capture_output=True, text=True, timeout=110, check=False, env=environment, cwd=root,
+        capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=root,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -263,7 +263,10 @@ REQUESTS = ("ls", "info", "cat_file", "pipe_file", "rm_file", "open wb", "open r
     ("how", "call"),
     [
         *(("keep", call) for call in REQUESTS[3:]),
-        *slow_cases(*(("keep", call) for call in REQUESTS[:3]), *itertools.product(("save", "save_async"), REQUESTS)),
+        *slow_cases(
+            *(("keep", call) for call in REQUESTS[:3]),
+            *((("save", "save_async")[at % 2], call) for at, call in enumerate(REQUESTS)),
+        ),
     ],
 )
 def test_a_request_to_a_store_that_goes_wrong(store, call, how):

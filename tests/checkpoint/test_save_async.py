@@ -396,7 +396,7 @@ if kind == "raises":
 @pytest.mark.parametrize("kind", ["raises", "fails"])
 def test_the_end_of_the_program_waits_and_tells_of_a_failure(tmp_path, kind):
     command = [sys.executable, "-c", _PROGRAM, kind, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if kind == "fails":
         assert "weft: save_async of step-00000001 failed: OSError: [Errno 28] No space" in done.stderr, done.stderr
         assert weft.checkpoint.latest(tmp_path) is None

@@ -27,7 +27,7 @@ from weft.cli.rank_checks import CHECKS
 def _doctor(*arguments, **variables):
     command = [sys.executable, "-m", "weft", "doctor", *arguments]
     env = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
 @pytest.mark.slow

@@ -284,6 +284,6 @@ def test_the_ranks_get_the_file_of_the_launcher(tmp_path):
         "    ctx.print(ctx.seed, ctx.world_size, torch.get_num_threads(), cores)\n"
     )
     command = [sys.executable, "-m", "weft", "launch", "--config", "run.toml", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["7", "2", "1", str(max(len(os.sched_getaffinity(0)) // 2, 1))]

@@ -36,12 +36,12 @@ def process(kind):
     queue = context.Queue()
     one = context.Process(target=call, args=(queue,))
     one.start()
-    found = queue.get(timeout=60)
+    found = queue.get(timeout=300)
     one.join()
     return found
 
 def run(*command, **env):
-    text = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    text = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300)
     return text.stdout.strip() + text.stderr[-500:]
 
 def say(*words):  # at once: ranks share what they write to
@@ -73,7 +73,7 @@ with weft.start(device="cpu", elastic="replica") as ctx:
     if sys.argv[1:] == ["inside"]:
         print(f"{ctx.world_size} {ctx.replicas.most}\\n", end="", flush=True)
         sys.exit()
-    subprocess.run([sys.executable, sys.argv[0], "inside"], timeout=60, check=True)
+    subprocess.run([sys.executable, sys.argv[0], "inside"], timeout=300, check=True)
     loader, ctx = weft.shard_data(torch.utils.data.DataLoader(range(4)), ctx)
     model, ctx = weft.replicate(torch.nn.Linear(1, 1), ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,7 +92,7 @@ def _environment(**extra):
 
 def _run(command, folder):
     done = subprocess.run(
-        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=110, check=False
+        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(done.stdout.splitlines())
@@ -129,7 +129,7 @@ def test_a_process_of_a_rank_that_made_the_group_itself(programs):
         for rank in ("0", "1")
     ]  # fmt: skip
     for rank, one in enumerate(started):
-        out, err = one.communicate(timeout=110)
+        out, err = one.communicate(timeout=300)
         assert one.returncode == 0, err
         fork = ["0 of 2 fork 0 of 1, 1.0"] if rank == 0 else []
         assert out.splitlines() == [f"{rank} of 2 shell 0 of 1, 1.0", *fork, f"{rank} of 2 outer 2.0"]

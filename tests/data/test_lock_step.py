@@ -111,7 +111,7 @@ def _evaluations(ctx, sizes, batch_sizes, strategies):
     return found
 
 
-def _compare(ranks, sizes, batch_sizes, timeout_s=60):
+def _compare(ranks, sizes, batch_sizes, timeout_s=300):
     one = run_ranks(_evaluations, 1, sizes, batch_sizes, [None], timeout_s=timeout_s)[0]
     for found in run_ranks(_evaluations, ranks, sizes, batch_sizes, [None, weft.replicate], timeout_s=timeout_s):
         assert len(found) == 2 * len(one)
@@ -131,11 +131,11 @@ def test_evaluation_is_that_of_one_process():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_evaluation_of_any_size_is_that_of_one_process(ranks):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _compare(ranks, [*range(1, 8), 11, 16, 17, 31, 48, 70], [1, 3, 16], timeout_s=300)
+        _compare(ranks, [1, 2, 3, 5, 7, 11, 16, 17, 48], [1, 3, 16], timeout_s=300)
 
 
 # -- what decides ----------------------------------------------------------------------------------------

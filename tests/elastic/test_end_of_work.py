@@ -48,8 +48,6 @@ def test_nobody_who_ends_with_code_0_in_the_middle_has_done_the_work(tmp_path):
     "faults",
     [
         {"1.0": [4, "sys.exit"]},
-        pytest.param({"1.0": [4, "exit0"]}, marks=pytest.mark.slow),
-        pytest.param({"1.0": [4, "leave"]}, marks=pytest.mark.slow),
         pytest.param(
             {"1.0": [4, "exit0"], "0.0": [7, signal.SIGKILL], "2.0": [7, signal.SIGKILL]}, marks=pytest.mark.slow
         ),
@@ -81,7 +79,7 @@ def test_a_program_that_takes_part_in_no_step_has_done_no_work(tmp_path, script)
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "weft", "launch", "-n", "2", "--min-replicas", "1", "--max-restarts", "1"]
     ended = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=90
+        [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 1, ended.stderr
     assert "its work was not done: it ended before weft.resilient" in ended.stderr

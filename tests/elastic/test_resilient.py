@@ -142,7 +142,7 @@ def test_too_few_replicas_end_the_job_with_the_words_of_the_one_that_failed(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "shards"), [(0, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("seed", "shards"), [(1, 1), (2, 2)])
 def test_random_kills_and_stops(tmp_path, seed, shards):
     setting = {"replicas": 3 if shards == 1 else 2, "epochs": 24 // shards, "windows": seed == 1}
     job = Job(tmp_path, shards=shards, pause_s=0.03, restarts=100, **setting)

@@ -116,7 +116,7 @@ def _reference(kind):
 def test_saved_under_one_strategy_restored_under_another(tmp_path):
     expected = {kind: _reference(kind) for kind in ("adamw", "sgd")}
     others = ["replicate", "fully_shard", "torch 1", "torch 3"]
-    for found in run_ranks(_saved, 2, str(tmp_path), [*OURS, *others], timeout_s=100):
+    for found in run_ranks(_saved, 2, str(tmp_path), [*OURS, *others]):
         for (strategy, kind), parameters in found.items():
             assert largest_difference(parameters, expected[kind][0]) <= expected[kind][1], (strategy, kind)
     among = [(a, b) for a in OURS for b in OURS if a != b]
@@ -124,7 +124,7 @@ def test_saved_under_one_strategy_restored_under_another(tmp_path):
     # On one rank there is nothing to divide: local stands for every strategy.
     for ranks, pairs in ((2, [*among, *between]), (4, [*among[::3], *between[::2]]), (1, [(a, "local") for a in OURS])):
         cases = [(*pair, kind) for pair, kind in zip(pairs, itertools.cycle(("adamw", "sgd", "adamw")))]
-        for found in run_ranks(_restored, ranks, str(tmp_path), cases, timeout_s=100):
+        for found in run_ranks(_restored, ranks, str(tmp_path), cases):
             for (source, strategy, kind), (parameters, calls) in found.items():
                 assert largest_difference(parameters, expected[kind][0]) <= expected[kind][1], (source, strategy, kind)
                 assert calls == 6

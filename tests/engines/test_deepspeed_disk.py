@@ -94,7 +94,7 @@ def _on_disk(ctx, kind, folder, parameters):
 @pytest.mark.parametrize(("kind", "parameters"), [("adamw", False), ("sgd", True)])
 def test_state_on_a_disk_gives_the_numbers_of_one_process(tmp_path, kind, parameters):
     expected, noise = _reference(kind)
-    for first, again, in_memory, flat in run_ranks(_on_disk, 2, kind, str(tmp_path), parameters, timeout_s=100):
+    for first, again, in_memory, flat in run_ranks(_on_disk, 2, kind, str(tmp_path), parameters):
         assert largest_difference(first, expected) <= 2 * noise
         assert largest_difference(again, expected) <= 2 * noise
         assert in_memory < 10 and flat < 10, "weights and moments are on the disk between steps"

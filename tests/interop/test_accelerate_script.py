@@ -24,7 +24,7 @@ _KEEP_GROUP = "import torch.distributed\ntorch.distributed.destroy_process_group
 def _output(script, ranks, *arguments):
     command = [WEFT, "launch", "-n", str(ranks), str(script), *arguments]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}  # otherwise Accelerate makes no group without an accelerator
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=script.parent, timeout=100, env=env)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=script.parent, timeout=300, env=env)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     # DeepSpeed, where it is installed and Accelerate imports it, logs to stdout.
     return "".join(line for line in done.stdout.splitlines(keepends=True) if "[real_accelerator.py" not in line)

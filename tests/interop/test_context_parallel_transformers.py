@@ -95,12 +95,11 @@ TWO, FOUR, BOTH = {"context": 2}, {"context": 4}, {"data": 2, "context": 2}
         ("mixtral", TWO, "fully_shard", "gather", 1),
         *(
             pytest.param(kind, mesh, strategy, method, steps, marks=pytest.mark.slow)
-            for kind in ("llama", "mixtral")
-            for mesh, strategy, method, steps in (
-                (FOUR, "replicate", "heads", 1),  # fewer heads of keys than ranks
-                (FOUR, "fully_shard", "gather", 3),
-                (BOTH, "replicate", "gather", 3),
-                (BOTH, "fully_shard", "heads", 1),
+            for kind, mesh, strategy, method, steps in (
+                ("llama", FOUR, "replicate", "heads", 1),  # fewer heads of keys than ranks
+                ("mixtral", FOUR, "fully_shard", "gather", 3),
+                ("llama", BOTH, "replicate", "gather", 3),
+                ("mixtral", BOTH, "fully_shard", "heads", 1),
             )
         ),
     ],
@@ -108,7 +107,7 @@ TWO, FOUR, BOTH = {"context": 2}, {"context": 4}, {"data": 2, "context": 2}
 def test_training_is_that_of_one_process(kind, mesh, strategy, method, steps):
     losses, norms, parameters = _reference(kind, steps)
     ranks = 4 if sum(mesh.values()) == 4 else 2
-    for found in run_ranks(_train, ranks, kind, strategy, method, steps, mesh=mesh, timeout_s=120):
+    for found in run_ranks(_train, ranks, kind, strategy, method, steps, mesh=mesh):
         assert found[0] == pytest.approx(losses, abs=1e-12, rel=0)
         assert found[1] == pytest.approx(norms, abs=1e-12, rel=0)
         assert max((a - b).abs().max().item() for a, b in zip(found[2], parameters, strict=True)) < 1e-12
@@ -178,7 +177,7 @@ def test_what_would_be_silently_wrong_is_refused():
         "sliding_window = 8, sequences of 16 places",
         "MixtralForCausalLM is for one process",
     ]
-    for texts in run_ranks(_refused, 2, mesh={"context": 2}, timeout_s=120):
+    for texts in run_ranks(_refused, 2, mesh={"context": 2}):
         for text, part in zip(texts, expected, strict=True):
             assert part in text, text
 
@@ -202,5 +201,5 @@ def _in_graphs(ctx):
 
 
 def test_layers_are_compiled_in_one_graph_and_recomputed():
-    for differences in run_ranks(_in_graphs, 2, mesh={"context": 2}, timeout_s=120):
+    for differences in run_ranks(_in_graphs, 2, mesh={"context": 2}):
         assert max(differences) < 1e-11

@@ -108,7 +108,7 @@ FAST = ("fully_shard", {"expert": 2}, 2, 3)
 )
 def test_ten_steps_of_a_mixtral_are_those_of_one_process(strategy, mesh, ranks, steps):
     expected = _alone(_mixtral, steps)
-    for losses, norms, parameters in run_ranks(_divided, ranks, _mixtral, strategy, steps, mesh=mesh, timeout_s=120):
+    for losses, norms, parameters in run_ranks(_divided, ranks, _mixtral, strategy, steps, mesh=mesh):
         assert losses == pytest.approx(expected[0], rel=0, abs=1e-12)
         assert norms == pytest.approx(expected[1], rel=0, abs=1e-12)
         assert largest_difference(expected[2], parameters) < 1e-12

@@ -82,10 +82,7 @@ def _trained(ctx, kind, strategy):
         ({"pipeline": 2}, "llama"),
         ({"pipeline": 2}, "mixtral"),
         pytest.param({"pipeline": 4}, "llama", marks=pytest.mark.slow),
-        pytest.param({"pipeline": 4}, "mixtral", marks=pytest.mark.slow),
-        pytest.param({"data": 2, "pipeline": 2}, "llama", marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, "mixtral", marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2, "tensor": 2}, "llama", marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "tensor": 2}, "mixtral", marks=pytest.mark.slow),
         ({"pipeline": 2, "tensor": 2}, "qwen"),
     ],
@@ -95,7 +92,7 @@ def test_ten_steps_are_those_of_one_process(mesh, kind):
     model = _model(kind)
     numbers, parameters, logits = _fit(model, lambda x, y: _loss(model(x), y), weft.local())
     ranks = 4 if len(mesh) == 2 or mesh["pipeline"] == 4 else 2
-    found = run_ranks(_trained, ranks, kind, "data" in mesh, mesh=mesh, timeout_s=120)
+    found = run_ranks(_trained, ranks, kind, "data" in mesh, mesh=mesh)
     together = {name: value for one in found for name, value in one[1].items()}
     assert max((together[name] - value).abs().max().item() for name, value in parameters.items()) < 1e-12
     for told, _, given in found:

@@ -98,13 +98,12 @@ def test_a_model_trains_as_in_one_process(kind, options, sequence):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 @pytest.mark.parametrize(
-    ("mesh", "strategy"),
+    ("mesh", "strategy", "kind"),
     [
-        ({"tensor": 4}, None),
-        ({"data": 2, "tensor": 2}, "replicate"),
-        ({"shard": 2, "tensor": 2}, "fully_shard"),
+        ({"tensor": 4}, None, "Llama"),
+        ({"data": 2, "tensor": 2}, "replicate", "Llama"),
+        ({"shard": 2, "tensor": 2}, "fully_shard", "Mixtral"),
     ],
     ids=["tensor", "data", "shard"],
 )

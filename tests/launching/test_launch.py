@@ -25,7 +25,7 @@ from weft.launching.plan import make_plan
 from weft.launching.slurm import batch_script
 
 PROGRAM = [str(pathlib.Path(sys.executable).with_name("weft"))]
-LIMIT_S = 90
+LIMIT_S = 300
 
 
 def _environment(**extra):
@@ -273,9 +273,6 @@ with weft.start(timeout_s=60) as ctx:
         ("kill", 137, r"^weft launch: rank 1 \(process \d+\) ended by signal 9 \(SIGKILL\)\n$"),
         pytest.param("text", 1, r"rank 1 gives up\n(?s:.*)weft launch: rank 1 .*exit code 1", marks=pytest.mark.slow),
         pytest.param(
-            "os", 9, r"^weft launch: rank 1 \(process \d+\) ended with exit code 9\n$", marks=pytest.mark.slow
-        ),
-        pytest.param(
             "os 0",
             1,
             r"its process is gone(?s:.*)weft launch: rank 1 \(process \d+\) ended with exit code 0 while others",
@@ -327,7 +324,6 @@ FAILURES = {
     ("raise", "0,1"): (1, r"weft launch: rank [01] failed", "KeyError: 'no such column\\nin two lines'"),
     ("exit", "1"): (3, r"weft launch: rank 1 \(process \d+\) ended with exit code 3", ""),
     ("exit", "0,1"): (3, r"weft launch: rank [01] \(process \d+\) ended with exit code 3", ""),
-    ("kill", "1"): (137, r"weft launch: rank 1 \(process \d+\) ended by signal 9 \(SIGKILL\)", ""),
     ("crash", "1"): (
         139, r"weft launch: rank 1 \(process \d+\) ended by signal 11 \(SIGSEGV\)",
         "Fatal Python error: Segmentation fault",
@@ -419,10 +415,10 @@ def test_a_signal_ends_all_processes(tmp_path, number, whole_group):
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        error = process.communicate(timeout=40)[1]
+        error = process.communicate(timeout=LIMIT_S)[1]
         assert process.returncode == 128 + number, error
         assert error == f"weft launch: ended by {number.name}\n"
-        assert until(lambda: not any(map(is_alive, family)), 10), [p for p in family if is_alive(p)]
+        assert until(lambda: not any(map(is_alive, family)), 60), [p for p in family if is_alive(p)]
     finally:
         for pid in {*_children_of(process.pid), process.pid}:
             if is_alive(pid):
@@ -443,7 +439,7 @@ def test_no_rank_is_left_when_the_launcher_is_killed(tmp_path, kind):
         family = _children_of(process.pid)
         assert {int(f.read_text()) for f in files} <= family
         process.kill()
-        assert until(lambda: not any(map(is_alive, family)), 5), [p for p in family if is_alive(p)]
+        assert until(lambda: not any(map(is_alive, family)), 60), [p for p in family if is_alive(p)]
     finally:
         for pid in {*family, process.pid}:
             if is_alive(pid):
@@ -494,7 +490,7 @@ def test_the_same_signal_once_more_does_not_change_the_exit_code(tmp_path, again
             os.killpg(process.pid, signal.SIGTERM)
             if again == "at once":
                 break
-        error += process.communicate(timeout=40)[1]
+        error += process.communicate(timeout=LIMIT_S)[1]
         assert process.returncode == 75, error
         assert ENDED in error
     finally:

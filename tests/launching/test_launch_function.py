@@ -79,7 +79,7 @@ print(weft.launch_function(cell, 2), __name__)
 def test_functions_of_a_notebook_are_sent(tmp_path):
     # A program from standard input has no file to import functions from, as a notebook has none.
     done = subprocess.run(
-        [sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60
+        [sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=300
     )
     assert (done.returncode, done.stdout) == (0, "[4, 5] __main__\n"), done.stderr
 
@@ -89,7 +89,7 @@ def test_a_script_without_a_guard_does_not_run_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import weft\nprint('once')\nprint(weft.launch_function(lambda: 1, 2))\n")
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False, timeout=300
     )
     assert (done.returncode, done.stdout) == (0, "once\n[1, 1]\n"), done.stderr
 
@@ -212,12 +212,12 @@ def test_when_the_caller_is_interrupted_or_killed_all_ranks_end(tmp_path, number
         assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)
         pids = [int(pid) for f in files for pid in f.read_text().split()]
         os.killpg(process.pid, number)  # as a terminal does
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=300)
         if number == signal.SIGINT:
             assert (process.returncode, out) == (7, "interrupted\n"), error
         ranks = pids[::2]
-        assert until(lambda: not any(map(is_alive, pids if number == signal.SIGINT else ranks)), 20)
-        assert until(lambda: not list(temporary.glob("weft-*")), 20)
+        assert until(lambda: not any(map(is_alive, pids if number == signal.SIGINT else ranks)), 60)
+        assert until(lambda: not list(temporary.glob("weft-*")), 60)
     finally:
         for pid in pids:
             if is_alive(pid):

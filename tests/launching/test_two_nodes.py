@@ -110,7 +110,7 @@ def _run(nodes, address, folder, options, dies):
             )
         )  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=110)[0] for process in launchers]
+        outputs = [process.communicate(timeout=300)[0] for process in launchers]
     finally:
         for process in launchers:
             process.kill()

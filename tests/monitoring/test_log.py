@@ -354,7 +354,7 @@ for how in ("raise", "exit", "_exit", "SIGTERM", "SIGKILL"):
 @pytest.mark.slow
 def test_nothing_is_lost_when_a_program_ends_or_is_killed(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", ENDS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ENDS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=300
     )
     statuses = dict(line.split() for line in done.stdout.splitlines())
     assert statuses == {"raise": "256", "exit": "0", "_exit": str(3 * 256), "SIGTERM": "15", "SIGKILL": "9"}

@@ -125,8 +125,8 @@ def test_the_commit_of_the_script_is_known(tmp_path, monkeypatch):
     git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
     (tmp_path / "train.py").write_text("pass")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True, timeout=60)
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True, timeout=60).strip()
+        subprocess.run([*git, *command], check=True, timeout=300)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True, timeout=300).strip()
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py"), "--lr", "1"])
     seen = []
     monitoring.log_start(0, weft.local(), lambda values, step: seen.append(json.loads(values["program"])))
@@ -356,7 +356,7 @@ def test_a_browser_draws_the_page_under_its_policy_and_every_control_works(tmp_p
     options += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", "--window-size=1280,3000"]
     done = [
         subprocess.run(
-            [BROWSER, *options, what, page.as_uri()], check=True, capture_output=True, text=True, timeout=100
+            [BROWSER, *options, what, page.as_uri()], check=True, capture_output=True, text=True, timeout=300
         )
         for what in ("--dump-dom", f"--screenshot={picture}")
     ]  # fmt: skip
@@ -501,7 +501,7 @@ def test_the_command_writes_where_it_is_told(tmp_path):
     out = tmp_path / "pages" / "run.html"
     done = subprocess.run(
         [sys.executable, "-m", "weft", "report", str(tmp_path), "--out", str(out)],
-        check=True, capture_output=True, text=True, timeout=60,
+        check=True, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.startswith(f"{out}: ") and "series" in done.stdout and done.stderr == ""
     assert Path(out).read_text(encoding="utf-8").startswith("<!doctype html>")

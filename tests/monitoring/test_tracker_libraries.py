@@ -200,7 +200,7 @@ def _found(library, folder, *arguments):
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", LOGGING + LIBRARIES[library], str(folder), *arguments],
-        check=False, capture_output=True, text=True, timeout=110, env=env, cwd=folder,
+        check=False, capture_output=True, text=True, timeout=300, env=env, cwd=folder,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert done.returncode == 0 and len(lines) == 1, done.stdout + done.stderr

@@ -211,8 +211,8 @@ def test_who_waits_for_a_rank_that_does_not_come_raises_and_has_changed_nothing(
     monkeypatch.setenv("CHECKPOINTS", str(tmp_path))
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_job, ranks, make, fault, timeout_s=30)
-    assert time.monotonic() - start < 25
+        run_ranks(_job, ranks, make, fault, timeout_s=55)
+    assert time.monotonic() - start < 50
     errors = caught.value.errors
     # Ranks of another line may have had no need of it.
     waiting = [0] if make in (torch_reduce_on_an_axis, torch_reduce_on_a_group_of_the_user) else range(ranks)

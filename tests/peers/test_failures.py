@@ -92,7 +92,6 @@ def script(tmp_path):
     [
         pytest.param("raise", 2, "rank 1 failed.*ValueError: the data of rank 1 is bad", marks=pytest.mark.slow),
         ("kill", 2, "rank 1 failed.*its process is gone"),
-        pytest.param("kill", 4, "rank 1 failed.*its process is gone", marks=pytest.mark.slow),
         pytest.param("hang", 2, "rank 1 failed.*rank 1 did not arrive within 3 s", marks=pytest.mark.slow),
         pytest.param(
             "only",
@@ -237,10 +236,10 @@ def test_a_frozen_rank_0_is_named_by_all_others(tmp_path, launcher, where):
         frozen = time.monotonic()
         if launcher == "variables":
             for process in processes[1:]:
-                process.wait(timeout=20)
+                process.wait(timeout=60)
             texts = [process.stdout.read() for process in processes[1:]]
         elif launcher == "weft":  # tells the first cause alone
-            processes[0].wait(timeout=20)
+            processes[0].wait(timeout=60)
             texts = [processes[0].stdout.read()]
         else:  # waits long for the frozen rank
             texts = []
@@ -346,7 +345,7 @@ print("fine")
 def test_two_contexts_side_by_side_leave_nothing_behind(tmp_path):
     path = tmp_path / "side_by_side.py"
     path.write_text(SIDE_BY_SIDE)
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "fine\n", done.stderr
 
 

@@ -158,7 +158,7 @@ def test_ranks_that_wait_for_each_other_in_different_collectives():
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_meets_elsewhere, 2)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
     assert set(caught.value.errors) == {0, 1}
     for error in caught.value.errors.values():  # one of the two notices it first, and tells the other
         assert re.search("waits in .* at .*:[0-9]+, while rank [01] waits in ", str(error)), str(error)

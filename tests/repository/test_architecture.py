@@ -181,7 +181,7 @@ def _lint_imports(folder):
     env = {**os.environ, "PYTHONPATH": str(folder / "src")}
     return subprocess.run(
         [program, "--config", folder / "pyproject.toml", "--no-cache"],
-        cwd=folder, capture_output=True, text=True, env=env, timeout=60, check=False,
+        cwd=folder, capture_output=True, text=True, env=env, timeout=300, check=False,
     )  # fmt: skip
 
 

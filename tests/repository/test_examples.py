@@ -133,7 +133,7 @@ def _scripts(*commands):
         for command in commands
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=100) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

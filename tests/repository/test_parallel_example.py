@@ -52,7 +52,6 @@ def alone():
         _case(4, pipeline=2, expert=2, experts=4),
         _case(4, expert=2, tensor=2, experts=4),
         _case(4, expert=2, context=2, experts=4),
-        _case(8, pipeline=2, shard=2, tensor=2),
         _case(16, pipeline=2, shard=2, context=2, tensor=2),
     ],
 )

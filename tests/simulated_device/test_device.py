@@ -275,6 +275,6 @@ def test_a_program_that_is_launched_takes_the_devices(tmp_path):
     command = [sys.executable, "-m", "weft", "launch", "-n", "2", str(path)]
     inside = {**os.environ, **environment(devices=2)}
     inside["PYTHONPATH"] = os.pathsep.join([inside["PYTHONPATH"], *filter(None, sys.path)])
-    done = subprocess.run(command, check=False, env=inside, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, env=inside, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["48.0", "48.0"], done.stdout

@@ -20,7 +20,7 @@ from tests.transforms.test_windows_in_parts import (
     prepare,
     values,
 )
-from tests.variants import slow, slow_cases
+from tests.variants import pairs, slow, slow_cases
 from weft.engines.torch.hooks import every_optimizer
 from weft.testing import RanksFailed, largest_difference, run_ranks
 
@@ -80,13 +80,15 @@ def _backward_left_out(ctx, strategy, set_to_none):
     return "nothing raised"
 
 
-@pytest.mark.parametrize("set_to_none", [True, *slow(False)])
-@pytest.mark.parametrize("strategy", ["replicate", *slow(*REPLICATED[1:])])
+@pytest.mark.parametrize(
+    ("strategy", "set_to_none"),
+    [("replicate", True), *slow_cases(*((one, bool(at % 2)) for at, one in enumerate(REPLICATED)))],
+)
 def test_a_step_of_a_rank_that_left_its_backward_pass_out_is_named(strategy, set_to_none):
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 0 waits in a collective"):
         run_ranks(_backward_left_out, 2, strategy, set_to_none)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
 
 
 def _first_backward_left_out(ctx, strategy):
@@ -106,7 +108,7 @@ def test_a_first_step_without_a_backward_pass_is_named(strategy):
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 0 waits in a collective"):
         run_ranks(_first_backward_left_out, 2, strategy)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
 
 
 def _another_program(ctx, strategy):
@@ -433,7 +435,7 @@ QUICK = (("replicate", "lr"), ("fully_shard", "dropout"))
         *slow_cases(
             *((*case, 3) for case in itertools.product(("replicate", "fully_shard"), TEXTS) if case not in QUICK)
         ),
-        *slow_cases(*((*case, when) for case in QUICK for when in (0, 30, 140))),
+        *slow_cases(*((*case, when) for case in QUICK for when in (0, 140))),
     ],
 )
 def test_other_settings_on_one_rank_are_named(strategy, what, when):
@@ -512,15 +514,20 @@ def _routed(ctx, stage, sizes, when, unused):
     return "nothing raised"
 
 
-@pytest.mark.parametrize("unused", ["error", *slow("zero")])
-@pytest.mark.parametrize("when", [0, 3])
-@pytest.mark.parametrize("sizes", [(3, 3), *slow((3, 5))])
-@pytest.mark.parametrize("stage", [3, *slow(2)])
+@pytest.mark.parametrize(
+    ("stage", "sizes", "when", "unused"),
+    [
+        (3, (3, 3), 0, "error"),
+        (3, (3, 3), 3, "error"),
+        *slow_cases(*(case for case in pairs((3, 2), ((3, 3), (3, 5)), (0, 3), ("error", "zero")) if case[0] == 2)),
+        *slow_cases((3, (3, 5), 0, "zero")),
+    ],
+)
 def test_ranks_that_gather_other_units_are_named(stage, sizes, when, unused):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_routed, 2, stage, sizes, when, unused)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
     assert set(caught.value.traces) == {0, 1}, "one rank did not raise"
     text = str(caught.value)
     assert "rank 0 gathers 'experts.0'" in text or "waits in a collective" in text, text
@@ -587,7 +594,7 @@ def test_an_evaluation_of_one_rank_under_sharding_is_named(strategy, known):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_evaluates_alone, 2, strategy, known)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
     assert set(caught.value.traces) == {0, 1}, "one rank did not raise"
     assert "rank" in str(caught.value.errors[caught.value.first])
 
@@ -616,7 +623,7 @@ def test_peers_of_a_rank_that_left_a_parameter_out_do_not_wait(strategy):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_caught, 2, strategy)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
     assert isinstance(caught.value.errors[1], weft.errors.PeerError)
 
 

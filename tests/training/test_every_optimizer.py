@@ -116,7 +116,7 @@ def _check(cases, strategies):
     for name, variant in cases:
         model = _net()
         expected[name, variant] = _train(model, _optimizer(name, variant, model), _x())
-    for found in run_ranks(_train_all, 2, cases, strategies, timeout_s=110):
+    for found in run_ranks(_train_all, 2, cases, strategies):
         for (name, variant, strategy), result in found.items():
             refusal = _refusal(name, variant, strategy)
             if refusal is not None:

@@ -216,7 +216,7 @@ def test_float64_parameters_equal_those_of_one_process(n):
         assert difference < 1e-12, f"{config}: {difference}"
 
 
-@pytest.mark.parametrize("n", slow(1, 2, 4))
+@pytest.mark.parametrize("n", slow(2, 4))
 def test_float32_parameters_are_within_twice_the_noise_floor(n):
     configs = [Config(accumulate=k, dtype=torch.float32, **way) for k in _WINDOWS for way in _WAYS]
     configs += [Config(accumulate=3, dtype=torch.float32, optimizer="sgd", **way) for way in _WAYS]
@@ -227,7 +227,7 @@ def test_float32_parameters_are_within_twice_the_noise_floor(n):
         assert difference <= 2 * floor, f"{config}: {difference}, noise floor {floor}"
 
 
-@pytest.mark.parametrize("n", slow(1, 2, 4))
+@pytest.mark.parametrize("n", slow(2, 4))
 def test_sixteen_bit_parameters_are_within_their_tolerance(n):
     kinds = {"bf16": 2.0**-8, "fp16": 2.0**-11}
     configs = [

@@ -31,7 +31,7 @@ from weft.testing import RanksFailed, largest_difference, run_ranks
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 _EXAMPLES = os.environ.get("TRAININGS")
-_HANG_S = 15.0  # no training takes a tenth of that; a rank that waits for another has a limit of its own
+_HANG_S = 50.0  # a rank that waits for another has a limit of its own, and a group waits for 60 s
 _WIDTH = 4
 
 REPLICATED = ("replicate", "buckets", "flat", "zero1")
@@ -484,7 +484,7 @@ def check(t):
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = run_ranks(train, t.ranks, t, folder, mesh=mesh, timeout_s=60)
+            found = run_ranks(train, t.ranks, t, folder, mesh=mesh)
         except RanksFailed as failed:
             assert time.monotonic() - began < _HANG_S, f"took {time.monotonic() - began:.0f} s: {failed}"
             return refused(t, failed)

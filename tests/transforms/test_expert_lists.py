@@ -106,14 +106,19 @@ MESHES = [({"expert": 2}, 2), ({"data": 2, "expert": 2}, 4)]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "ranks", "strategy"),
+    ("skips", "mesh", "ranks", "strategy"),
     [
-        (*MESHES[0], "replicate"),
-        (*MESHES[0], "fully_shard"),
-        *slow_cases((*MESHES[1], "fully_shard"), (*MESHES[1], "replicate"), *((*mesh, "zero1") for mesh in MESHES)),
+        (True, *MESHES[0], "replicate"),
+        (True, *MESHES[0], "fully_shard"),
+        *slow_cases(
+            (False, *MESHES[1], "fully_shard"),
+            (True, *MESHES[1], "replicate"),
+            (False, *MESHES[0], "replicate"),
+            (False, *MESHES[0], "zero1"),
+            (True, *MESHES[1], "zero1"),
+        ),
     ],
 )
-@pytest.mark.parametrize("skips", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(skips, mesh, ranks, strategy):
     (expected,) = run_ranks(_trained, 1, skips, None)
     _check(run_ranks(_trained, ranks, skips, strategy, mesh=mesh), expected)

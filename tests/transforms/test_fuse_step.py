@@ -315,7 +315,7 @@ def test_a_group_that_is_added_later_is_refused_and_not_forgotten():
     with pytest.raises(
         RanksFailed, match=r"(?s)fuse_step: .*found:    2 groups of 2, 2 parameters, before 1 of 2, .*fix:      "
     ):
-        run_ranks(_added_group, 2, timeout_s=20)
+        run_ranks(_added_group, 2, timeout_s=55)
 
 
 # -- gradients that are missing ----------------------------------------------------------------------

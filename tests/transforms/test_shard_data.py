@@ -199,7 +199,7 @@ assert [batch.item() for batch in first] == [batch.item() for batch in second]
 
 @pytest.mark.slow
 def test_a_sampler_that_is_the_first_to_use_numpys_generator():
-    done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 

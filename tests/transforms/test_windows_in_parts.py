@@ -150,13 +150,18 @@ def test_four_ranks_of_which_each_skips_another_one(strategy):
         assert largest_difference(found, expected) < 1e-13
 
 
-@pytest.mark.parametrize("used", [ONE["last"], *slow(ONE["middle"], ONE["everything"])], ids=ONE)
-@pytest.mark.parametrize("strategy", ["zero2", *slow("zero3", "fully_shard")])
+@pytest.mark.parametrize(
+    ("strategy", "used"),
+    [
+        ("zero2", ONE["last"]),
+        *slow_cases(("zero3", ONE["middle"]), ("fully_shard", ONE["everything"]), ("fully_shard", ONE["last"])),
+    ],
+)
 def test_sharded_units_that_one_rank_does_not_call_are_named(strategy, used):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(train, 2, strategy, used)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
     assert set(caught.value.traces) == {0, 1}, "one rank did not raise"
     first = caught.value.errors[caught.value.first]
     assert isinstance(first, (weft.errors.PeerError, weft.errors.NotSynchronized)) and "rank" in str(first), first
@@ -291,7 +296,7 @@ def _frozen_elsewhere(ctx, strategy, on_rank_0):
 def test_ranks_that_freeze_other_parameters_are_named(strategy, on_rank_0):
     began = time.monotonic()
     with pytest.raises(RanksFailed, match="trained parameters") as caught:
-        run_ranks(_frozen_elsewhere, 2, strategy, on_rank_0, timeout_s=40)
+        run_ranks(_frozen_elsewhere, 2, strategy, on_rank_0, timeout_s=55)
     assert set(caught.value.errors) == {0, 1} and time.monotonic() - began < 15
 
 
@@ -399,5 +404,5 @@ def test_two_modules_of_a_window_that_all_ranks_skip(strategy, skips):
 def test_two_modules_of_a_window_that_one_rank_skips_are_refused(strategy):
     began = time.monotonic()
     with pytest.raises(RanksFailed, match="did not call it|differ|reduces"):
-        run_ranks(train_pair, 2, strategy, [(0, 1), (1, 1)], timeout_s=40)
+        run_ranks(train_pair, 2, strategy, [(0, 1), (1, 1)], timeout_s=55)
     assert time.monotonic() - began < 15

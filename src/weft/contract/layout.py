@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from weft.errors import ContractError
 from weft.tensors.dtensor import is_sharded, resting_parameters
 
 __all__ = ["apart_axes", "axes_of_dims", "gradient_axes", "is_here", "layouts", "owners", "part_axes"]
+
+# While all parameters of a module are asked for: `gradient_axes` by the ids of module and context, which do not change.
+_walked: ContextVar[dict[tuple[int, int], tuple[str, ...]] | None] = ContextVar("_walked", default=None)
 
 
 def layouts(module: nn.Module, ctx: DistContext) -> dict[str, Layout]:
@@ -69,9 +74,15 @@ def gradient_axes(module: nn.Module, ctx: DistContext) -> tuple[str, ...]:
         >>> gradient_axes(nn.Linear(2, 2), weft.testing.fake(0, 4, mesh={"data": 2, "context": 2}))
         ('data',)
     """
+    walked, key = _walked.get(), (id(module), id(ctx))
+    if walked is not None and key in walked:
+        return walked[key]
     more = {axis for part in module.modules() for offer in offered(part, ReducesOver) for axis in offer.axes}
     apart = apart_axes(module)
-    return tuple(name for name, _ in ctx.axes if (name in ctx.data_axes or name in more) and name not in apart)
+    found = tuple(name for name, _ in ctx.axes if (name in ctx.data_axes or name in more) and name not in apart)
+    if walked is not None:
+        walked[key] = found
+    return found
 
 
 def apart_axes(module: nn.Module) -> tuple[str, ...]:
@@ -154,13 +165,24 @@ def _placed(module: nn.Module) -> dict[str, list[Layout]]:
     """What transforms of the module and of its parts say of each parameter."""
     names = {id(p): name for name, p in module.named_parameters()}
     found: dict[str, list[Layout]] = {}
-    for part in module.modules():
-        for offer in offered(part, Placed):
-            for own, parameter in part.named_parameters():
-                layout = offer.layout(own)
-                if layout is not None:
-                    found.setdefault(names[id(parameter)], []).append(layout)
+    with _one_walk():
+        for part in module.modules():
+            for offer in offered(part, Placed):
+                for own, parameter in part.named_parameters():
+                    layout = offer.layout(own)
+                    if layout is not None:
+                        found.setdefault(names[id(parameter)], []).append(layout)
     return found
+
+
+@contextlib.contextmanager
+def _one_walk() -> Iterator[None]:
+    """A context in which offers are asked for many parameters: `gradient_axes` is found once for each module."""
+    token = _walked.set({})
+    try:
+        yield
+    finally:
+        _walked.reset(token)
 
 
 def _layout(
@@ -197,12 +219,13 @@ def owners(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
         {}
     """
     found: dict[str, tuple[tuple[str, int], ...]] = {}
-    for prefix, part in module.named_modules():
-        for offer in offered(part, Placed):
-            for own, _ in (*part.named_parameters(), *part.named_buffers()):
-                layout = offer.layout(own)
-                if layout is not None and layout.owner:
-                    found[f"{prefix}.{own}" if prefix else own] = layout.owner
+    with _one_walk():
+        for prefix, part in module.named_modules():
+            for offer in offered(part, Placed):
+                for own, _ in (*part.named_parameters(), *part.named_buffers()):
+                    layout = offer.layout(own)
+                    if layout is not None and layout.owner:
+                        found[f"{prefix}.{own}" if prefix else own] = layout.owner
     return found
 
 
