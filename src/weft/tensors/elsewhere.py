@@ -38,7 +38,8 @@ class Elsewhere(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is elsewhere as well."""
-        return memo.setdefault(id(self), empty_elsewhere(self))
+        made: torch.Tensor = memo.setdefault(id(self), empty_elsewhere(self))
+        return made
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """A file would be without it."""
@@ -114,7 +115,7 @@ def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     if values.is_meta and type(values) in (
         torch.Tensor,
         Elsewhere,
-    ):  # `empty_like` is Python there, imports sympy: 30 MB
+    ):  # `empty_like` imports sympy: 30 MB
         made = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
     else:
         made = torch.empty_like(values, device="meta")
@@ -122,7 +123,7 @@ def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
         made = made.as_subclass(Elsewhere)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    made._weft_elsewhere = True
+    vars(made)["_weft_elsewhere"] = True
     return made
 
 
@@ -135,4 +136,5 @@ def forget_elsewhere(tensor: torch.Tensor) -> None:
     """Let a tensor be an ordinary one on meta."""
     vars(tensor).pop("_weft_elsewhere", None)
     if isinstance(tensor, Elsewhere):
-        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+        marked: Any = tensor
+        marked.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor

@@ -13,6 +13,7 @@ compute/          activation checkpointing, torch.compile
 parallel/         one model computed by several ranks: layers, sequences and experts divided
 probes/           promises that are measured
 hooks/            seeing what a module and its gradients do
+parts/            what users do with tensors of which this rank has a part
 device/           devices, and batches brought to them
 streaming/        parts whose parameters have memory only while they are called
 """

@@ -41,7 +41,8 @@ class CutLayerGradient(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is an ordinary one."""
         with torch._C.DisableTorchFunctionSubclass():
-            return memo.setdefault(id(self), self.detach().clone())
+            made: torch.Tensor = memo.setdefault(id(self), self.detach().clone())
+        return made
 
 
 def _number(func: Any, tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Two lines about DTensors that torch answers with a part, or not at all, are right or refused.
 
 `float(p.grad.norm())` of a sharded parameter is the norm of this rank's shard, and no error of torch's; and
-`p.copy_(whole)`, as in `load_state_dict`, is "got mixed torch.Tensor and DTensor". They are found where torch dispatches
-them, whoever has made the DTensor: nothing that was right before is an error after it.
+`p.copy_(whole)`, as in `load_state_dict`, is "got mixed torch.Tensor and DTensor". They are found where torch
+dispatches them, whoever has made the DTensor: nothing that was right before is an error after it.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_sharded(target):
         raise ContractError(
             "copy_: a DTensor is copied into a plain tensor",
-            found=f"a DTensor {list(source.shape)} over {_axes(source.device_mesh)}, of which this rank has only a part",
+            found=f"a DTensor {list(source.shape)} over {_axes(source.device_mesh)}, of which this rank has a part",
             expected="a whole tensor, or a target that is sharded as the source",
             fix="target.copy_(source.full_tensor())  # on all ranks; or with weft.full_params(model, ctx): ...",
         )
+    part: Any = source
     if not is_sharded(source):
-        source = cut_like(source.expand(target.shape), target)
+        part = cut_like(source.expand(target.shape), target)
     elif source.placements != target.placements or source.shape != target.shape:
-        source = source.expand(target.shape).redistribute(target.device_mesh, target.placements)
-    target._local_tensor.copy_(source._local_tensor)
+        part = source.expand(target.shape).redistribute(target.device_mesh, target.placements)
+    target._local_tensor.copy_(part._local_tensor)
     return target
 
 

@@ -1,4 +1,4 @@
-"""Gradients for lines over `model.parameters()`, as `torch.nn.utils.clip_grad_norm_`, between a backward pass and a step.
+"""Gradients for lines over `model.parameters()`, as `torch.nn.utils.clip_grad_norm_`, between backward and a step.
 
 Parameters that other ranks have get gradients that raise where they are read: such a line would take the parameters of
 this rank for all there are. Those of cut layers go together with plain ones. Optimizers see what torch has made: before
@@ -57,6 +57,7 @@ class PartGradients:
         module = self._module()
         if module is not None and any(p.grad is not None for p in module.parameters() if not isinstance(p, Elsewhere)):
             self._there = self._there or [p for p in module.parameters() if isinstance(p, Elsewhere)]
+            p: torch.Tensor
             for p in self._there:
                 if p.requires_grad and p.grad is None:
                     p.grad = p.detach()
