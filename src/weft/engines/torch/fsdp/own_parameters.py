@@ -64,12 +64,14 @@ class OwnParameters:
         self._assigned.look((one._param_fqn, one.sharded_param) for one in self._parameters)
 
     @torch._disable_dynamo
-    def _before_unit(self, own: Sequence[_Place], unit: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_unit(self, own: Sequence[_Place], unit: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if torch._C._current_graph_task_id() == -1:  # else it is computed again
-            strangers = self._strangers(own)
-            if strangers:
-                self._raise(strangers)
+        if torch._C._current_graph_task_id() != -1:
+            return  # computed again
+        strangers = self._strangers(own)
+        # In a pipeline all units are whole, and FSDP2 leaves what the stage has put there.
+        if strangers and unit._get_fsdp_state()._training_state.name != "PRE_BACKWARD":
+            self._raise(strangers)
 
     def _strangers(self, places: Sequence[_Place]) -> list[tuple[str, Any]]:
         """The other parameters, with the names of those in whose place they are."""
