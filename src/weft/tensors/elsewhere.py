@@ -129,7 +129,7 @@ def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether another rank has a tensor."""
-    return tensor.is_meta and getattr(tensor, "_weft_elsewhere", False)
+    return isinstance(tensor, Elsewhere) or (tensor.is_meta and getattr(tensor, "_weft_elsewhere", False))
 
 
 def forget_elsewhere(tensor: torch.Tensor) -> None:

@@ -7,8 +7,7 @@ unit; or, in the first call of all, shard the given ones from then on.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from torch.nn.utils.stateless import _functional_call  # pyright: ignore[reportP
 
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.function_transforms import in_torch_func
-from weft.engines.torch.hooks.method_hooks import Removable, attach
-from weft.engines.torch.parts.assigned_data import AssignedData
+from weft.engines.torch.hooks.method_hooks import Removable
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of
 
@@ -43,7 +41,7 @@ class OwnParameters:
         for unit in parts:
             if unit is not module:
                 own = _places([one for group in groups_of(unit) for one in group.fsdp_params])
-                attach(unit, removable, before=partial(self._before_unit, own), first=True)
+                removable.add(unit.register_forward_pre_hook(self._before_unit(own), prepend=True).remove)
 
     def check(self, module: Any) -> None:
         """Raise before a call of the module whose parameters are others.
@@ -63,13 +61,17 @@ class OwnParameters:
     def _look_at_data(self) -> None:
         self._assigned.look((one._param_fqn, one.sharded_param) for one in self._parameters)
 
-    @torch._disable_dynamo
-    def _before_unit(self, own: Sequence[_Place], unit: nn.Module, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        if torch._C._current_graph_task_id() == -1:  # else it is computed again
+    def _before_unit(self, own: Sequence[_Place]) -> Callable[..., None]:
+        @torch._disable_dynamo
+        def before(unit: Any, args: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # computed again
             strangers = self._strangers(own)
-            if strangers:
+            # In a pipeline all units are whole, and FSDP2 leaves what the stage has put there.
+            if strangers and unit._get_fsdp_state()._training_state.name != "PRE_BACKWARD":
                 self._raise(strangers)
+
+        return before
 
     def _strangers(self, places: Sequence[_Place]) -> list[tuple[str, Any]]:
         """The other parameters, with the names of those in whose place they are."""

@@ -72,7 +72,12 @@ class TensorParallelModule(Strategy):
         refuse_states(self._what, module, self._removable)
         gradients = PartGradients(self._what, module, CutLayerGradient)
         self._removable.add(gradients.undo)
-        self._removable.add(module.register_forward_hook(lambda *called: gradients.follow(called[2])).remove)
+
+        def follow(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():  # what is compiled is one graph; clipping is torch's error then
+                gradients.follow(output)
+
+        attach(module, self._removable, after=follow)
         mine = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh == mesh}
         alike = [name for name, p in mine.items() if p.placements[0].is_replicate()]
         self._sums = PartSums(options.summed, alike, mine)

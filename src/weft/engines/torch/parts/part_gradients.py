@@ -18,6 +18,7 @@ from weft.engines.torch.hooks.backward_session import after_callbacks
 from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.parts.no_file import refuse_optimizer_file
 from weft.tensors.elsewhere import Elsewhere
+from weft.tensors.nested import tensors
 
 __all__ = ["PartGradients"]
 
@@ -41,10 +42,13 @@ class PartGradients:
         run = weakref.WeakMethod(self._hide)
         self.undo = before_every_step(self, lambda *args: hide(*args) if (hide := run()) is not None else None)
 
+    @torch._disable_dynamo
     def follow(self, output: object) -> None:
-        """A backward pass through this tensor brings gradients to parameters of the module."""
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(self._enter)
+        """A backward pass through these tensors brings gradients to parameters of the module."""
+        if torch.is_grad_enabled():
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._enter)
 
     def _enter(self, gradient: torch.Tensor) -> None:
         number = torch._C._current_graph_task_id()

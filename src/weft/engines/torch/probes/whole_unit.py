@@ -32,6 +32,7 @@ __all__ = ["TensorUnits", "WholeUnits", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS = ("column", "ColwiseParallel")
+_OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")
 _LOW_LIMIT = 5e-2  # of numbers in 16 bits
 _LOW = (torch.bfloat16, torch.float16)
 _Cut = Callable[[torch.Tensor], torch.Tensor]
@@ -353,5 +354,5 @@ def _first_float(given: list[torch.Tensor]) -> int | None:
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether a hook is one of FSDP2, which gathers parameters that are there already."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+    """Whether a hook gathers parameters for FSDP2, which are there already, or looks whether they are its own."""
+    return str(getattr(hook, "__module__", "")).startswith(_OF_FSDP)

@@ -87,7 +87,7 @@ class DividedExperts:
             layer = ListedExperts(name, part, own, experts, self._line)
             attach(part, self._removable, around=layer, methods=["forward"])
             units[around], layers[around] = part, layer
-            self._removable.add(part.register_forward_hook(lambda *called: gradients.follow(called[2])).remove)
+            attach(part, self._removable, after=lambda *called: gradients.follow(called[2]))
             places[around] = {
                 f"{own}.{number}.{rest}": number // (len(experts) // self._line.size)
                 for number, expert in enumerate(experts)
