@@ -18,6 +18,7 @@ from torch.nn.utils.stateless import _functional_call  # pyright: ignore[reportP
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of
 
