@@ -346,5 +346,33 @@ def test_every_line_is_as_on_one_process_or_an_error(how):
         assert told[last] == "error" and "rank 1 failed, and with it rank 0: KeyError: 'fails'" in str(error)
 
 
+def _clipped(ctx, strategy, by_value):
+    """Norms of three steps, and a sum over what was trained, of a model whose layers are cut under a strategy."""
+    model, alone = _net("tensor"), ctx.world_size == 1
+    if not alone:
+        model, ctx = weft.tensor_parallel(model, ctx, plan={"up": "column", "down": "row"})
+        model, ctx = getattr(weft, strategy)(model, ctx)
+    optimizer, found = torch.optim.Adam(model.parameters(), 0.1), []
+    for step in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=DTYPE).chunk(ctx.data_size)
+        model(x[ctx.data_rank]).square().mul(x[ctx.data_rank].sin()).mean().backward()
+        if by_value:
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        else:
+            found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with weft.full_params(model, ctx):
+        return [*found, sum(p.sum().item() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+def test_torch_clips_gradients_of_cut_layers_under_a_strategy(strategy, by_value):
+    expected = _clipped(weft.local(), strategy, by_value)
+    for found in run_ranks(_clipped, 4, strategy, by_value, mesh={"data": 2, "tensor": 2}, probes="auto"):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
 def test_the_page_has_every_line():
     assert list(_table()["replicate"]) == list(LINES)

@@ -14,28 +14,31 @@ __all__ = ["CutLayerGradient"]
 
 
 class CutLayerGradient(DTensor):
-    """A DTensor whose numbers scale plain tensors, as `torch.nn.utils.clip_grad_norm_` does with its norm.
+    """A DTensor whose numbers go with plain tensors, and with DTensors over other ranks.
 
-    torch takes functions of it one by one, and those of lists (`torch._foreach_norm`), which take no plain tensors
-    beside DTensors, not at all.
+    As `torch.nn.utils.clip_grad_norm_` needs it, which takes the norm of each tensor, that of the norms, and scales all
+    tensors by it. With tensors of this class it leaves out functions of lists, which take tensors of one kind only.
     """
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as torch; where plain tensors come with it, numbers are made whole first.
+        """Compute as torch; numbers that come with tensors of another kind are made whole first.
 
         Collectives: one all-reduce for a number of which each rank has a part.
 
         Raises:
-            ContractError: Plain tensors come with DTensors that are more than a number.
+            ContractError: Tensors of several kinds are more than numbers.
         """
         with torch._C.DisableTorchFunctionSubclass():
             given = list(tensors((args, kwargs or {})))
-            plain = [t for t in given if not isinstance(t, DTensor) and t.numel() > 1]
-            if plain and not getattr(func, "__name__", "").startswith("__"):
-                args, kwargs = map_tensors(lambda t: _number(func, t, plain[0]), (args, kwargs or {}))
+            kinds = {getattr(t, "device_mesh", None): t for t in given if isinstance(t, DTensor) or t.numel() > 1}
+            name = getattr(func, "__name__", "")
+            if len(kinds) > 1 and not name.startswith("__"):
+                kept = args[:1] if name.endswith("_") else ()  # what is changed by it
+                others, kwargs = map_tensors(lambda t: _number(func, t, kinds), (args[len(kept) :], kwargs or {}))
+                args = (*kept, *others)
             return map_tensors(_marked, func(*args, **(kwargs or {})))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -45,17 +48,22 @@ class CutLayerGradient(DTensor):
         return made
 
 
-def _number(func: Any, tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+def _number(func: Any, tensor: torch.Tensor, kinds: dict[Any, torch.Tensor]) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.numel() == 1:
         return tensor.full_tensor()
     raise ContractError(
         f"{getattr(func, '__name__', func)}: gradients of cut layers and of whole ones in one call",
-        found=f"a plain tensor {list(plain.shape)} beside a DTensor {list(tensor.shape)}",
+        found=" and ".join(map(_described, kinds.values())),
         expected="one kind in a call, or functions of weft for both",
         fix="norm = weft.clip_grads(model, ctx, max_norm=1.0); or, on all ranks: tensor.full_tensor()",
     )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    mesh = getattr(tensor, "device_mesh", None)
+    return f"a tensor {list(tensor.shape)} " + ("that is plain" if mesh is None else f"over {mesh.mesh_dim_names}")
 
 
 def _marked(found: Any) -> Any:
