@@ -151,7 +151,7 @@ def three_steps(ctx, axis, mode):
                 x, y = weft.data.split_sequence((x, y), ctx)
             loss = model(x, y) if axis == "pipeline" else F.mse_loss(model(x), y)
             loss.backward()
-            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.is_meta}
             found.append({name: bits(gradient) for name, gradient in gradients.items()})
             optimizer.step()
             optimizer.zero_grad()

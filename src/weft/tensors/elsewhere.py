@@ -7,7 +7,7 @@ out. What is computed from them is elsewhere as well, and reading it is an error
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -119,12 +119,14 @@ def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
     else:
         made = torch.empty_like(values, device="meta")
-    if type(made) is torch.Tensor:
-        made = made.as_subclass(Elsewhere)
+    marked: Any = made
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    vars(made)["_weft_elsewhere"] = True
-    return made
+        marked = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        marked._is_param = True
+    if type(made) is torch.Tensor:
+        marked.__class__ = Elsewhere
+    marked._weft_elsewhere = True
+    return cast("torch.Tensor", marked)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:

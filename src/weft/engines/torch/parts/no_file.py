@@ -52,6 +52,9 @@ def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
         what: Name of the strategy.
         module: Of which this rank holds shards.
         removable: Ends it.
+
+    Raises:
+        ContractError: Not here: in such a call.
     """
 
     def mark(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
