@@ -26,6 +26,7 @@ from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.engines.torch.probes.compare import differing_ranks
 from weft.errors import ContractError, warn
 from weft.tensors.bit_sums import can_be_read, sum_of_bits
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["PartsWatch", "watch_loop"]
 
@@ -76,7 +77,7 @@ class PartsWatch:
         if module is None or self._group is None or optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        mine = {id(p) for p in module.parameters()}
+        mine = {id(p) for p in module.parameters() if not is_elsewhere(p)}
         gradients = [p.grad for p in _trained_apart(optimizer) if id(p) in mine and p.grad is not None]
         if gradients and differing_ranks(gradients, self._group, gradients[0].device):
             raise ContractError(

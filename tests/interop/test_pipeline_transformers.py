@@ -109,7 +109,7 @@ def _labelled(ctx):
     output.loss.backward()
     with torch.no_grad():
         evaluated = model(input_ids=tokens, labels=labels)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.is_meta}
     return output.loss.item(), gradients, evaluated.loss.item(), evaluated["logits"]
 
 

@@ -29,6 +29,7 @@ from weft.context import DistContext
 from weft.errors import value_error
 from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
+from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves
 
 __all__ = ["Finding", "Health", "watch_health"]
@@ -196,7 +197,7 @@ class Health:
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         module = self._module()
-        return {} if module is None else dict(module.named_parameters())
+        return {} if module is None else {name: p for name, p in module.named_parameters() if not is_elsewhere(p)}
 
     def _origin(self, sums: list[tuple[str, str, torch.Tensor]], kind: str | None) -> tuple[str, str, str]:
         """What this rank found first: what it is, its name, and which kind."""

@@ -10,6 +10,7 @@ from weft.context import DistContext
 from weft.contract import KeepsParameters, offered
 from weft.engines.torch.optim.ema import drop_gathered
 from weft.tensors.dtensor import full_tensor
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["full_grads"]
 
@@ -45,7 +46,7 @@ def full_grads(module: nn.Module, ctx: DistContext) -> dict[str, torch.Tensor]:
     check_module("full_grads", module, fix="gradients = weft.full_grads(model, ctx)")
     ctx.require_collective("full_grads")
     drop_gathered(module)
-    found: dict[str, torch.Tensor | None] = {name: p.grad for name, p in module.named_parameters()}
+    found = {name: None if is_elsewhere(p) else p.grad for name, p in module.named_parameters()}
     names = {id(p): name for name, p in module.named_parameters()}
     keepers = [(part, offer) for part in module.modules() for offer in offered(part, KeepsParameters)]
     for part, offer in keepers:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from weft.errors import value_error
 from weft.tensors.dtensor import local
+from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.sharded_grad import CutGradient
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class Gradients:
 
         for p in parameters:
             gradient, line = p.grad, self._partly.get(id(p), ())
-            if line and p.is_meta:
-                continue  # another rank has it
+            if is_elsewhere(p):
+                continue
             if isinstance(gradient, CutGradient):
                 pieces.setdefault(Place(self._ranks_of(gradient), line), []).append(gradient.piece())
                 self._dtype = torch.promote_types(self._dtype, gradient.dtype.to_real())
@@ -216,7 +217,7 @@ class Gradients:
 
 def with_nonfinite_gradient(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those whose gradient, as far as it lies on this rank, is not finite."""
-    with_gradient = [(p, p.grad) for p in parameters if p.grad is not None]
+    with_gradient = [(p, p.grad) for p in parameters if p.grad is not None and not is_elsewhere(p)]
     return [p for p, gradient in with_gradient if not _values(p, local(gradient)).isfinite().all()]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["PartSums"]
 
@@ -92,7 +93,7 @@ class PartSums:
         if not self._resting and self._summed:
             names = [name for name, _ in module.named_parameters()]
             resting = dict(zip(names, resting_parameters(module), strict=True))
-            self._resting = [resting[name] for name in names if name in self._summed]
+            self._resting = [resting[n] for n in names if n in self._summed and not is_elsewhere(resting[n])]
         return self._resting
 
     def check_others(self, module: nn.Module, group: dist.ProcessGroup, what: str) -> None:
