@@ -91,6 +91,8 @@ class OwnParameters:
     def _raise(self, strangers: Sequence[tuple[str, Any]]) -> None:
         if in_torch_func():
             fix = "model, ctx = weft.replicate(model, ctx)  # instead of sharding"
+        elif not _in_functional_call():
+            fix = "model, ctx = weft.undo(model, ctx)  # before parameters are replaced; and shard it again"
         elif torch.is_grad_enabled():
             fix = "model, ctx = weft.replicate(Adapted(model), ctx)  # a module whose forward calls functional_call"
         else:
@@ -98,7 +100,7 @@ class OwnParameters:
             fix += "# whole: by name, plain tensors (p.full_tensor()); or weft.average_weights"
         raise ContractError(
             f"{self._what}: {self._class_name} is called with other parameters than its own, which are sharded",
-            found=f"{listed([name for name, _ in strangers])} in functional_call, or by load_state_dict(assign=True)",
+            found=f"{listed([name for name, _ in strangers])} in functional_call, by load_state_dict(assign=True), or as new attributes",
             expected="calls with the module's own parameters: FSDP2, also without weft, gathers no others",
             fix=fix,
         )
@@ -116,4 +118,8 @@ def _places(parameters: Sequence[Any]) -> list[_Place]:
 def _were_loaded(strangers: Sequence[tuple[str, Any]]) -> bool:
     """Whether they were put there to stay, which FSDP2 allows until the first call, and not for this call alone."""
     stay = all(isinstance(here, nn.Parameter) and isinstance(here, DTensor) for _, here in strangers)
-    return stay and not any(frame.f_code is _functional_call.__code__ for frame, _ in traceback.walk_stack(None))
+    return stay and not _in_functional_call()
+
+
+def _in_functional_call() -> bool:
+    return any(frame.f_code is _functional_call.__code__ for frame, _ in traceback.walk_stack(None))
