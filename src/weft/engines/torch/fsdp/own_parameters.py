@@ -100,7 +100,8 @@ class OwnParameters:
             fix += "# whole: by name, plain tensors (p.full_tensor()); or weft.average_weights"
         raise ContractError(
             f"{self._what}: {self._class_name} is called with other parameters than its own, which are sharded",
-            found=f"{listed([name for name, _ in strangers])} in functional_call, by load_state_dict(assign=True), or as new attributes",
+            found=f"{listed([name for name, _ in strangers])} in functional_call, by load_state_dict(assign=True), or "
+            "as new attributes",
             expected="calls with the module's own parameters: FSDP2, also without weft, gathers no others",
             fix=fix,
         )
