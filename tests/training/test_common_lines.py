@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import weft
 from tests.variants import slow
+from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.errors import WeftError
 from weft.tensors.dtensor import full_tensor
 from weft.testing import RanksFailed, run_ranks
@@ -339,11 +340,20 @@ def test_every_line_is_as_on_one_process_or_an_error(how):
     *others, last = LINES
     for found in run_ranks(_run, 2, how, others, mesh=AXES.get(how), probes="auto"):
         assert {name: _judged(one, expected[name]) for name, one in found.items()} == {n: told[n] for n in others}
-    try:
+    if how == "pipeline":  # the stages wait for each other in a forward pass: all of them end
+        assert told[last] == "error"
+        with pytest.raises(RanksFailed, match="KeyError: 'fails'"):
+            run_ranks(_fails, 2, how, mesh=AXES[how], probes="auto")
+    else:
         for found in run_ranks(_run, 2, how, [last], mesh=AXES.get(how), probes="auto"):
             assert _judged(found[last], expected[last]) == told[last]
-    except RanksFailed as error:  # the ranks of a pipeline wait for each other in a forward pass: all of them end
-        assert told[last] == "error" and "rank 1 failed, and with it rank 0: KeyError: 'fails'" in str(error)
+
+
+def _fails(ctx, how):
+    loop = Loop(ctx, how)
+    loop.step(0)
+    loop.model.fails = True
+    loop.loss(1)
 
 
 def _clipped(ctx, strategy, by_value):
@@ -372,6 +382,49 @@ def test_torch_clips_gradients_of_cut_layers_under_a_strategy(strategy, by_value
     expected = _clipped(weft.local(), strategy, by_value)
     for found in run_ranks(_clipped, 4, strategy, by_value, mesh={"data": 2, "tensor": 2}, probes="auto"):
         assert found == pytest.approx(expected, abs=1e-9)
+
+
+def _undone(ctx, how):
+    """A module that is made plain between a backward pass and a step: its gradients and the sum that the page gives."""
+    loop = Loop(ctx, how)
+    loop.loss(0).backward()
+    own = [p for p in loop.model.parameters() if not p.is_meta]
+    squares = sum(p.detach().square().sum() for p in own)
+    total = squares if loop.alone else weft.reduce(squares, ctx.on(how), "sum")
+    model = loop.model if loop.alone else weft.undo(loop.model, loop.ctx, rebind=loop.optimizer)[0]
+    again = sum(p.detach().square().sum().item() for p in model.parameters())
+    return total.item(), again, [p.grad is not None and p.grad.is_meta for p in model.parameters()]
+
+
+def test_a_pipeline_is_undone_between_backward_and_step():
+    expected = _undone(weft.local(), "pipeline")
+    for total, again, on_meta in run_ranks(_undone, 2, "pipeline", mesh={"pipeline": 2}, probes="auto"):
+        assert (total, again) == pytest.approx(expected[:2], abs=1e-9)
+        assert not any(on_meta)
+
+
+def _copied(ctx):
+    """Copies between DTensors that lie along different axes, and of whole values into terms of a sum."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    check_reads()
+    there, here = (DTensor.from_local(torch.ones(2, 2), ctx.mesh[axis], [Shard(0)]) for axis in ("data", "tensor"))
+    terms = DTensor.from_local(torch.ones(4, 2), ctx.mesh["data"], [Partial()])
+    told = []
+    for target, source in ((there, here), (terms, torch.ones(4, 2)), (torch.ones(4, 2), there)):
+        try:
+            target.copy_(source)
+            told.append("copied")
+        except WeftError as error:
+            told.append(type(error).__name__)
+    there.copy_(torch.arange(8.0).view(4, 2))
+    return told, there.full_tensor()
+
+
+def test_copies_that_would_mix_ranks_raise():
+    for told, whole in run_ranks(_copied, 4, mesh={"data": 2, "tensor": 2}):
+        assert told == ["ContractError"] * 3
+        assert torch.equal(whole, torch.arange(8.0).view(4, 2))
 
 
 def test_the_page_has_every_line():

@@ -63,10 +63,8 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     if name in {"cpu", "cuda"}:
         return first
     if name == "to":  # another dtype, and no other device
-        args = [
-            first,
-            *("meta" if isinstance(a, (str, int, torch.device)) and not isinstance(a, bool) else a for a in args[1:]),
-        ]
+        devices = (str, int, torch.device)
+        args = [first, *("meta" if isinstance(a, devices) and not isinstance(a, bool) else a for a in args[1:])]
         kwargs = {key: "meta" if key == "device" else value for key, value in kwargs.items()}
     changes = (name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))) or name == "__setitem__"
     if changes and isinstance(first, (list, tuple)):
@@ -93,8 +91,9 @@ def _refused(func: Any, found: str) -> ContractError:
         f"{getattr(func, '__name__', func)}: numbers are read that another rank has, as of a pipeline or of experts",
         found=found or "a tensor on meta",
         expected="what this rank has, or functions that put the parts of the ranks together",
-        fix="norm = weft.clip_grads(model, ctx, max_norm=1.0)  # for the norm of all gradients; or, on all ranks:\n"
-        "            with weft.full_params(model, ctx): ...; weft.full_grads(model, ctx)",
+        fix="norm = weft.clip_grads(model, ctx, max_norm=1.0)  # for the norm of all gradients; or\n"
+        "            [p for p in model.parameters() if not p.is_meta]  # this rank's own; or\n"
+        "            model, ctx = weft.undo(model, ctx, rebind=optimizer)",
     )
 
 
@@ -112,10 +111,7 @@ def _marked(found: Any) -> Any:
 def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor: its shape and dtype, and no memory; a parameter for a parameter."""
     values = tensor.detach()
-    if values.is_meta and type(values) in (
-        torch.Tensor,
-        Elsewhere,
-    ):  # `empty_like` imports sympy: 30 MB
+    if values.is_meta and type(values) in {torch.Tensor, Elsewhere}:  # `empty_like` would import sympy: 30 MB
         made = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
     else:
         made = torch.empty_like(values, device="meta")

@@ -28,7 +28,7 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new: Mapping[Any, nn.Par
     else stays. Collectives: where shards are made whole, one all-gather per tensor.
     """
     for old, parameter in new.items():
-        if old.grad is not None and parameter.grad is None and not parameter.is_meta:
+        if not (old.grad is None or old.grad.is_meta) and parameter.grad is None and not parameter.is_meta:
             parameter.grad = like(old.grad, parameter)
     for optimizer in optimizers:
         for entry in optimizer.param_groups:

@@ -53,7 +53,21 @@ def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     part: Any = source
     if not is_sharded(source):
+        if any(placement.is_partial() for placement in target.placements):
+            raise ContractError(
+                "copy_: a whole tensor is copied into a DTensor of which each rank has a term of a sum",
+                found=f"a plain tensor {list(source.shape)}, and a DTensor over {_axes(target.device_mesh)}",
+                expected="a target that is sharded or replicated",
+                fix="target = target.redistribute(placements=[Replicate()] * target.device_mesh.ndim)",
+            )
         part = cut_like(source.expand(target.shape), target)
+    elif source.device_mesh != target.device_mesh:  # torch would take the parts of one for those of the other
+        raise ContractError(
+            "copy_: a DTensor is copied into one that lies over other ranks",
+            found=f"over {_axes(source.device_mesh)}, into one over {_axes(target.device_mesh)}",
+            expected="DTensors over one mesh, or a whole tensor",
+            fix="target.copy_(source.full_tensor())  # on all ranks",
+        )
     elif source.placements != target.placements or source.shape != target.shape:
         part = source.expand(target.shape).redistribute(target.device_mesh, target.placements)
     target._local_tensor.copy_(part._local_tensor)
