@@ -48,7 +48,8 @@ def sites():
             if leaves:
                 pattern = "|".join(dict.fromkeys(_pattern(one) for one in leaves))
                 text = " ".join(ast.unparse(call).split())
-                found.append(Site(file, call.lineno, call.end_lineno, text, len(leaves), re.compile(pattern, re.DOTALL)))
+                pattern = re.compile(pattern, re.DOTALL)
+                found.append(Site(file, call.lineno, call.end_lineno, text, len(leaves), pattern))
     return tuple(found)
 
 
@@ -106,7 +107,7 @@ def _defaults(arguments, name):
     positional = dict(zip([a.arg for a in arguments.args][::-1], arguments.defaults[::-1], strict=False))
     named = dict(zip([a.arg for a in arguments.kwonlyargs], arguments.kw_defaults, strict=True))
     default = (positional | named).get(name)
-    return [] if default is None or isinstance(default, ast.Constant) and not default.value else [default]
+    return [] if default is None or (isinstance(default, ast.Constant) and not default.value) else [default]
 
 
 def _pattern(value):

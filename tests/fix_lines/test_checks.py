@@ -1,12 +1,9 @@
 """Arguments of all calls: `weft.checks`."""
 
-import pytest
-import torch
 from torch import nn
 
 import weft
 from tests.fix_lines.told import told
-from weft.testing import run_ranks
 
 
 def test_a_module_is_missing():
