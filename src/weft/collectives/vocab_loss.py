@@ -32,15 +32,16 @@ def vocab_cross_entropy(
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.cross_entropy` of logits that are divided among the ranks by vocabulary.
 
-    For the output of a head of style "column" in `weft.tensor_parallel`, as in
-    `plan={**weft.tensor_plan(model), "lm_head": "column"}`. With one rank along `axis` it is torch's function.
+    For the output of a head of style "vocab" in `weft.tensor_parallel`, as in
+    `plan={**weft.tensor_plan(model), "lm_head": "vocab"}`. With one rank along `axis` it is torch's function.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3; `torch.distributed.tensor.parallel.loss_parallel`.
 
     Changes: nothing. Collectives: two all-reduces, of one and of three numbers per position; none in backward.
 
     Args:
-        logits: [..., this rank's part of the vocabulary], floating-point. The parts lie in rank order and are as long
+        logits: [..., vocabulary], a DTensor that is sharded in its last dimension over one axis; or
+            [..., this rank's part of it], a plain tensor. Floating-point. The parts lie in rank order and are as long
             as `torch.chunk` makes them: as long as the first, but for the last ones. 16-bit logits are
             computed with in float32, as under autocast.
         target: Classes [...], int64, in the whole vocabulary; the same on all ranks.
@@ -53,7 +54,7 @@ def vocab_cross_entropy(
         The loss, the same on all ranks: a number, or one per position.
 
     Raises:
-        TypeError: `logits` is a DTensor or not floating-point, or `target` not int64.
+        TypeError: `logits` is another DTensor or not floating-point, or `target` not int64.
         ValueError: The shapes do not fit, an option is unknown, or a class lies outside the vocabulary
             (on accelerators, the assertion of the device).
         ContextError: There is no such axis.
@@ -64,6 +65,9 @@ def vocab_cross_entropy(
         tensor(1.3863)
     """
     check_choice(_WHAT, "reduction", reduction, ("mean", "sum", "none"))
+    held: Any = logits
+    if is_sharded(logits) and len(held.placements) == 1 and held.placements[0].is_shard(logits.dim() - 1):
+        logits = held.to_local()
     _check(logits, target)
     sub = ctx if ctx.world_size == 1 else ctx.on(axis)
     if sub.world_size == 1:
@@ -86,7 +90,7 @@ def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
         raise type_error(
             f"{_WHAT}: the arguments are not logits and class indices",
             found=f"{type(logits).__name__} {logits.dtype}, {type(target).__name__} {target.dtype}",
-            expected="this rank's logits as a plain floating-point tensor, classes of int64",
+            expected='logits of a head of style "vocab", or this rank\'s as a plain tensor; classes of int64',
             fix=f"{_WHAT}(logits.to_local(), target, ctx)" if is_sharded(logits) else f"{_WHAT}(logits, target, ctx)",
         )
     if logits.dim() < 2 or logits.shape[:-1] != target.shape:

@@ -215,12 +215,15 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
     """
     blamed = world.failure
     if error is not None and blamed is None and _mixes_kinds(error):
+        of_logits = "nll_loss" in str(error)
         return ContractError(
             "torch computes with tensors of one kind: all whole, or all DTensors over one mesh",
             found=str(error).splitlines()[0],
             expected="a function that knows which tensors are sharded over which ranks, or a term of a loss over "
             "parameters of one kind",
-            fix="weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step(); "
+            fix='weft.collectives.vocab_cross_entropy(logits, labels, ctx)  # of a head of style "vocab"'
+            if of_logits
+            else "weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step(); "
             "weft.full_params(model, ctx) for parameters; weight_decay= of an optimizer for sums of squares in a loss",
         )
     if error is not None and (isinstance(error, PeerError) or world.store is None):

@@ -27,6 +27,8 @@ class Compared(NamedTuple):
         floor: Differences are relative to the norm of `expected`, or to this if that is smaller.
         limit: The largest relative difference of sound work.
         fix: The line to write if this differs; empty: that of the probe.
+        part: Number of an output of which each rank keeps a part, as of its heads: what is computed from it outside of
+            the unit is not compared, and a gradient that comes from there is an error. None: there is nothing to watch.
     """
 
     what: str
@@ -35,6 +37,7 @@ class Compared(NamedTuple):
     floor: float = 0.0
     limit: float = 1e-5
     fix: str = ""
+    part: int | None = None
 
 
 @runtime_checkable

@@ -71,7 +71,8 @@ def tensor_parallel(
             holds the whole model.
         ctx: The current context.
         plan: Patterns of names (as in `fully_shard(units=...)`) and a style each: "column", "row" (linear layers);
-            "gather", as "column", but with all outputs on every rank (a head); "vocab" (an embedding, cut by rows);
+            "gather", as "column", but with all outputs on every rank (a head); "vocab" (an embedding, cut by rows;
+            or a head, whose logits stay divided, as a DTensor, see `weft.collectives.vocab_cross_entropy`);
             "replicate": stays whole between a column and a row, as a norm of heads; "sequence": stays whole, and treats
             each position by itself, as a norm or a mixture of experts; or a `ParallelStyle` of torch, which has to suit
             the parts around it. "auto": that of the model; see `tensor_plan`, which prints it.
@@ -92,7 +93,8 @@ def tensor_parallel(
             or the ranks pass different models or options.
         ContractError: With `sequence=True`, a part has no style. In a call, `ProbeFailed`: inputs differ between the
             ranks, or a part computes something else on its share, as with dropout, a view with a fixed number of
-            heads, or an output that is taken apart. In the first backward pass: gradients of whole parameters differ.
+            heads, or an output that is taken apart; in a backward pass, a gradient comes to what each rank has for
+            itself, as to weights of its heads. In the first backward pass: gradients of whole parameters differ.
         TypeError: `module` is not a module, or a part is of a kind that its style cannot cut.
         ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model has no plan.
         PeerError: Another rank failed.

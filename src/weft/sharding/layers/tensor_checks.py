@@ -21,7 +21,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
     "gather": (nn.Linear,),
-    "vocab": (nn.Embedding,),
+    "vocab": (nn.Embedding, nn.Linear),
 }
 _HEADS = {
     *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
@@ -157,7 +157,7 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
                 found=", ".join(
                     f"{name}: {'whole' if style is None else repr(style)}" for name, style in shared.items()
                 ),
-                expected='one way of cutting it, or none: "vocab" for an embedding goes with "gather" or "column" '
+                expected='one way of cutting it, or none: "vocab" for an embedding goes with "gather" or "vocab" '
                 "for the head",
                 fix="plan={..., "
                 + ", ".join(f'"{name.rpartition(".")[0]}": "{_tied_style(module, name)}"' for name in shared)

@@ -80,7 +80,7 @@ def cut_layers(
     check_optimizers(_WHAT, module, ctx, rebind)
     if ranks > 1:
         check_sizes(module, styles, axis, ranks)
-        if "vocab" in styles.values():
+        if any(style == "vocab" and isinstance(module.get_submodule(n), nn.Embedding) for n, style in styles.items()):
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
     options = _options(module, styles, sequence=sequence)
     later, on_meta = weights == "later", is_meta(module)

@@ -5,7 +5,7 @@
     "column"     a Linear whose outputs are divided among the ranks
     "row"        a Linear whose inputs are; what the ranks compute is added up
     "gather"     as "column", and every rank gets all outputs: the head of a language model
-    "vocab"      an Embedding, whose rows are divided
+    "vocab"      an Embedding, whose rows are divided; a head, whose logits stay divided, as a DTensor
     "sequence"   a part that stays whole and treats each position by itself; with `sequence=True`, those of this rank
     "replicate"  a part that stays whole between "column" and "row", where it sees this rank's heads alone
 
@@ -71,7 +71,7 @@ class TensorPlan(Mapping[str, str]):
 def tensor_plan(module: nn.Module) -> TensorPlan:
     """Read the plan of tensor parallelism that a model brings along, as models of transformers do.
 
-    For looking at, and for changing: `{**weft.tensor_plan(model), "lm_head": "column"}` is a plan for
+    For looking at, and for changing: `{**weft.tensor_plan(model), "lm_head": "vocab"}` is a plan for
     `weft.tensor_parallel`. A part that nothing names stays whole on every rank.
 
     Changes: nothing. Collectives: none.
@@ -82,8 +82,8 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
     Returns:
         Patterns of names with a style each: "column" and "row" for linear layers whose outputs and inputs are
         divided, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
-        "replicate" for parts that stay whole between the two, "sequence" for parts that stay whole and may
-        run on a part of the sequence. Its `left_out` has what cannot be translated, which stays whole.
+        or for a head whose outputs stay divided, "replicate" for parts that stay whole between the two, "sequence"
+        for parts that stay whole and may run on a part of the sequence. Its `left_out` has what cannot be translated, which stays whole.
 
     Raises:
         TypeError: Not a module.

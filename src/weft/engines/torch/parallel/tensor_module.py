@@ -106,7 +106,7 @@ class TensorParallelModule(Strategy):
             part = module.get_submodule(name)
             if options.make_real is not None:
                 options.make_real(part)
-            torch_style = self._style_of(name, style, options)
+            torch_style = self._style_of(name, part, style, options)
             if torch_style is not None:
                 self._apply(part, torch_style)
         if options.make_real is not None:
@@ -116,7 +116,9 @@ class TensorParallelModule(Strategy):
                 other._parameters[own] = part._parameters[name]
         del kept
 
-    def _style_of(self, name: str, style: str | ParallelStyle, options: TensorOptions) -> ParallelStyle | None:
+    def _style_of(
+        self, name: str, part: nn.Module, style: str | ParallelStyle, options: TensorOptions
+    ) -> ParallelStyle | None:
         """Torch's style; None for a part that stays whole."""
         if isinstance(style, ParallelStyle):
             return style
@@ -129,6 +131,8 @@ class TensorParallelModule(Strategy):
             return ColwiseParallel(input_layouts=arrives, output_layouts=leaves)
         if style == "row":
             return RowwiseParallel(output_layouts=leaves)
+        if style == "vocab" and isinstance(part, nn.Linear):
+            return ColwiseParallel(input_layouts=arrives, use_local_output=False)
         return RowwiseParallel(input_layouts=Replicate()) if style == "vocab" else None
 
     def _apply(self, part: nn.Module, style: ParallelStyle) -> None:

@@ -126,7 +126,7 @@ class WholeUnits:
         return full_tensor(tensor).clone()
 
     def _comes_split(self, name: str) -> bool:
-        """Whether the first argument is this rank's part of a sequence."""
+        """Whether the first argument is this rank's part of a sequence, and so is the first output."""
         del name
         return False
 
@@ -186,10 +186,11 @@ class WholeUnits:
             outputs = enumerate(zip(together, alone, strict=False))
             pairs = [(full_tensor(a), b, self._as_found(name, number, a, b)) for number, (a, b) in outputs]
             for number, (found, expected, cut) in enumerate(pairs):
-                yield Compared(
-                    f"output {number}" if len(pairs) > 1 else "the output", found, cut(expected), limit=limit
-                )
-            if gradients:
+                what = f"output {number}" if len(pairs) > 1 else "the output"
+                fix = self._fix_of_output(name, found, expected)
+                part = None if cut is _same or (number == 0 and self._comes_split(name)) else number
+                yield Compared(what, found, cut(expected), limit=limit, fix=fix, part=part)
+            if gradients and all(found.shape == cut(expected).shape for found, expected, cut in pairs):
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
 
     def _from_one_state(self, name: str, run: Callable[[], Any], run_alone: Callable[[], Any]) -> tuple[Any, Any]:
@@ -266,6 +267,11 @@ class WholeUnits:
         del name, own
         return ""
 
+    def _fix_of_output(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> str:
+        """The line to write if an output differs."""
+        del name, found, expected
+        return ""
+
 
 class TensorUnits(WholeUnits):
     """The probe of `tensor_parallel`; its units are those of `units_around`."""
@@ -322,13 +328,24 @@ class TensorUnits(WholeUnits):
         return whole.narrow(dim, min(rank * held, whole.shape[dim]), max(min(held, whole.shape[dim] - rank * held), 0))
 
     def _as_found(self, name: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> _Cut:
-        """The part of a sequence that a block leaves; of logits after a column layer alone; of the heads of a rank."""
+        """The part of a sequence that a block leaves; of the heads of a rank, as in a cache, besides the first output.
+
+        To the program goes no part, which it would take for the whole.
+        """
         if isinstance(found, DTensor) or found.dim() != expected.dim():
             return _same
         if number == 0 and name in self._options.blocks:
             return self._part
+        if number == 0 or not name:
+            return _same
         dims = [dim for dim in range(found.dim()) if found.shape[dim] != expected.shape[dim]]
         return partial(self._part, dim=dims[0]) if len(dims) == 1 else _same
+
+    def _fix_of_output(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> str:
+        columns = [one for one, style in self._options.styles.items() if style == "column" and _is_in(one, name)]
+        if found.shape == expected.shape or not columns:
+            return ""
+        return f'plan={{..., "{columns[-1]}": "gather"}}  # or "vocab": logits for weft.collectives.vocab_cross_entropy'
 
     def _fix_of(self, name: str, own: str) -> str:
         part = f"{name}.{own}".lstrip(".").rpartition(".")[0]

@@ -1,0 +1,159 @@
+"""tensor_parallel: outputs of which each rank has a part are used in the part that made them, or are told."""
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.errors import ProbeFailed
+from weft.testing import run_ranks
+
+from .attempts import attempt, check_exact, check_refused, fit
+
+PLAN = {"block.attention.[qkv]": "column", "block.attention.o": "row"}
+
+
+class Attention(nn.Module):
+    """Returns what one process has whole, and each rank for its own heads: the weights, keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2)), weights, {"cache": (k, v)}
+
+
+class Block(nn.Module):
+    """What is done with them outside of the attention."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.attention, self.use = Attention(), use
+
+    def forward(self, x):
+        y, weights, cache = self.attention(x)
+        return self.use(x, y, weights, *cache["cache"])
+
+
+class Net(nn.Module):
+    """A block and a head; the loss is that of the outputs, and a penalty."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.block, self.head = Block(use), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y, penalty = self.block(x)
+        return self.head(y), penalty
+
+
+def made(use):
+    torch.manual_seed(0)
+    return Net(use).double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def loss_of(module, x):
+    y, penalty = module(x)
+    return y.square().mean() + (penalty if isinstance(penalty, torch.Tensor) else 0.0)
+
+
+PAIRS = {
+    "entropy of the weights": (
+        lambda x, y, w, k, v: (y, -(w * w.log()).sum() / w.numel()),
+        lambda x, y, w, k, v: (y, (y * y).mean()),
+    ),
+    "weights used once more": (lambda x, y, w, k, v: (y + w.mean(1) @ x, None), lambda x, y, w, k, v: (y + x, None)),
+    "norm of the keys": (lambda x, y, w, k, v: (y, k.square().mean()), lambda x, y, w, k, v: (y, [k, v])),
+    "values of the first head": (
+        lambda x, y, w, k, v: (y + nn.functional.pad(v[:, 0], (0, 6)), None),
+        lambda x, y, w, k, v: (y, [v[:, 0].detach()]),
+    ),
+}
+
+
+def train(ctx, use, watch=None):
+    module, ctx = weft.tensor_parallel(made(use), ctx, plan=PLAN)
+    return fit(module, batches(), loss_of, watch)
+
+
+def both(ctx, name):
+    unsound, sound = PAIRS[name]
+    return train(ctx, sound), attempt(train, ctx, unsound)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_loss_of_what_each_rank_has_of_its_heads_is_refused(name):
+    expected = fit(made(PAIRS[name][1]), batches(), loss_of)
+    found = run_ranks(both, 2, name, mesh={"tensor": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+    assert "of which each rank has only a part" in found[0][1].text
+
+
+# -- heads ---------------------------------------------------------------------------------------------
+
+
+class Language(nn.Module):
+    """Layers and a head side by side in one module, which may return the hidden states besides."""
+
+    def __init__(self, besides=False, classes=7):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(classes, 4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.head, self.besides = nn.Linear(4, classes), besides
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.down(self.up(x).relu())
+        return (x, self.head(x)) if self.besides else self.head(x)
+
+
+def language(besides=False, classes=7):
+    torch.manual_seed(0)
+    return Language(besides, classes).double()
+
+
+def tokens():
+    return torch.arange(12).view(3, 4) % 5
+
+
+LAYERS = {"up": "column", "down": "row"}
+
+
+def heads(ctx):
+    for besides in (False, True):
+        model, after = weft.tensor_parallel(language(besides, 8), ctx, plan={**LAYERS, "head": "column"})
+        with pytest.raises(ProbeFailed, match='"head": "gather"}  # or "vocab"'), torch.no_grad():
+            model(tokens())
+    model, after = weft.tensor_parallel(language(), ctx, plan={**LAYERS, "head": "gather"})
+    losses = [nn.functional.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())]
+    model, after = weft.tensor_parallel(language(), ctx, plan={**LAYERS, "head": "vocab"})
+    logits = model(tokens())
+    losses += [weft.collectives.vocab_cross_entropy(logits, tokens(), after)]
+    assert logits.argmax(-1).full_tensor().equal(language()(tokens()).argmax(-1))
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens().flatten())
+    return [loss.item() for loss in losses]
+
+
+def test_a_head_whose_logits_stay_divided_says_so():
+    expected = nn.functional.cross_entropy(language()(tokens()).flatten(0, 1), tokens().flatten()).item()
+    for found in run_ranks(heads, 2, mesh={"tensor": 2}):
+        assert found == pytest.approx([expected, expected], abs=1e-12)
+
+
+def ordinary_loss(ctx):
+    model, ctx = weft.tensor_parallel(language(), ctx, plan={**LAYERS, "head": "vocab"})
+    nn.functional.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
+
+
+def test_an_ordinary_loss_of_divided_logits_ends_with_the_line_to_write():
+    with pytest.raises(weft.testing.RanksFailed, match="vocab_cross_entropy"):
+        run_ranks(ordinary_loss, 2, mesh={"tensor": 2})
