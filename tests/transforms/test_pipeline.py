@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 import weft
 from weft.engines.torch.pipeline.schedules import SCHEDULES
 from weft.errors import ContractError, OrderError
-from weft.testing import fake, run_ranks
+from weft.testing import RanksFailed, fake, run_ranks
 
 VOCAB, WIDTH, LENGTH = 17, 8, 5
 
@@ -587,6 +587,32 @@ def test_a_failure_on_one_stage_reaches_all_ranks():
 
 
 # -- plans, one rank ---------------------------------------------------------------------------------
+
+
+def goes_on(ctx):
+    def loss(output, target):
+        raise ArithmeticError("in the loss")
+
+    model, ctx = weft.pipeline(
+        _net(2),
+        ctx,
+        stages=[["embed", "positions", "layers.0"], ["layers.1", "norm", "head"]],
+        loss=loss,
+        micro_batches=2,
+    )
+    (x, y), errors = _data(4).tensors, []
+    for _ in range(2):
+        try:
+            model(x, target=y)
+        except (ArithmeticError, weft.errors.WeftError) as error:
+            errors.append(str(error))
+    if ctx.rank == 1:
+        assert errors[0] == "in the loss" and "after a call that has raised between its stages" in errors[1], errors
+
+
+def test_a_rank_that_goes_on_after_a_failure_ends_and_reads_nothing_that_was_left():
+    with pytest.raises(RanksFailed, match="in the loss"):
+        run_ranks(goes_on, 2, mesh={"pipeline": 2})
 
 
 def test_a_plan_balances_bytes_and_prints():

@@ -83,7 +83,8 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
         Patterns of names with a style each: "column" and "row" for linear layers whose outputs and inputs are
         divided, "gather" for a head whose outputs are divided and gathered, "vocab" for an embedding,
         or for a head whose outputs stay divided, "replicate" for parts that stay whole between the two, "sequence"
-        for parts that stay whole and may run on a part of the sequence. Its `left_out` has what cannot be translated, which stays whole.
+        for parts that stay whole and may run on a part of the sequence. Its `left_out` has what cannot be
+        translated, which stays whole.
 
     Raises:
         TypeError: Not a module.

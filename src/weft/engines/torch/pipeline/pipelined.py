@@ -43,6 +43,7 @@ from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, units_wh
 from weft.engines.torch.probes.no_trace import no_trace, random_kept
 from weft.engines.torch.probes.observed import Observed
 from weft.engines.torch.probes.same_draws import SameDraws
+from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["PipelinedModule"]
@@ -86,6 +87,7 @@ class PipelinedModule:
         self._rows = RowProbe(options.probes, len(options.stages), module)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
         self._pass: _Pass | None = None
+        self._broke_off = ""  # the error with which a call ended in between
         self._calls = 0
         self._part_gradients = PartGradients("pipeline", module)
         self._removable.add(self._part_gradients.undo)
@@ -108,6 +110,13 @@ class PipelinedModule:
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_torch_func("pipeline", type(self._module).__name__)
         check_flags(self._module, kwargs)
+        if self._broke_off:
+            raise ContractError(
+                "pipeline: the model is called after a call that has raised between its stages",
+                found=self._broke_off,
+                expected="the error to end this rank: others wait for what it has not sent, or have sent what it left",
+                fix="no `except` around the call: start the ranks again, with weft.restore",
+            )
         inputs = inputs_of(call, args, kwargs, has_loss=self._options.loss is not None)
         if torch.is_grad_enabled():
             return self._train(call, inputs)
@@ -128,7 +137,7 @@ class PipelinedModule:
                     alias.grad = None
         except Exception as error:
             self._schedules.clear()
-            self._peers.report(error)
+            self._break_off(error)
             raise
         check_whole(result)
         kept = Kept([gradient for _, gradient in with_gradient], result.scale)
@@ -277,10 +286,14 @@ class PipelinedModule:
                 self._borders.wait()
                 return as_output(self._share(joined(outputs) if outputs else None, self.owners[self._last]))
         except Exception as error:
-            self._peers.report(error)
+            self._break_off(error)
             raise
         finally:
             self._pass = None
+
+    def _break_off(self, error: Exception) -> None:
+        self._broke_off = str(error).partition("\n")[0] or type(error).__name__
+        self._peers.report(error)
 
     def _sendable(self, output: Any, part: Inputs, *, is_sum: bool) -> Any:
         has_loss = self._options.loss is not None and part.target is not NOTHING
