@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import weft
+from tests.fix_lines.told import told
 from tests.variants import slow, slow_cases
 from weft.testing import largest_difference, run_ranks
 
@@ -546,3 +547,29 @@ def test_a_recomputed_block_is_used_twice_under_autocast(policy, blocks):
     expected = _gradients_of_twice(policy, blocks, plain=True)
     limit = {"fp32": 0, "bf16": 2**-7, "fp16": 2**-10}[policy]  # the gradients of both calls are added in another order
     assert largest_difference(_gradients_of_twice(policy, blocks, plain=False), expected) <= limit
+
+
+class _Divided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Embedding(6, 4), nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))])
+
+    def forward(self, tokens):
+        return self.layers[0](self.embed(tokens))
+
+
+def _of_two_axes(ctx):
+    tokens, model = torch.arange(6).view(2, 3), _Divided().double()
+    expected = model(tokens)
+    model, ctx = weft.tensor_parallel(model, ctx, plan={"layers.*.0": "column", "layers.*.1": "row"})
+    model, ctx = weft.fully_shard(model, ctx)
+    with told("transforms/compile.py", "sharded over data and by layers") as it:
+        weft.compile(model, ctx, backend="aot_eager")
+    model = it.run(model=model, ctx=ctx)["model"]
+    assert (model(tokens) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+def test_a_whole_module_over_two_axes_is_compiled_by_blocks():
+    run_ranks(_of_two_axes, 4, mesh={"data": 2, "tensor": 2})

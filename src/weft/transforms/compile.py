@@ -15,7 +15,8 @@ from weft.contract import check_not_elsewhere, transform
 from weft.contract.select_modules import Selection, select_apart
 from weft.engines.options import CompileOptions
 from weft.engines.torch.compute.compile_module import already_compiled, check_backend
-from weft.errors import AlreadyApplied, listed, value_error
+from weft.errors import AlreadyApplied, ContractError, listed, value_error
+from weft.tensors.dtensor import is_sharded
 
 __all__ = ["compile"]
 
@@ -73,6 +74,7 @@ def compile(
         OrderError: On the same object, a transform that has to come earlier is applied later.
         ValueError: No or nested parts, one that is never called, an unknown backend, `mode` and
             `options` together or without effect.
+        ContractError: A whole module that is sharded over data and by `tensor_parallel`: give `blocks`.
         ContextError: The ranks pass different options.
         PeerError: Another rank failed.
 
@@ -85,6 +87,8 @@ def compile(
     """
     _check_new(module, ctx)
     check_not_elsewhere("compile", module, "graphs are made of parameters that stay where they are")
+    if blocks is None:
+        _check_one_axis(module, ctx)
     parts = select_apart("compile", module, module if blocks is None else blocks)
     _check_options(backend, mode, options)
     if isinstance(backend, str):
@@ -92,6 +96,19 @@ def compile(
     given = CompileOptions(backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options)
     ctx.agree("compile", {"parts": list(parts), "fullgraph": fullgraph, "dynamic": dynamic, "mode": mode})
     return module, ctx.offering(ctx.engine.compile(parts, given))
+
+
+def _check_one_axis(module: nn.Module, ctx: DistContext) -> None:
+    sharded: dict[str, Any] = {name: p for name, p in module.named_parameters() if is_sharded(p)}
+    axes = {name: set(p.device_mesh.mesh_dim_names or ()) for name, p in sharded.items()}
+    twice = [name for name, held in axes.items() if held & {*ctx.data_axes} and held - {*ctx.data_axes}]
+    if twice:
+        raise ContractError(
+            "compile: a whole module with parameters that are sharded over data and by layers cannot be compiled",
+            found=f"{listed(twice)}: over {' and '.join(sorted(axes[twice[0]]))}",
+            expected="blocks, which torch compiles; of the whole module it fails in the middle",
+            fix='model, ctx = weft.compile(model, ctx, blocks="layers.*")',
+        )
 
 
 def _check_options(backend: object, mode: str | None, options: Mapping[str, Any] | None) -> None:
