@@ -95,7 +95,147 @@ def test_a_loss_of_what_each_rank_has_of_its_heads_is_refused(name):
     found = run_ranks(both, 2, name, mesh={"tensor": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
-    assert "of which each rank has only a part" in found[0][1].text
+    assert "of which each rank has a part, past the row layer" in found[0][1].text
+
+
+# -- other ways out of a part --------------------------------------------------------------------------
+
+
+KEPT = []
+
+
+class Feedforward(nn.Module):
+    """Layers between which `keep` sees what each rank has."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.up, self.act, self.down, self.keep = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), keep
+
+    def forward(self, x):
+        h = self.act(self.up(x))
+        self.keep(self, h)
+        return x + self.down(h)
+
+
+class Stack(nn.Module):
+    """Two of them."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Feedforward(keep) for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        KEPT.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def nothing(layer, h):
+    pass
+
+
+def doubled(layer, h):
+    if h.requires_grad:
+        h.register_hook(lambda gradient: 2 * gradient)
+
+
+def keep_attribute(layer, h):
+    layer.aux = h.square().mean()
+
+
+def keep_value(layer, h):
+    layer.aux = h.detach().square().mean()
+
+
+def keep_output(layer, h):
+    layer.aux = layer.down(h).square().mean()
+
+
+def keep_in_list(layer, h):
+    KEPT.append(h.square().sum())
+
+
+def of_attributes(module):
+    return sum(layer.aux for layer in module.layers)
+
+
+def of_list(module):
+    return sum(KEPT[-2:])
+
+
+def _hooked(part):
+    def prepare(module):
+        for layer in module.layers:
+            getattr(layer, part).register_forward_hook(lambda m, args, output: KEPT.append(output.square().mean()))
+
+    return prepare
+
+
+SIDES = {  # what keeps something, what is hooked, and the term of the loss; the sound twin
+    "an attribute": ((keep_attribute, None, of_attributes), (keep_value, None, of_attributes)),
+    "a list": ((keep_in_list, None, of_list), (doubled, None, None)),
+    "a hook on the column layer": ((nothing, "up", of_list), (nothing, "down", of_list)),
+    "a hook in between": ((nothing, "act", of_list), (keep_output, None, of_attributes)),
+}
+
+
+def fit_stack(ctx, keep, part, term, watch=None):
+    torch.manual_seed(0)
+    module = Stack(keep).double()
+    if ctx is not None:
+        module, ctx = weft.tensor_parallel(module, ctx, plan={"layers.*.up": "column", "layers.*.down": "row"})
+    if part is not None:
+        _hooked(part)(module)
+
+    def loss(module, x):
+        value = module(x).square().mean()
+        return value if term is None else value + term(module)
+
+    return fit(module, batches(), loss, watch)
+
+
+def both_sides(ctx, name):
+    unsound, sound = SIDES[name]
+    return fit_stack(ctx, *sound), attempt(fit_stack, ctx, *unsound)
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_a_loss_of_what_was_kept_between_the_layers_is_refused(name):
+    expected = fit_stack(None, *SIDES[name][1])
+    found = run_ranks(both_sides, 2, name, mesh={"tensor": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+class Sharing(nn.Module):
+    """Two attentions that share the keys and values of the first, each rank those of its heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Attention(), Attention()
+        del self.second.k, self.second.v
+
+    def forward(self, x):
+        y, _, cache = self.first(x)
+        k, v = cache["cache"]
+        x = x + y
+        q = self.second.q(x).unflatten(-1, (-1, 2)).transpose(1, 2)
+        attended = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return x + self.second.o(attended.transpose(1, 2).flatten(2)), None
+
+
+def fit_sharing(ctx):
+    torch.manual_seed(0)
+    module = Sharing().double()
+    if ctx is not None:
+        plan = {"first.[qkv]": "column", "first.o": "row", "second.q": "column", "second.o": "row"}
+        module, ctx = weft.tensor_parallel(module, ctx, plan=plan)
+    return fit(module, batches(), lambda module, x: module(x)[0].square().mean())
+
+
+def test_keys_that_two_layers_share_are_no_loss_of_a_part():
+    check_exact(run_ranks(fit_sharing, 2, mesh={"tensor": 2}), fit_sharing(None))
 
 
 # -- heads ---------------------------------------------------------------------------------------------

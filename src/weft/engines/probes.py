@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PROBE_MODES", "Compared", "Probe", "ProbeMode", "Schedule"]
+__all__ = ["PROBE_MODES", "Compared", "Probe", "ProbeMode", "Schedule", "WatchingProbe"]
 
 ProbeMode = Literal["auto", "every", "off"]
 PROBE_MODES: tuple[ProbeMode, ...] = get_args(ProbeMode)
@@ -27,8 +28,6 @@ class Compared(NamedTuple):
         floor: Differences are relative to the norm of `expected`, or to this if that is smaller.
         limit: The largest relative difference of sound work.
         fix: The line to write if this differs; empty: that of the probe.
-        part: Number of an output of which each rank keeps a part, as of its heads: what is computed from it outside of
-            the unit is not compared, and a gradient that comes from there is an error. None: there is nothing to watch.
     """
 
     what: str
@@ -37,7 +36,6 @@ class Compared(NamedTuple):
     floor: float = 0.0
     limit: float = 1e-5
     fix: str = ""
-    part: int | None = None
 
 
 @runtime_checkable
@@ -82,6 +80,19 @@ class Probe(Protocol):
             args: Copies of what it was called with.
             kwargs: Likewise.
             gradients: Whether to compare gradients, too.
+        """
+        ...
+
+
+@runtime_checkable
+class WatchingProbe(Probe, Protocol):
+    """A probe that also looks at backward passes, in which something may come from outside of the units."""
+
+    def watching(self, refuse: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Around a call of the whole module whose gradients are looked at.
+
+        Args:
+            refuse: Raises, with what was found.
         """
         ...
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from weft.engines.peers import Peers
-from weft.engines.probes import Compared, Probe, ProbeMode, Schedule
+from weft.engines.probes import Compared, Probe, ProbeMode, Schedule, WatchingProbe
 from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
@@ -35,7 +35,7 @@ from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, q
 from weft.errors import ProbeFailed, WeftError, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
-from weft.tensors.nested import leaves, map_tensors, tensors
+from weft.tensors.nested import leaves, tensors
 
 __all__ = ["Prober"]
 
@@ -74,7 +74,6 @@ class Prober:
         self._rehearses: bool | None = None  # a call before that of a compiled module; with gradients or without
         self._calls = Schedule(mode, [""])
         self._all_due = 0
-        self._parts: set[int] = set()  # outputs of the unit that was measured last of which each rank keeps a part
         self._module = weakref.ref(module)
         self._removable = Removable()
         if mode == "off" or peers.pretended:
@@ -133,7 +132,13 @@ class Prober:
         if number and already_compiled(module):
             self._rehearse(module, *copied((args, kwargs)))
             self._all_due = 0
+        elif number and isinstance(self._probe, WatchingProbe) and torch.is_grad_enabled():
+            with self._probe.watching(self._refuse_use):
+                return call(*args, **kwargs)
         return call(*args, **kwargs)
+
+    def _refuse_use(self, found: str) -> None:
+        raise self._error("", found=found, expected=f"what one process computes; likely, {self._probe.cause}")
 
     def _around_forward(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Measure the whole module if the layers of a unit were called past its forward."""
@@ -197,30 +202,7 @@ class Prober:
                 raise self._error(
                     name, found=_line(error), expected="a call that one process can make as well, and twice"
                 ) from error
-            return output
-        return self._watched(name, output)
-
-    def _watched(self, name: str, output: Any) -> Any:
-        """Let a gradient raise that comes from outside of the unit to an output of which each rank keeps a part."""
-        watched = {id(tensor) for number, tensor in enumerate(returned(output)) if number in self._parts}
-        if not watched or not torch.is_grad_enabled():
-            return output
-
-        def refuse(gradient: torch.Tensor) -> None:
-            raise self._error(
-                name,
-                found=f"a loss of an output of it, {tuple(gradient.shape)}, of which each rank has only a part",
-                expected="outputs with a part for each rank, as of its heads, to be used in it alone",
-            )
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in watched or not tensor.requires_grad:
-                return tensor
-            there = tensor.view_as(tensor)  # what the unit itself computes from it does not come by here
-            there.register_hook(refuse)
-            return there
-
-        return map_tensors(watch, output)
+        return output
 
     def _works_alone(self, name: str, given: _Call) -> bool:
         try:
@@ -234,9 +216,7 @@ class Prober:
         gradients = number == 1 and (self._rehearses or torch.is_grad_enabled())
         with self._apart(name, quiet):
             pairs = self._probe.measure(name, *given, gradients=gradients)
-            found = [(difference(one) / one.limit, one) for one in pairs]
-            self._parts = {one.part for _, one in found if one.part is not None}
-            self._judge(name, found)
+            self._judge(name, [(difference(one) / one.limit, one) for one in pairs])
 
     @contextlib.contextmanager
     def _apart(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:

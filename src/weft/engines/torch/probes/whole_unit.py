@@ -24,6 +24,7 @@ from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
 from weft.engines.torch.probes.compare import returned
 from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, no_trace
+from weft.engines.torch.probes.part_uses import watched
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
@@ -31,7 +32,7 @@ from weft.tensors.nested import map_tensors, tensors
 __all__ = ["TensorUnits", "WholeUnits", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
-_COLUMNS = ("column", "ColwiseParallel")
+_COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
 _OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")
 _LOW_LIMIT = 5e-2  # of numbers in 16 bits
 _LOW = (torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ _Cut = Callable[[torch.Tensor], torch.Tensor]
 
 def units_around(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, nn.Module]:
     """The smallest parts that hold a column layer and the row layer after it; none of them inside another one."""
-    words = {name: style if isinstance(style, str) else type(style).__name__ for name, style in styles.items()}
+    words = {name: _word(style) for name, style in styles.items()}
     columns = [name for name, word in words.items() if word in _COLUMNS]
     found = set()
     for name, word in words.items():
@@ -52,6 +53,10 @@ def units_around(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, nn.M
     found = {_up(name, lambda at: type(module.get_submodule(at)).forward is not nn.Module.forward) for name in found}
     outermost = sorted(one for one in found if not any(one != other and _is_in(one, other) for other in found))
     return {name: module.get_submodule(name) for name in outermost}
+
+
+def _word(style: Any) -> str:
+    return style if isinstance(style, str) else type(style).__name__
 
 
 def _up(name: str, fits: Any) -> str:
@@ -126,7 +131,7 @@ class WholeUnits:
         return full_tensor(tensor).clone()
 
     def _comes_split(self, name: str) -> bool:
-        """Whether the first argument is this rank's part of a sequence, and so is the first output."""
+        """Whether the first argument is this rank's part of a sequence."""
         del name
         return False
 
@@ -188,8 +193,7 @@ class WholeUnits:
             for number, (found, expected, cut) in enumerate(pairs):
                 what = f"output {number}" if len(pairs) > 1 else "the output"
                 fix = self._fix_of_output(name, found, expected)
-                part = None if cut is _same or (number == 0 and self._comes_split(name)) else number
-                yield Compared(what, found, cut(expected), limit=limit, fix=fix, part=part)
+                yield Compared(what, found, cut(expected), limit=limit, fix=fix)
             if gradients and all(found.shape == cut(expected).shape for found, expected, cut in pairs):
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
 
@@ -310,6 +314,17 @@ class TensorUnits(WholeUnits):
         found = list(tensors((args, kwargs)))
         at = _first_float(found) if self._comes_split(name) and name != self._options.blocks[0] else None
         return [tensor for place, tensor in enumerate(found) if place != at]
+
+    def watching(self, refuse: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Around a call in whose backward pass what lies between column and row layers gets gradients from them alone.
+
+        See `part_uses.py`.
+        """
+        styles = {name: _word(style) for name, style in self._options.styles.items()}
+        module = self._unit("")
+        columns = [module.get_submodule(name) for name, word in styles.items() if word in _COLUMNS]
+        rows = [module.get_submodule(name) for name, word in styles.items() if word in _ROWS]
+        return watched(columns, rows, refuse)
 
     def _undivided(self, name: str) -> AbstractContextManager[None]:
         return hooks_off(self._unit(name), lambda _, hook: id(hook) in self._own_hooks)
