@@ -1,0 +1,400 @@
+"""Blocks that are computed twice or compiled, and layers over ranks: `weft.engines`, but for its pipelines."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+import weft
+from tests.fix_lines.told import told
+from weft.testing import run_ranks
+
+
+class Block(nn.Module):
+    """A block of the user's."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.relu(self.inner(x))
+
+
+class Counting(Block):
+    """The result depends on how often it was called."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Averaging(Block):
+    """It has a running mean of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean)
+
+
+def _filled(it, dots, **names):
+    """The line with what the user's program has in place of its dots."""
+    it.fix = it.fix.replace("...", dots)
+    return it.run(**names)
+
+
+def test_blocks_that_are_not_the_same_twice():
+    x = torch.ones(2, 4)
+    for kind, words in ((Counting, "returned something else"), (Averaging, "changes buffers")):
+        with weft.start(device="cpu") as ctx:
+            model, _ = weft.recompute(nn.Sequential(Block(), kind(), Block()), ctx, blocks=Block)
+            with told("engines/torch/compute/activation_checkpoint.py", words) as it:
+                model(x).sum().backward()
+        with weft.start(device="cpu") as ctx:
+            model = nn.Sequential(Block(), kind(), Block())
+            _filled(it, "isinstance(part, Block)", model=model, ctx=ctx, Block=Block)
+            model(x).sum().backward()
+            assert [part.__dict__.get("forward") is None for part in model] == [False, True, False]
+
+
+def test_operations_whose_results_are_kept():
+    for save, words in (
+        ([torch.ops.aten.matmul.default], "cannot be saved"),
+        ([torch.matmul], "save = {op!r} is not an operation"),
+        (["matmull"], "is not an operation of torch"),
+    ):
+        with weft.start(device="cpu") as ctx:
+            model = nn.Sequential(Block(), Block())
+            with told("engines/torch/compute/activation_checkpoint.py", words) as it:
+                weft.recompute(model, ctx, blocks=Block, save=save)
+            _filled(it, "Block", model=model, ctx=ctx, Block=Block, torch=torch)
+            model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_what_is_compiled():
+    with weft.start(device="cpu") as ctx:
+        model, inner = weft.recompute(Block(), ctx, blocks="inner", offload=True)
+        with told("engines/torch/compute/compile_module.py", "keep their inputs on the CPU") as it:
+            weft.compile(model, inner, backend="eager")
+    with weft.start(device="cpu") as ctx:
+        assert it.fix.endswith(" without offload=True")
+        model = Block()
+        model, inner = weft.recompute(model, ctx, blocks="inner")
+        model, inner = weft.compile(model, inner, backend="eager")
+        model(torch.ones(2, 4)).sum().backward()
+    with weft.start(device="cpu") as ctx:
+        model = Block()
+        with told("engines/torch/compute/compile_module.py", "is unknown") as it:
+            weft.compile(model, ctx, backend="inducktor")
+        it.run(model=model, ctx=ctx)
+
+
+def test_the_size_of_a_bucket():
+    with weft.start(device="cpu") as ctx:
+        model = nn.Linear(2, 2)
+        with told("engines/options.py", "bucket_bytes") as it:
+            weft.replicate(model, ctx, bucket_bytes=0)
+        _filled(it, "model, ctx", model=model, ctx=ctx)
+
+
+# -- experts -----------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Stacked ones, as in transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique():
+            token, place = torch.where(top_k_index == expert)
+            result.index_add_(
+                0, token, linear(hidden_states[token], self.up[expert]) * top_k_weights[token, place, None]
+            )
+        return result
+
+
+class Routed(nn.Module):
+    """A layer with stacked experts, and a config as models of transformers have."""
+
+    first = 0
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 4), Experts()
+        self.config = SimpleNamespace(output_router_logits=False, router_aux_loss_coef=0.01)
+
+    def forward(self, x, labels=None, output_router_logits=None):
+        del labels, output_router_logits
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        return x + self.experts(x, chosen + self.first, weights)
+
+
+class Listed(nn.Module):
+    """A layer with experts in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 2), nn.ModuleList(Block(6) for _ in range(2))
+
+    def forward(self, x):
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            result = result.index_add(0, *self.rows(x, torch.where(chosen == number)[0], expert))
+        return x + result * weight[:, None]
+
+    def rows(self, x, row, expert):
+        return row, expert(x[row])
+
+
+class Dictionaries(Listed):
+    def rows(self, x, row, expert):
+        return row, expert(x=x[row])
+
+
+class Reading(Listed):
+    def rows(self, x, row, expert):
+        return row, linear(x[row], expert.inner.weight)
+
+
+class Feeding(Listed):
+    def rows(self, x, row, expert):
+        return row, expert(expert(x[row]))
+
+
+def _expert_mistakes(ctx):
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(ctx.rank))
+    for kind, words in (
+        (Dictionaries, "called with something else"),
+        (Reading, "of an expert is read"),
+        (Feeding, "when it runs again"),
+    ):
+        torch.manual_seed(0)
+        model, _ = weft.expert_parallel(nn.Sequential(Listed(), kind()), ctx)
+        with told("engines/torch/parallel/experts/expert_stand_ins.py", words) as it:
+            model(x)
+        assert it.fix.endswith(" without this list")
+        model = nn.Sequential(Listed(), kind())
+        model, _ = weft.expert_parallel(model, ctx, experts="0.experts")
+        model(x).sum().backward()
+        assert [p.is_meta for p in model[0].experts.parameters()].count(True) == 2
+        assert not any(p.is_meta for p in model[1].parameters())
+
+    wrong = Routed()
+    wrong.first = 2
+    wrong, _ = weft.expert_parallel(wrong, ctx)
+    with told("engines/torch/parallel/experts/stacked.py", "that there is not") as it:
+        wrong(x)
+    assert it.fix.startswith("a router that chooses among the experts")
+    wrong.first = 0
+    wrong(x).sum().backward()
+
+    with weft.adopt(mesh={"expert": 2}, device="cpu") as inner:
+        model, _ = weft.expert_parallel(Routed(), inner)
+    with told("engines/torch/parallel/experts/all_to_all.py", "are gone") as it:
+        model(x)
+    with weft.adopt(mesh={"expert": 2}, device="cpu") as inner:
+        model, divided = weft.expert_parallel(Routed(), inner)
+        model = it.run(model=model, ctx=divided)["model"]
+    model(x).sum().backward()
+
+
+def _local_losses(ctx):
+    file = "engines/torch/parallel/experts/local_losses.py"
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(ctx.rank))
+    model = Routed()
+    model.config.output_router_logits = True
+    with told(file, "adds the load balancing") as it:
+        weft.expert_parallel(model, ctx)
+    model.config.output_router_logits = False
+    model, inner = weft.expert_parallel(model, ctx)
+    with told(file, "would add the load balancing") as asked:
+        model(x, labels=x, output_router_logits=True)
+    assert it.fix == asked.fix or not asked.fix
+    model, inner = weft.replicate(model, inner)
+
+    def balancing(x, ctx):
+        chances = model.router(x).softmax(-1)
+        tokens_per_expert = nn.functional.one_hot(chances.topk(2, -1).indices, 4).float().mean((0, 1))
+        return 4 * (weft.reduce(tokens_per_expert, ctx, "mean") * chances.mean(0)).sum()
+
+    loss = model(x, labels=x, output_router_logits=False).square().mean() + balancing(x, inner)
+    loss.backward()
+    together = model.router.weight.grad.clone()
+    everyone = weft.gather(x, ctx)
+    model, inner = weft.undo(model, inner)
+    model.zero_grad()
+    (model(everyone).square().mean() + balancing(everyone, weft.local())).backward()
+    assert torch.allclose(together, model.router.weight.grad, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_experts():
+    run_ranks(_expert_mistakes, 2, mesh={"expert": 2})
+    run_ranks(_local_losses, 2, mesh={"expert": 2})
+
+
+# -- sequences ---------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Self-attention without layers of its own, and a forward that may leave it out."""
+
+    def __init__(self, heads=4):
+        super().__init__()
+        self.heads, self.inner = heads, nn.Linear(24, 24)
+
+    def forward(self, x, memory=None, *, by_hand=False, **options):
+        q, k = (
+            self.inner(t).unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (x, x if memory is None else memory)
+        )
+        if by_hand:
+            return x
+        return scaled_dot_product_attention(q, k, k, **options).transpose(1, 2).flatten(2)
+
+
+class Words(nn.Module):
+    """A language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions, self.attention = nn.Embedding(9, 24), nn.Embedding(8, 24), Attention()
+
+    def forward(self, x, position_ids):
+        return self.attention(self.words(x) + self.positions(position_ids), is_causal=True)
+
+
+def _sequence_mistakes(ctx):
+    file, x = "engines/torch/parallel/sequence_inputs.py", torch.arange(16).view(2, 8) % 9
+    at = torch.arange(8)[None]
+    torch.manual_seed(0)
+    model, ctx = weft.context_parallel(Words(), ctx)
+    part = weft.data.split_sequence((x, at), ctx, order="contiguous")
+    with told(file, "in another way") as it:
+        model(*part)
+    batch = (x, at)
+    model(*eval(it.fix, {"weft": weft, "batch": batch, "ctx": ctx}))
+
+    torch.manual_seed(0)
+    expected = weft.data.split_sequence(Words()(x, at), ctx)
+    for call, words in (
+        (lambda: model(x, at), "that were not split"),
+        (lambda: model(weft.data.split_sequence(x, ctx), torch.arange(4)[None]), "count from 0"),
+    ):
+        with told(file, words) as it:
+            call()
+        with_batch, alone = it.fix.split(", or ")
+        names = {"weft": weft, "torch": torch, "batch": {"x": x}, "x": x, "y": x, "ctx": ctx, "model": model}
+        assert torch.allclose(eval(with_batch, names), expected, atol=1e-6)
+        mine, _, places = eval(alone, names)
+        assert torch.allclose(model(mine, places), expected, atol=1e-6)
+
+
+def _attention_mistakes(ctx):
+    file, x = "engines/torch/parallel/split_attention.py", torch.randn(2, 8, 24)
+    model, inner = weft.context_parallel(Attention(), ctx)
+    part = weft.data.split_sequence(x, inner)
+    with told(file, "computed without") as it:
+        model(part, by_hand=True)
+    assert it.fix.endswith("or need_weights=False for nn.MultiheadAttention")
+    other, _ = weft.context_parallel(nn.MultiheadAttention(24, 4, dropout=0.1, batch_first=True), ctx)
+    with told(file, "computed without") as it:
+        other.eval()(part, part, part)
+    other(part, part, part, need_weights=False)
+
+    with told(file, "something else than its own sequence") as it:
+        model(part, memory=torch.randn(2, 7, 24))
+    assert it.fix.startswith("model(..., use_cache=False) with whole sequences")
+    model(part)
+
+    for mask in (torch.eye(4, dtype=torch.bool), torch.zeros(2, 1, 4, 4)):
+        with told(file, "a mask of attention module") as it:
+            model(part, attn_mask=mask)
+    assert it.fix.startswith("is_causal=True without a mask")
+    model(part, is_causal=True)
+
+    with told(file, "drops weights") as it:
+        other.train()(part, part, part, need_weights=False)
+    assert it.fix.endswith("or dropout=0.0 for nn.MultiheadAttention")
+    other, _ = weft.context_parallel(nn.MultiheadAttention(24, 4, dropout=0.0, batch_first=True), ctx)
+    other(part, part, part, need_weights=False)
+
+    other, _ = weft.context_parallel(Attention(heads=3), ctx)
+    with told(file, "cannot be shared by") as it:
+        other(part)
+    other = it.run(model=Attention(heads=3), ctx=ctx)["model"]
+    other(part)
+
+    with weft.adopt(mesh={"context": 2}, device="cpu") as opened:
+        model, _ = weft.context_parallel(Attention(), opened)
+        model(part)
+    with told(file, "its process group is gone") as it:
+        model(part)
+    with weft.adopt(mesh={"context": 2}, device="cpu") as opened:
+        model, split = weft.context_parallel(Attention(), opened)
+        model = it.run(model=model, ctx=split)["model"]
+    assert torch.equal(model(x), copy.deepcopy(model)(x))
+
+
+def _qwen(**options):
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa", **options}
+    torch.manual_seed(0)
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+
+
+def _transformers_mistakes(ctx):
+    file, ids = "engines/torch/parallel/sequence_inputs.py", torch.arange(32).view(2, 16)
+    batch = {"input_ids": ids, "labels": ids}
+    model, ctx = weft.context_parallel(
+        _qwen(use_sliding_window=True, max_window_layers=1, sliding_window=8, attention_dropout=0.0), ctx
+    )
+    part = weft.data.split_sequence(batch, ctx)
+    with told(file, "attends to a window") as it:
+        model(**part)
+    it.run(model=model)
+    expected = _qwen()(**batch).loss
+    assert weft.reduce(model(**part).loss.detach(), ctx, "mean").item() == pytest.approx(expected.item(), rel=1e-6)
+
+    batch["attention_mask"] = torch.ones(2, 16, dtype=torch.int64)
+    batch["attention_mask"][1, 12:] = 0
+    batch["labels"] = ids.clone()
+    batch["labels"][1, 12:] = -100
+    expected = _qwen()(**batch).loss
+    with told(file, "cannot be split") as it:
+        model(**part, attention_mask=batch["attention_mask"][:, 8:])
+    it.run(tokenizer=SimpleNamespace(padding_side="left"), batch=batch)
+    found = model(**weft.data.split_sequence(batch, ctx)).loss
+    assert weft.reduce(found.detach(), ctx, "mean").item() == pytest.approx(expected.item(), rel=1e-6)
+
+    with told("engines/torch/parallel/split_attention.py", "computed without") as it:
+        weft.context_parallel(_qwen(attn_implementation="eager"), ctx)[0](**part)
+    with told("engines/torch/parallel/split_attention.py", "drops weights") as dropping:
+        weft.context_parallel(_qwen(attention_dropout=0.1), ctx)[0](**part)
+    assert it.fix.startswith('attn_implementation="sdpa", or ')
+    assert dropping.fix.startswith("attention_dropout=0.0 in the config, or")
+    weft.context_parallel(_qwen(attn_implementation="sdpa", attention_dropout=0.0), ctx)[0](**part)
+
+
+@pytest.mark.slow
+def test_sequences():
+    run_ranks(_sequence_mistakes, 2, mesh={"context": 2})
+    run_ranks(_attention_mistakes, 2, mesh={"context": 2})
+    run_ranks(_transformers_mistakes, 2, mesh={"context": 2})
