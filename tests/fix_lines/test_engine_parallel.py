@@ -52,32 +52,47 @@ def _filled(it, dots, **names):
     return it.run(**names)
 
 
+def _without_the_block(it, kind, x):
+    with weft.start(device="cpu") as ctx:
+        model = nn.Sequential(Block(), kind(), Block())
+        _filled(it, "isinstance(part, Block)", model=model, ctx=ctx, Block=Block)
+        model(x).sum().backward()
+        assert ["forward" in vars(part) for part in model] == [True, False, True]
+
+
 def test_blocks_that_are_not_the_same_twice():
     x = torch.ones(2, 4)
-    for kind, words in ((Counting, "returned something else"), (Averaging, "changes buffers")):
-        with weft.start(device="cpu") as ctx:
-            model, _ = weft.recompute(nn.Sequential(Block(), kind(), Block()), ctx, blocks=Block)
-            with told("engines/torch/compute/activation_checkpoint.py", words) as it:
-                model(x).sum().backward()
-        with weft.start(device="cpu") as ctx:
-            model = nn.Sequential(Block(), kind(), Block())
-            _filled(it, "isinstance(part, Block)", model=model, ctx=ctx, Block=Block)
+    with weft.start(device="cpu") as ctx:
+        model, _ = weft.recompute(nn.Sequential(Block(), Counting(), Block()), ctx, blocks=Block)
+        with told("engines/torch/compute/activation_checkpoint.py", "returned something else") as it:
             model(x).sum().backward()
-            assert [part.__dict__.get("forward") is None for part in model] == [False, True, False]
+        _without_the_block(it, Counting, x)
+        model, _ = weft.recompute(nn.Sequential(Block(), Averaging(), Block()), ctx, blocks=Block)
+        with told("engines/torch/compute/activation_checkpoint.py", "changes buffers") as it:
+            model(x).sum().backward()
+        _without_the_block(it, Averaging, x)
 
 
 def test_operations_whose_results_are_kept():
-    for save, words in (
-        ([torch.ops.aten.matmul.default], "cannot be saved"),
-        ([torch.matmul], "save = {op!r} is not an operation"),
-        (["matmull"], "is not an operation of torch"),
-    ):
-        with weft.start(device="cpu") as ctx:
+    with weft.start(device="cpu") as ctx:
+        with told("engines/torch/compute/activation_checkpoint.py", "cannot be saved") as it:
+            weft.recompute(Block(), ctx, blocks="inner", save=[torch.ops.aten.matmul.default])
+        for line in (it, _unknown_operation(ctx), _no_operation(ctx)):
             model = nn.Sequential(Block(), Block())
-            with told("engines/torch/compute/activation_checkpoint.py", words) as it:
-                weft.recompute(model, ctx, blocks=Block, save=save)
-            _filled(it, "Block", model=model, ctx=ctx, Block=Block, torch=torch)
+            _filled(line, "Block", model=model, ctx=ctx, Block=Block, torch=torch)
             model(torch.ones(2, 4)).sum().backward()
+
+
+def _unknown_operation(ctx):
+    with told("engines/torch/compute/activation_checkpoint.py", "is not an operation of torch") as it:
+        weft.recompute(Block(), ctx, blocks="inner", save=["matmull"])
+    return it
+
+
+def _no_operation(ctx):
+    with told("engines/torch/compute/activation_checkpoint.py", "save = {op!r} is not an operation") as it:
+        weft.recompute(Block(), ctx, blocks="inner", save=[torch.matmul])
+    return it
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -177,23 +192,28 @@ class Feeding(Listed):
         return row, expert(expert(x[row]))
 
 
+def _without_the_list(it, kind, ctx, x):
+    assert it.fix == "weft.expert_parallel(..., experts=...) without this list"
+    model = nn.Sequential(Listed(), kind())
+    model, _ = weft.expert_parallel(model, ctx, experts="0.experts")
+    model(x).sum().backward()
+    assert [[p.is_meta for p in part.experts.parameters()].count(True) for part in model] == [2, 0]
+
+
 def _expert_mistakes(ctx):
     x = torch.randn(6, 6, generator=torch.Generator().manual_seed(ctx.rank))
-    for kind, words in (
-        (Dictionaries, "called with something else"),
-        (Reading, "of an expert is read"),
-        (Feeding, "when it runs again"),
-    ):
-        torch.manual_seed(0)
-        model, _ = weft.expert_parallel(nn.Sequential(Listed(), kind()), ctx)
-        with told("engines/torch/parallel/experts/expert_stand_ins.py", words) as it:
-            model(x)
-        assert it.fix.endswith(" without this list")
-        model = nn.Sequential(Listed(), kind())
-        model, _ = weft.expert_parallel(model, ctx, experts="0.experts")
-        model(x).sum().backward()
-        assert [p.is_meta for p in model[0].experts.parameters()].count(True) == 2
-        assert not any(p.is_meta for p in model[1].parameters())
+    called, read, fed = (
+        weft.expert_parallel(nn.Sequential(Listed(), kind()), ctx)[0] for kind in (Dictionaries, Reading, Feeding)
+    )
+    with told("engines/torch/parallel/experts/expert_stand_ins.py", "called with something else") as it:
+        called(x)
+    _without_the_list(it, Dictionaries, ctx, x)
+    with told("engines/torch/parallel/experts/expert_stand_ins.py", "of an expert is read") as it:
+        read(x)
+    _without_the_list(it, Reading, ctx, x)
+    with told("engines/torch/parallel/experts/expert_stand_ins.py", "when it runs again") as it:
+        fed(x)
+    _without_the_list(it, Feeding, ctx, x)
 
     wrong = Routed()
     wrong.first = 2
@@ -215,15 +235,14 @@ def _expert_mistakes(ctx):
 
 
 def _local_losses(ctx):
-    file = "engines/torch/parallel/experts/local_losses.py"
     x = torch.randn(6, 6, generator=torch.Generator().manual_seed(ctx.rank))
     model = Routed()
     model.config.output_router_logits = True
-    with told(file, "adds the load balancing") as it:
+    with told("engines/torch/parallel/experts/local_losses.py", "adds the load balancing") as it:
         weft.expert_parallel(model, ctx)
     model.config.output_router_logits = False
     model, inner = weft.expert_parallel(model, ctx)
-    with told(file, "would add the load balancing") as asked:
+    with told("engines/torch/parallel/experts/local_losses.py", "would add the load balancing") as asked:
         model(x, labels=x, output_router_logits=True)
     assert it.fix == asked.fix or not asked.fix
     model, inner = weft.replicate(model, inner)
@@ -280,24 +299,23 @@ class Words(nn.Module):
 
 
 def _sequence_mistakes(ctx):
-    file, x = "engines/torch/parallel/sequence_inputs.py", torch.arange(16).view(2, 8) % 9
+    x = torch.arange(16).view(2, 8) % 9
     at = torch.arange(8)[None]
     torch.manual_seed(0)
     model, ctx = weft.context_parallel(Words(), ctx)
     part = weft.data.split_sequence((x, at), ctx, order="contiguous")
-    with told(file, "in another way") as it:
+    with told("engines/torch/parallel/sequence_inputs.py", "in another way") as it:
         model(*part)
     batch = (x, at)
     model(*eval(it.fix, {"weft": weft, "batch": batch, "ctx": ctx}))
 
     torch.manual_seed(0)
     expected = weft.data.split_sequence(Words()(x, at), ctx)
-    for call, words in (
-        (lambda: model(x, at), "that were not split"),
-        (lambda: model(weft.data.split_sequence(x, ctx), torch.arange(4)[None]), "count from 0"),
-    ):
-        with told(file, words) as it:
-            call()
+    with told("engines/torch/parallel/sequence_inputs.py", "that were not split") as whole:
+        model(x, at)
+    with told("engines/torch/parallel/sequence_inputs.py", "count from 0") as counted:
+        model(weft.data.split_sequence(x, ctx), torch.arange(4)[None])
+    for it in (whole, counted):
         with_batch, alone = it.fix.split(", or ")
         names = {"weft": weft, "torch": torch, "batch": {"x": x}, "x": x, "y": x, "ctx": ctx, "model": model}
         assert torch.allclose(eval(with_batch, names), expected, atol=1e-6)
@@ -306,36 +324,36 @@ def _sequence_mistakes(ctx):
 
 
 def _attention_mistakes(ctx):
-    file, x = "engines/torch/parallel/split_attention.py", torch.randn(2, 8, 24)
+    x = torch.randn(2, 8, 24)
     model, inner = weft.context_parallel(Attention(), ctx)
     part = weft.data.split_sequence(x, inner)
-    with told(file, "computed without") as it:
+    with told("engines/torch/parallel/split_attention.py", "computed without") as it:
         model(part, by_hand=True)
     assert it.fix.endswith("or need_weights=False for nn.MultiheadAttention")
     other, _ = weft.context_parallel(nn.MultiheadAttention(24, 4, dropout=0.1, batch_first=True), ctx)
-    with told(file, "computed without") as it:
+    with told("engines/torch/parallel/split_attention.py", "computed without") as it:
         other.eval()(part, part, part)
     other(part, part, part, need_weights=False)
 
-    with told(file, "something else than its own sequence") as it:
+    with told("engines/torch/parallel/split_attention.py", "something else than its own sequence") as it:
         model(part, memory=torch.randn(2, 7, 24))
     assert it.fix.startswith("model(..., use_cache=False) with whole sequences")
     model(part)
 
     for mask in (torch.eye(4, dtype=torch.bool), torch.zeros(2, 1, 4, 4)):
-        with told(file, "a mask of attention module") as it:
+        with told("engines/torch/parallel/split_attention.py", "a mask of attention module") as it:
             model(part, attn_mask=mask)
     assert it.fix.startswith("is_causal=True without a mask")
     model(part, is_causal=True)
 
-    with told(file, "drops weights") as it:
+    with told("engines/torch/parallel/split_attention.py", "drops weights") as it:
         other.train()(part, part, part, need_weights=False)
     assert it.fix.endswith("or dropout=0.0 for nn.MultiheadAttention")
     other, _ = weft.context_parallel(nn.MultiheadAttention(24, 4, dropout=0.0, batch_first=True), ctx)
     other(part, part, part, need_weights=False)
 
     other, _ = weft.context_parallel(Attention(heads=3), ctx)
-    with told(file, "cannot be shared by") as it:
+    with told("engines/torch/parallel/split_attention.py", "cannot be shared by") as it:
         other(part)
     other = it.run(model=Attention(heads=3), ctx=ctx)["model"]
     other(part)
@@ -343,7 +361,7 @@ def _attention_mistakes(ctx):
     with weft.adopt(mesh={"context": 2}, device="cpu") as opened:
         model, _ = weft.context_parallel(Attention(), opened)
         model(part)
-    with told(file, "its process group is gone") as it:
+    with told("engines/torch/parallel/split_attention.py", "its process group is gone") as it:
         model(part)
     with weft.adopt(mesh={"context": 2}, device="cpu") as opened:
         model, split = weft.context_parallel(Attention(), opened)
@@ -361,13 +379,13 @@ def _qwen(**options):
 
 
 def _transformers_mistakes(ctx):
-    file, ids = "engines/torch/parallel/sequence_inputs.py", torch.arange(32).view(2, 16)
+    ids = torch.arange(32).view(2, 16)
     batch = {"input_ids": ids, "labels": ids}
     model, ctx = weft.context_parallel(
         _qwen(use_sliding_window=True, max_window_layers=1, sliding_window=8, attention_dropout=0.0), ctx
     )
     part = weft.data.split_sequence(batch, ctx)
-    with told(file, "attends to a window") as it:
+    with told("engines/torch/parallel/sequence_inputs.py", "attends to a window") as it:
         model(**part)
     it.run(model=model)
     expected = _qwen()(**batch).loss
@@ -378,7 +396,7 @@ def _transformers_mistakes(ctx):
     batch["labels"] = ids.clone()
     batch["labels"][1, 12:] = -100
     expected = _qwen()(**batch).loss
-    with told(file, "cannot be split") as it:
+    with told("engines/torch/parallel/sequence_inputs.py", "cannot be split") as it:
         model(**part, attention_mask=batch["attention_mask"][:, 8:])
     it.run(tokenizer=SimpleNamespace(padding_side="left"), batch=batch)
     found = model(**weft.data.split_sequence(batch, ctx)).loss
