@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import weft
@@ -416,3 +417,127 @@ def test_sequences():
     run_ranks(_sequence_mistakes, 2, mesh={"context": 2})
     run_ranks(_attention_mistakes, 2, mesh={"context": 2})
     run_ranks(_transformers_mistakes, 2, mesh={"context": 2})
+
+
+# -- layers that are cut -----------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Something between two layers is done to each head."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(2, 2)
+        self.between = between or torch.tanh
+
+    def forward(self, x):
+        return x + self.down(self.between(self.scale(self.up(x).unflatten(-1, (-1, 2))).flatten(-2)))
+
+
+HEADS = {"*.up": "column", "*.down": "row", "*.scale": "replicate"}
+
+
+def _heads(between=None):
+    torch.manual_seed(0)
+    return nn.Sequential(Heads(), Heads(between))
+
+
+def _trains_as_one(model, plan, ctx, alone):
+    model, _ = weft.tensor_parallel(model, ctx, plan=plan)
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    for one in (model, alone):
+        one(x).square().sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad, q.grad, atol=1e-6)
+
+
+def _plan_mistakes(ctx, probes):
+    x, plan = torch.linspace(-1, 1, 12).view(3, 4), {"*.up": "column", "*.down": "row"}
+    model, _ = weft.tensor_parallel(_heads(), ctx, plan=plan)
+    if probes == "off":
+        with told("engines/torch/parallel/part_sums.py", "differ between the ranks") as it:
+            model(x).sum().backward()
+        assert _filled(it, "**plan", plan=plan)["plan"] == HEADS
+        _trains_as_one(_heads(), HEADS, ctx, _heads())
+        return
+    with told("engines/torch/probes/runner.py", "at most {limit}") as it:
+        model(x).sum().backward()
+    assert _filled(it, "**plan", plan=plan)["plan"] == HEADS
+
+    def centered(h):
+        return h - h.mean(-1, keepdim=True)
+
+    model, _ = weft.tensor_parallel(_heads(centered), ctx, plan=HEADS)
+    with told("engines/torch/probes/runner.py", "at most {limit}") as it:
+        model(x)
+    assert it.fix.startswith("leave the layers around it out of the plan")
+    _trains_as_one(_heads(centered), {f"0{name[1:]}": style for name, style in HEADS.items()}, ctx, _heads(centered))
+
+    model, inner = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
+    with told("engines/torch/probes/runner.py", "other values or shapes") as it:
+        model(x + ctx.rank)
+    loader = torch.utils.data.DataLoader(x)
+    for batch in it.run(loader=loader, ctx=inner)["loader"]:
+        model(batch)
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Heads()])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+def _tensor_mistakes(ctx):
+    plan = {f"blocks.{name}": style for name, style in HEADS.items()}
+    x = torch.randn(2, 7, 4)
+    model, _ = weft.tensor_parallel(Sequences(), ctx, plan=plan, sequence=True)
+    with told("engines/torch/parallel/tensor_hooks.py", "cannot be cut") as it:
+        model(x)
+    assert it.fix == "pad the batch, or weft.tensor_parallel(..., sequence=False)"
+    model(nn.functional.pad(x, (0, 0, 0, 1)))
+    weft.tensor_parallel(Sequences(), ctx, plan=plan, sequence=False)[0](x)
+
+    model, inner = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
+    whole = {name: getattr(p.detach(), "full_tensor", p.detach)() for name, p in model.named_parameters()}
+    with told("engines/torch/parallel/tensor_module.py", "with whole tensors") as it:
+        functional_call(model, whole, (x,))
+    given, plain = it.fix.split("; ")
+    eval(given, {"functional_call": functional_call, "model": model, "x": x})
+    with told("engines/torch/parallel/tensor_module.py", "with whole tensors"), weft.full_params(model, inner):
+        model(x)
+    assert plain == "model(x) after full_params"
+    model(x).sum().backward()
+
+    p = model[0].up.weight
+    with told("engines/torch/parts/assigned_data.py", "was assigned") as it:
+        p.data = p.data * 0.5
+        model(x)
+    model, inner = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
+    p, before = model[0].up.weight, model[0].up.weight.detach().full_tensor()
+    mine, every = it.fix.split("; whole tensors: ")
+    exec(mine, {"torch": torch, "p": p})
+    assert torch.equal(p.detach().full_tensor(), before * 0.5)
+    exec(every.replace("p.copy_(...)", "model[0].up.weight.copy_(before)"), {**globals(), **locals(), "ctx": inner})
+    assert torch.equal(p.detach().full_tensor(), before)
+
+    with told("engines/torch/parts/no_file.py", "was given whole tensors") as it:
+        model.load_state_dict(whole)
+    assert it.fix.startswith("model.load_state_dict(...) before weft.tensor_parallel, or")
+    model = _heads()
+    model.load_state_dict(whole)
+    model, inner = weft.tensor_parallel(model, ctx, plan=HEADS)
+    model(x).sum().backward()
+
+    with told("engines/torch/parts/cut_gradient.py", "in one call") as it:
+        torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    norm = it.run(model=model, ctx=inner)["norm"] if False else weft.clip_grads(model, inner, max_norm=1.0)
+
+
+@pytest.mark.slow
+def test_layers_that_are_cut():
+    run_ranks(_plan_mistakes, 2, "every", mesh={"tensor": 2})
+    run_ranks(_plan_mistakes, 2, "off", mesh={"tensor": 2}, probes="off")
+    run_ranks(_tensor_mistakes, 2, mesh={"tensor": 2})
