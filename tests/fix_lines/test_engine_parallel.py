@@ -1,11 +1,14 @@
 """Blocks that are computed twice or compiled, and layers over ranks: `weft.engines`, but for its pipelines."""
 
 import copy
+import io
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.func import functional_call
 from torch.nn.functional import linear, scaled_dot_product_attention
 
@@ -533,11 +536,76 @@ def _tensor_mistakes(ctx):
 
     with told("engines/torch/parts/cut_gradient.py", "in one call") as it:
         torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    norm = it.run(model=model, ctx=inner)["norm"] if False else weft.clip_grads(model, inner, max_norm=1.0)
+    line, every = it.fix.split("; or, on all ranks: ")
+    names = {"weft": weft, "model": model, "ctx": inner}
+    exec(line, names)
+    assert every == "tensor.full_tensor()"
+    gradients = [getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)() for p in model.parameters()]
+    assert torch.cat([one.flatten() for one in gradients]).norm() <= 1 + 1e-5
+
+
+def _part_mistakes(ctx, folder):
+    model, inner = weft.fully_shard(nn.Linear(4, 4), ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(2, 4)
+    model(x).square().sum().backward()
+    optimizer.step()
+    value = model.weight.grad.norm()
+    with told("engines/torch/parts/dtensor_reads.py", "is read, of which") as it:
+        float(value)
+    line, more = it.fix.split("  # on all ranks; or ")
+    names = {"weft": weft, "value": value, "model": model, "ctx": inner}
+    assert eval(line, names) == pytest.approx(model.weight.grad.full_tensor().norm().item())
+    exec(more, names)
+
+    with told("engines/torch/parts/dtensor_reads.py", "into a plain tensor") as it:
+        torch.empty(4, 4).copy_(model.weight.detach())
+    line, more = it.fix.split("  # on all ranks; or ")
+    target = torch.empty(4, 4)
+    exec(line, {"target": target, "source": model.weight.detach()})
+    assert torch.equal(target, model.weight.detach().full_tensor())
+    with weft.full_params(model, inner):
+        assert more == "with weft.full_params(model, ctx): ..." and torch.equal(target.copy_(model.weight), target)
+
+    target = DTensor.from_local(torch.ones(4), ctx.mesh, [Partial()])
+    with told("engines/torch/parts/dtensor_reads.py", "a term of a sum") as it:
+        target.copy_(torch.arange(4.0))
+    target = it.run(target=target, Replicate=Replicate)["target"]
+    assert torch.equal(target.copy_(torch.arange(4.0)).full_tensor(), torch.arange(4.0))
+
+    source = model.weight.detach()
+    target = DTensor.from_local(
+        torch.zeros(4, 4), init_device_mesh("cpu", (2,), mesh_dim_names=("other",)), [Replicate()]
+    )
+    with told("engines/torch/parts/dtensor_reads.py", "over other ranks") as it:
+        target.copy_(source)
+    it.run(target=target, source=source)
+    assert torch.equal(target.full_tensor(), source.full_tensor())
+
+    with told("engines/torch/parts/no_file.py", "cannot be pickled") as it:
+        torch.save(model.state_dict(), io.BytesIO())
+    state, after = weft.checkpointable({"model": model, "optimizer": optimizer}, inner)
+    with told("engines/torch/parts/no_file.py", "cannot be pickled"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
+    save, rest = it.fix.split("  # then, in one process: ")
+    export, gathered = rest.split("; or\n")
+    names = {"weft": weft, "state": state, "directory": folder, "step": 1, "ctx": after, "folder": folder / "weights"}
+    exec(save, names)
+    if ctx.rank == 0:
+        assert [file.name for file in eval(export, names)] == ["model.safetensors"]
+    assert gathered.strip() == "with weft.full_params(model, ctx): ...  # on all ranks"
+    with weft.full_params(model, after):
+        torch.save(model.state_dict(), io.BytesIO())
+
+    with told("engines/torch/parts/no_file.py", "was given whole tensors") as it:
+        model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    assert it.fix.endswith("or weft.load_weights(model, path, ctx) after it")
+    weft.load_weights(model, names["path"], after)
 
 
 @pytest.mark.slow
-def test_layers_that_are_cut():
+def test_layers_that_are_cut(tmp_path):
+    run_ranks(_part_mistakes, 2, tmp_path)
     run_ranks(_plan_mistakes, 2, "every", mesh={"tensor": 2})
     run_ranks(_plan_mistakes, 2, "off", mesh={"tensor": 2}, probes="off")
     run_ranks(_tensor_mistakes, 2, mesh={"tensor": 2})
