@@ -609,3 +609,58 @@ def test_layers_that_are_cut(tmp_path):
     run_ranks(_plan_mistakes, 2, "every", mesh={"tensor": 2})
     run_ranks(_plan_mistakes, 2, "off", mesh={"tensor": 2}, probes="off")
     run_ranks(_tensor_mistakes, 2, mesh={"tensor": 2})
+
+
+# -- what strategies have in common ------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def _strategy_mistakes(ctx):
+    x = torch.randn(4, 4)
+    model, inner = weft.replicate(TwoHeads(), ctx)
+    with told("engines/torch/strategy.py", "got no gradient") as it:
+        model(x).sum().backward()
+    assert it.fix.startswith('weft.replicate(..., unused="zero"), or requires_grad_(False) on them; on all of TwoHeads')
+    model, _ = weft.replicate(TwoHeads(), ctx, unused="zero")
+    model(x).sum().backward()
+    model = TwoHeads()
+    model.second.requires_grad_(False)
+    model, _ = weft.replicate(model, ctx)
+    model(x).sum().backward()
+
+    generator, _ = weft.replicate(nn.Linear(4, 4), ctx)
+    critic, _ = weft.replicate(nn.Linear(4, 1), ctx)
+    with told("engines/torch/strategy.py", "got no gradient"):
+        critic(generator(x)).sum().backward(inputs=list(generator.parameters()))
+    critic.requires_grad_(False)
+    critic(generator(x)).sum().backward()
+    critic.requires_grad_(True)
+    critic(generator(x).detach()).sum().backward()
+
+    model, inner = weft.replicate(nn.Linear(4, 1), ctx)
+    model, windows, inner = weft.accumulate_grads(model, list(x.chunk(2)), inner, steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with told("engines/torch/strategy.py", "before they were averaged") as it:
+        for window in windows:
+            for batch in window:
+                model(batch).sum().backward()
+                optimizer.step()
+    assert it.fix == "for batch in window: ...; then optimizer.step(), after the inner loop"
+    optimizer.zero_grad()
+    for window in windows:
+        for batch in window:
+            model(batch).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_strategies():
+    run_ranks(_strategy_mistakes, 2)

@@ -27,6 +27,10 @@ from weft.tensors.nested import map_tensors
 __all__ = ["StageForward"]
 
 
+_IN_ORDER = "weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward"
+_THROUGH = "x, kept = layer(x, kept)  # what a later layer needs goes through those before it, which return a tuple"
+
+
 class _Left(BaseException):
     """Forward is left: a layer of a later stage was called. Not an Exception, which a forward may catch."""
 
@@ -91,7 +95,7 @@ class StageForward:
             missing = self.stages[stage + 1][0] if not stage or call.has_received else self.stages[stage - 1][-1]
             self._raise_order(f"forward ended without a call of {missing}")
         if has_elsewhere(output):
-            self._raise_order("the output of the module depends on a layer of an earlier stage")
+            self._raise_order("the output of the module depends on a layer of an earlier stage", fix=_THROUGH)
         return output
 
     def route(self, number: int, name: str, run: Callable[..., Any], args: Any, kwargs: Any, *, is_last: bool) -> Any:
@@ -108,7 +112,7 @@ class StageForward:
         if number < call.stage:
             return self._of_earlier(call, number, name, is_last=is_last)
         if has_elsewhere((args, kwargs)):
-            self._raise_order(f"{name} of stage {number} is given what another stage computes")
+            self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         output = run(*args, **kwargs)
         if not is_last:
             return output
@@ -129,7 +133,7 @@ class StageForward:
         guessed = call.stage == len(self.stages)  # after all layers: of what is between them, the shapes are not known
         return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=guessed), call.received)
 
-    def _raise_order(self, found: str, cause: BaseException | None = None) -> NoReturn:
+    def _raise_order(self, found: str, cause: BaseException | None = None, *, fix: str = _IN_ORDER) -> NoReturn:
         chain = " | ".join(
             " ".join((names[0], "...", names[-1])[: 3 if len(names) > 1 else 1]) for names in self.stages
         )
@@ -137,7 +141,7 @@ class StageForward:
             f"pipeline: {self._kind} does not call its layers in the order of the stages",
             found=found,
             expected=f"each layer called once, with what the layers before it gave: {chain}",
-            fix="weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward",
+            fix=fix,
         ) from cause
 
     def _raise_not_here(self, number: int, name: str) -> NoReturn:
