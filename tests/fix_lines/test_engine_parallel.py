@@ -637,13 +637,11 @@ def _strategy_mistakes(ctx):
     model(x).sum().backward()
 
     generator, _ = weft.replicate(nn.Linear(4, 4), ctx)
-    critic, _ = weft.replicate(nn.Linear(4, 1), ctx)
+    critic, _ = weft.replicate(TwoHeads(), ctx)
     with told("engines/torch/strategy.py", "got no gradient"):
-        critic(generator(x)).sum().backward(inputs=list(generator.parameters()))
+        critic(generator(x)).sum().backward()
     critic.requires_grad_(False)
     critic(generator(x)).sum().backward()
-    critic.requires_grad_(True)
-    critic(generator(x).detach()).sum().backward()
 
     model, inner = weft.replicate(nn.Linear(4, 1), ctx)
     model, windows, inner = weft.accumulate_grads(model, list(x.chunk(2)), inner, steps=2)
