@@ -240,6 +240,34 @@ def _of_dict(values):
     return values["x"]
 
 
+class Gained(Net):
+    """A parameter is used between two layers of the second stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x * self.gain if number == 3 else x)
+        return x
+
+
+class Gain(nn.Module):
+    """It, in a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+def _gained():
+    return _changed(at_2={"after": Gain()})
+
+
 class Skipping(Net):
     """What the first layer gives is needed at the end, too."""
 
@@ -335,6 +363,10 @@ def test_the_order_of_the_layers():
     it = printed("engines/torch/pipeline/stage_forward.py", "fix=fix", text)
     assert it.fix == "weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward"
     _follow(Net, stages=[NAMES[:2], NAMES[2:]])
+    it = printed("engines/torch/pipeline/stage_forward.py", "fix=_OF_ITS", _told(Gained, loss=mse_loss))
+    assert it.fix.startswith("stages=[...] with the name of the parameter in the stage that uses it, or")
+    _follow(Gained, stages=[NAMES[:2], [*NAMES[2:], "gain"]])
+    _follow(_gained)
     it = printed("engines/torch/pipeline/stage_forward.py", "is given what another", _told(Skipping, loss=mse_loss))
     assert it.fix.startswith("x, kept = layer(x, kept)")
     _follow(Through)
