@@ -96,11 +96,15 @@ class Feeding(Listed):
 
 
 def _without_the_list(it, kind, ctx, x):
-    assert it.fix == "weft.expert_parallel(..., experts=...) without this list"
+    others, alone = it.fix.split(", or ")
+    assert others == "weft.expert_parallel(..., experts=...) without this list"
     model = nn.Sequential(Listed(), kind())
     model, _ = weft.expert_parallel(model, ctx, experts="0.experts")
     model(x).sum().backward()
     assert [[p.is_meta for p in part.experts.parameters()].count(True) for part in model] == [2, 0]
+    model = kind()
+    eval(alone.removesuffix(" alone"), {"weft": weft, "model": model, "ctx": ctx})
+    model(x).sum().backward()
 
 
 def _expert_mistakes(ctx):
@@ -387,6 +391,13 @@ def _plan_mistakes(ctx, probes):
     loader = torch.utils.data.DataLoader(x)
     for batch in it.run(loader=loader, ctx=inner)["loader"]:
         model(batch)
+
+    model, inner = weft.tensor_parallel(nn.Sequential(nn.Dropout(), *_heads()), ctx, plan=HEADS)
+    torch.manual_seed(ctx.rank)
+    with told("engines/torch/probes/runner.py", "other values or shapes") as it:
+        model(x)
+    eval(it.fix.split("; or ")[1].removesuffix(" for dropout"), {"weft": weft, "ctx": inner, "axis": "tensor"})
+    model(x).sum().backward()
 
 
 class Sequences(nn.Module):
