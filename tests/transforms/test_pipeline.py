@@ -301,6 +301,31 @@ def test_messages_of_a_call_are_one_each_way_per_micro_batch_and_the_loss():
     assert run_ranks(_counted, 2, mesh={"pipeline": 2}) == [(4, 4, {"broadcast": 1})] * 2
 
 
+class Turned(nn.Linear):
+    """Gives a view of other strides."""
+
+    def forward(self, x):
+        return super().forward(x).transpose(1, 2)
+
+
+def _turned():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Turned(3, 3) for _ in range(4))).double()
+
+
+def _turned_steps(ctx):
+    model, ctx = weft.pipeline(_turned(), ctx, loss=nn.functional.mse_loss, micro_batches=4)
+    model(*torch.linspace(-1, 1, 144, dtype=torch.float64).view(2, 8, 3, 3)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if not p.is_meta}
+
+
+def test_views_of_other_strides_leave_a_stage():
+    model, (x, y) = _turned(), torch.linspace(-1, 1, 144, dtype=torch.float64).view(2, 8, 3, 3)
+    nn.functional.mse_loss(model(x), y).backward()
+    for found in run_ranks(_turned_steps, 2, mesh={"pipeline": 2}):
+        assert all((model.get_parameter(name).grad - grad).abs().max() < 1e-12 for name, grad in found.items())
+
+
 # -- checkpoints, averages, weights, undo ------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.engines.torch.probes.whole_unit import plan_line
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.elsewhere import is_elsewhere
@@ -125,7 +126,7 @@ class PartSums:
                 f"{what}: gradients of whole parameters differ between the ranks",
                 found=listed(names),
                 expected="a style for each part between a column and a row, which sees this rank's heads alone",
-                fix=f'plan={{..., "{names[0].rpartition(".")[0]}": "replicate"}}',
+                fix=plan_line(module, names, self._others),
             )
 
 

@@ -137,5 +137,5 @@ class SplitInputs:
                     f"context_parallel: {type(module).__name__} attends to a window of {size} places",
                     found=f"{name} = {size}, sequences of {length} places",
                     expected=f"full causal attention, or sequences of at most {size} places",
-                    fix=f"config.{name} = None",
+                    fix=f"model.config.{name} = {length}",
                 )

@@ -41,6 +41,7 @@ from weft.engines.torch.parts.cut_gradient import CutLayerGradient
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
+from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits
 from weft.engines.torch.strategy import Strategy
 from weft.errors import ContractError, listed
@@ -192,7 +193,8 @@ class TensorParallelModule(Strategy):
                     f"tensor_parallel: {self._class_name} is called with whole tensors in place of its parts",
                     found=f"{listed(whole)}: functional_call, or a call inside weft.full_params",
                     expected="for each parameter that is cut, a DTensor that is cut as it is",
-                    fix="functional_call(model, {name: p * 2 for name, p in model.named_parameters()}, x)",
+                    fix="functional_call(model, {n: p * 2 for n, p in model.named_parameters()}, x); "
+                    "model(x) after full_params",
                 )
             self._look_at_data()
 
@@ -256,10 +258,10 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _hook_outputs(entrance: Callable[[torch.Tensor], None]) -> Callable[..., None]:
-    """A hook on a module; what is compiled is left to the hook around it."""
+    """A hook on a module; what is compiled is left to the hook around it, and a probe leaves no gradients."""
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_measured():
             for tensor in tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(entrance)

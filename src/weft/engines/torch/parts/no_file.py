@@ -74,8 +74,7 @@ def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
                 f"{what}: load_state_dict was given whole tensors for a sharded {kind}",
                 found=f"{listed(whole)}, of which this rank holds only a shard",
                 expected=f"weights that are loaded before {what}, or files from which each rank reads its part",
-                fix=f"model.load_state_dict(...); model, ctx = weft.{what}(model, ctx)  # in this order; "
-                "or weft.load_weights(model, path, ctx) after it",
+                fix=f"model.load_state_dict(...) before weft.{what}, or weft.load_weights(model, path, ctx) after it",
             )
 
     removable.add(module.register_state_dict_post_hook(mark).remove)
@@ -102,6 +101,6 @@ class _NoFile:
             f"{self._what}: the state_dict of {self._whose} cannot be pickled",
             found=f"torch.save or pickle of {self._name}, of which this rank holds only a part",
             expected="all ranks save their parts, or the weights are made whole",
-            fix="weft.save(state, directory, step, ctx); weft.export(path, folder)  # safetensors; or on all ranks:\n"
-            "            with weft.full_params(model, ctx): ...",
+            fix="path = weft.save(state, directory, step, ctx)  # then, in one process: weft.export(path, folder); or\n"
+            "            with weft.full_params(model, ctx): ...  # on all ranks",
         )

@@ -121,11 +121,14 @@ class MicroBatches:
         if not exactly:
             number = max((n for n in range(1, min(number, rows) + 1) if rows % n == 0), default=1)
         if rows % number or not rows:
+            size = -(-rows // number) * number
             raise value_error(
                 f"pipeline: a batch of {rows} rows cannot be cut into {number} micro-batches",
                 found=f"{rows} rows, {number} micro-batches",
                 expected="micro-batches of equal size, so that their mean is the mean over the batch",
-                fix=f"weft.pipeline(..., micro_batches={_divisor(rows, number)}), or a multiple of {number} rows",
+                fix=f"DataLoader(..., batch_size={size}, drop_last=True)  # a multiple of {number} rows"
+                if rows
+                else 'weft.shard_data(loader, ctx, uneven="pad")  # a batch without rows has no mean',
             )
         _check_rows(inputs, rows, number)
         self.whole = inputs
@@ -139,10 +142,6 @@ class MicroBatches:
         return _rows(self.whole, self._rows, slice(window.start * size, window.stop * size))
 
 
-def _divisor(rows: int, number: int) -> int:
-    return max((n for n in range(1, number + 1) if rows and rows % n == 0), default=1)
-
-
 def _check_rows(inputs: Inputs, rows: int, number: int) -> None:
     named = [(".".join(path), leaf) for path, leaf in leaves(inputs.nested()) if isinstance(leaf, torch.Tensor)]
     wrong = [f"{name} of shape {tuple(t.shape)}" for name, t in named if t.dim() and t.shape[0] not in (1, rows)]
@@ -151,7 +150,7 @@ def _check_rows(inputs: Inputs, rows: int, number: int) -> None:
             "pipeline: inputs have other numbers of rows than the batch",
             found=f"{listed(wrong)}; the batch has {rows} rows",
             expected=f"{rows} rows, cut into {number} micro-batches, or 1, which all of them get",
-            fix="x.expand(rows, ...), or a buffer of the module",
+            fix="x[None]  # one row, which all micro-batches get; or a buffer of the module",
         )
     tracked = [name for name, t in named if t.requires_grad and torch.is_grad_enabled()]
     if tracked:
@@ -159,7 +158,7 @@ def _check_rows(inputs: Inputs, rows: int, number: int) -> None:
             "pipeline: no gradient flows back into the inputs",
             found=listed(tracked),
             expected="inputs that need none: the first stage has them, and the call computes all gradients",
-            fix="x.detach()",
+            fix="x = x.detach()",
         )
 
 
@@ -199,11 +198,12 @@ def check_flags(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     flags = [name for name in names if kwargs.get(name, getattr(config, name, False) is True)]
     flags += [name for name in ("use_cache", "past_key_values") if kwargs.get(name)]
     if flags:
+        given = [f"{flag}={None if flag == 'past_key_values' else False}" for flag in flags if flag in kwargs]
+        lines = [f"model.config.{flag} = False" for flag in flags if flag not in kwargs]
+        lines += [f"{', '.join(given)} in the call, also of model.generate"] if given else []
         raise value_error(
             f"pipeline: {type(module).__name__} would collect values of all layers, which lie on several stages",
             found=listed(flags),
             expected="loss and outputs that come out of the last layer",
-            fix=f"model.config.{flags[0]} = False"
-            if flags[0] in names
-            else "use_cache=False, also in model.generate(...)",
+            fix="; ".join(lines),
         )

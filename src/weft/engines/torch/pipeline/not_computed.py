@@ -71,7 +71,7 @@ class Elsewhere(torch.Tensor):
                 f"pipeline: {func} needs values that another stage computes",
                 found=f"a tensor of shape {tuple(given[0].shape)} without values",
                 expected="between the layers of a module only what does not depend on values of other stages",
-                fix="weft.pipeline(model, ctx, stages=[...]) with the layers it belongs to in one stage",
+                fix="the operation in the forward of a layer, which one rank computes",
             ) from error
         if func._schema.is_mutable:
             return args[0]

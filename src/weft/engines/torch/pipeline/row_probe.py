@@ -97,7 +97,7 @@ class RowProbe:
                 "pipeline: rows of a batch are mixed, which are computed in micro-batches",
                 found=f"rows of two micro-batches, together and apart, differ: {', '.join(wrong)} of their norm",
                 expected="a row that depends on no other one: no statistics, sorting or sums over the batch",
-                fix="norms of each row, as LayerNorm or GroupNorm; or all of it in the loss: pipeline(..., loss=fn)",
+                fix='LayerNorm or GroupNorm for each row, or weft.pipeline(..., micro_batches=1, schedule="gpipe")',
             )
 
     def _largest(self, compute: Callable[[Inputs, tuple[torch.Tensor, ...]], Any], rows: list[_Rows]) -> float:

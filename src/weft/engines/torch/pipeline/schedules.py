@@ -62,24 +62,43 @@ def check_schedule(schedule: str, ranks: int, stages: int, micro_batches: int) -
         ValueError: With the numbers.
     """
     kind = SCHEDULES[schedule]
-    per_rank, rest = divmod(stages, ranks)
-    if rest or (per_rank != kind.per_rank if kind.per_rank else per_rank < 2):
+    takes = [
+        name
+        for name, one in SCHEDULES.items()
+        if _takes(one, ranks, stages) and _fits(one, ranks, stages, micro_batches)
+    ]
+    if not _takes(kind, ranks, stages):
         wanted = f"{kind.per_rank * ranks}" if kind.per_rank else f"a multiple of {ranks}, from {2 * ranks}"
         raise value_error(
             f"pipeline: schedule = {schedule!r} does not fit the number of stages",
             found=f"{stages} stages on {ranks} ranks",
             expected=f"{wanted} stages",
-            fix=f'weft.pipeline(..., schedule="{"1f1b" if per_rank == 1 else "interleaved_1f1b"}")',
+            fix=f'weft.pipeline(..., schedule="{takes[0]}")'
+            if takes
+            else f"weft.pipeline(..., stages=weft.plan_pipeline(model, {ranks * (kind.per_rank or 2)}))",
         )
-    rounds = max(1, micro_batches // ranks)
-    if (kind.min_micro and micro_batches < stages) or (kind.in_rounds and micro_batches % rounds):
+    if not _fits(kind, ranks, stages, micro_batches):
+        rounds = micro_batches // ranks
         wanted = f"at least {stages}" if kind.min_micro else f"a multiple of {rounds}, the number of rounds"
         raise value_error(
             f"pipeline: schedule = {schedule!r} does not fit the number of micro-batches",
             found=f"{micro_batches} micro-batches for {stages} stages on {ranks} ranks",
             expected=f"{wanted} micro-batches",
-            fix=f"weft.pipeline(..., micro_batches={max(stages, ranks * rounds)}), or schedule='gpipe'",
+            fix=f'weft.pipeline(..., micro_batches={max(stages, ranks * rounds)}), or schedule="{takes[0]}"',
         )
+
+
+def _takes(kind: Kind, ranks: int, stages: int) -> bool:
+    """Whether a schedule runs so many stages."""
+    per_rank, rest = divmod(stages, ranks)
+    return not rest and (per_rank == kind.per_rank if kind.per_rank else per_rank >= 2)
+
+
+def _fits(kind: Kind, ranks: int, stages: int, micro_batches: int) -> bool:
+    """Whether a schedule runs so many micro-batches."""
+    if kind.min_micro and micro_batches < stages:
+        return False
+    return not kind.in_rounds or micro_batches % max(1, micro_batches // ranks) == 0
 
 
 def owners(schedule: str, ranks: int, stages: int) -> list[int]:

@@ -107,10 +107,10 @@ class Borders:
                 "pipeline: a layer gives other shapes for one micro-batch than for another",
                 found=f"{border.shapes} after stage {stage}, {self._known[key, stage].shapes} before",
                 expected="shapes that depend on those of the inputs only",
-                fix="pad the batch, or other stages=[...]",
+                fix="weft.pipeline(..., stages=[...]) that end where all micro-batches have the same shapes",
             )
-        # Where nothing is trained there is no graph, and schedules want one.
-        return tuple(t if t.requires_grad else t.detach().requires_grad_() for t in tensors)
+        # Where nothing is trained there is no graph, and schedules want one; they send what is contiguous.
+        return tuple(t.contiguous() if t.requires_grad else t.detach().contiguous().requires_grad_() for t in tensors)
 
 
 def _described(output: Any) -> tuple[Border, tuple[torch.Tensor, ...]]:

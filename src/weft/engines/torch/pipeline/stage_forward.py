@@ -22,9 +22,14 @@ from torch import nn
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
 from weft.engines.torch.pipeline.not_computed import Elsewhere, has_elsewhere
 from weft.errors import ContractError
-from weft.tensors.nested import map_tensors
+from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["StageForward"]
+
+
+_IN_ORDER = "weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward"
+_OF_ITS_STAGE = "stages=[...] with the name of the parameter in the stage that uses it, or in the forward of a layer"
+_THROUGH = "x, kept = layer(x, kept)  # what a later layer needs goes through those before it, which return a tuple"
 
 
 class _Left(BaseException):
@@ -83,7 +88,7 @@ class StageForward:
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
-            self._raise_order(f"between the layers, a parameter of another stage is used: {error}", error)
+            self._raise_parameter(error)
         finally:
             self._running = before
         self.returned = call.output if call.calls == 1 else None
@@ -91,7 +96,8 @@ class StageForward:
             missing = self.stages[stage + 1][0] if not stage or call.has_received else self.stages[stage - 1][-1]
             self._raise_order(f"forward ended without a call of {missing}")
         if has_elsewhere(output):
-            self._raise_order("the output of the module depends on a layer of an earlier stage")
+            self._raise_order("the output of the module depends on a layer of an earlier stage", fix=_THROUGH)
+        self._check_real(output)
         return output
 
     def route(self, number: int, name: str, run: Callable[..., Any], args: Any, kwargs: Any, *, is_last: bool) -> Any:
@@ -108,7 +114,8 @@ class StageForward:
         if number < call.stage:
             return self._of_earlier(call, number, name, is_last=is_last)
         if has_elsewhere((args, kwargs)):
-            self._raise_order(f"{name} of stage {number} is given what another stage computes")
+            self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
+        self._check_real((args, kwargs))
         output = run(*args, **kwargs)
         if not is_last:
             return output
@@ -129,7 +136,16 @@ class StageForward:
         guessed = call.stage == len(self.stages)  # after all layers: of what is between them, the shapes are not known
         return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=guessed), call.received)
 
-    def _raise_order(self, found: str, cause: BaseException | None = None) -> NoReturn:
+    def _check_real(self, value: Any) -> None:
+        """Raise if a tensor is on meta, as what torch computes from one that is there."""
+        if any(tensor.is_meta for tensor in tensors(value)):
+            self._raise_parameter()
+
+    def _raise_parameter(self, cause: BaseException | None = None) -> NoReturn:
+        found = f"between the layers, a parameter of another stage is used{f': {cause}' if cause else ''}"
+        self._raise_order(found, cause, fix=_OF_ITS_STAGE)
+
+    def _raise_order(self, found: str, cause: BaseException | None = None, *, fix: str = _IN_ORDER) -> NoReturn:
         chain = " | ".join(
             " ".join((names[0], "...", names[-1])[: 3 if len(names) > 1 else 1]) for names in self.stages
         )
@@ -137,7 +153,7 @@ class StageForward:
             f"pipeline: {self._kind} does not call its layers in the order of the stages",
             found=found,
             expected=f"each layer called once, with what the layers before it gave: {chain}",
-            fix="weft.pipeline(model, ctx, stages=[[names of layers], ...]) in the order of forward",
+            fix=fix,
         ) from cause
 
     def _raise_not_here(self, number: int, name: str) -> NoReturn:

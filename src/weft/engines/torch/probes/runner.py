@@ -268,7 +268,8 @@ class Prober:
                 found=f"other values or shapes on rank {listed(others)} than on {dist.get_global_rank(group, 0)}; "
                 f"on this rank: {here}",
                 expected="equal inputs on all ranks that compute it together",
-                fix="loader, ctx = weft.shard_data(loader, ctx)  # the same batches along this axis",
+                fix="loader, ctx = weft.shard_data(loader, ctx)  # the same batches; "
+                "or weft.rng.sync_rng(ctx.on(axis)) for dropout",
             )
 
     def _error(self, name: str, *, found: str, expected: str, fix: str = "") -> ProbeFailed:

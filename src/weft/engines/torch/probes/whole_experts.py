@@ -22,7 +22,7 @@ class ExpertUnits(WholeUnits):
     """The probe of `expert_parallel`; its units are the modules whose forward calls experts."""
 
     cause = "an expert computes something else for a token if other tokens come with it"
-    fix = "weft.expert_parallel(..., experts=...) without these experts"
+    fix = 'weft.expert_parallel(..., experts=...) without these, or weft.replicate(model, ctx, unused="zero") alone'
 
     def __init__(
         self,

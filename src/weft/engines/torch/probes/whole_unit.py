@@ -8,6 +8,7 @@ it is and with whole parameters, and outputs and gradients are compared.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -29,12 +30,12 @@ from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["TensorUnits", "WholeUnits", "units_around"]
+__all__ = ["TensorUnits", "WholeUnits", "plan_line", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
 _OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")
-_LOW_LIMIT = 5e-2  # of numbers in 16 bits
+_LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
 _LOW = (torch.bfloat16, torch.float16)
 _Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -67,6 +68,25 @@ def _up(name: str, fits: Any) -> str:
 
 def _is_in(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def plan_line(module: nn.Module, names: Collection[str], cut: Collection[str]) -> str:
+    """The line to write for whole parameters of whose gradients each rank has a part.
+
+    Args:
+        module: Has the parameters.
+        names: Of them.
+        cut: Names of layers that are cut: a part that holds one cannot stay whole.
+    """
+    parts = {name.rpartition(".")[0] for name in names}
+    if any(_is_in(one, part) for one in cut for part in parts):
+        return TensorUnits.fix
+    patterns = set()
+    for part in parts:
+        pattern = re.sub(r"\b\d+\.", "*.", part)
+        fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        patterns.add(pattern if {n for n, _ in module.named_modules() if fits.fullmatch(n)} <= parts else part)
+    return "plan={..., " + ", ".join(f'"{one}": "replicate"' for one in sorted(patterns)) + "}"
 
 
 class WholeUnits:
@@ -160,7 +180,7 @@ class WholeUnits:
         low = torch.is_autocast_enabled(device_type) or any(
             t.dtype in _LOW for t in (*unit.parameters(), *tensors((args, kwargs)))
         )
-        limit = _LOW_LIMIT if low and nested else 1e-5  # what is gathered by itself stays as it is
+        limit = _LOW_LIMIT if low and nested else _LIMIT  # what is gathered by itself stays as it is
         low = low and not nested
 
         def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,7 +279,7 @@ class WholeUnits:
                 wanted = self._part(wanted)
             is_whole = place >= len(arguments) and not isinstance(ours[place], DTensor)
             fix = self._fix_of(name, names[place - len(arguments)]) if is_whole else ""
-            yield Compared(label, ours_whole, wanted, floor, fix=fix)
+            yield Compared(label, ours_whole, wanted, floor, _LIMIT, fix)
 
     def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves besides those that are known, down to which a backward pass has to run on all ranks."""
@@ -363,8 +383,10 @@ class TensorUnits(WholeUnits):
         return f'plan={{..., "{columns[-1]}": "gather"}}  # or "vocab": logits for weft.collectives.vocab_cross_entropy'
 
     def _fix_of(self, name: str, own: str) -> str:
-        part = f"{name}.{own}".lstrip(".").rpartition(".")[0]
-        return f'plan={{..., "{part}": "replicate"}}  # each rank has a part of this gradient' if part else ""
+        assert self.spare is not None
+        kind = type(self._unit(name))
+        alike = {name, *(n for n, unit in self.units.items() if type(unit) is kind and not self._is_summed(n, own))}
+        return plan_line(self.spare, [f"{one}.{own}".lstrip(".") for one in alike], self._options.styles)
 
     def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
         """A copy of an argument; the first one is joined over the ranks, if each has a part of the sequence."""

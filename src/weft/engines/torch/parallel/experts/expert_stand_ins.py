@@ -15,6 +15,9 @@ from weft.errors import ContractError
 
 __all__ = ["DTYPES", "Answering", "Call", "End", "Noting", "StandIn"]
 
+_WITHOUT = (
+    'weft.expert_parallel(..., experts=...) without this list, or weft.replicate(model, ctx, unused="zero") alone'
+)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 End: TypeAlias = tuple[torch.Size, torch.dtype]  # the shape of the result of one row, and the dtype
 
@@ -41,7 +44,7 @@ class StandIn(nn.Module):
                 "expert_parallel: an expert is called with something else than one tensor of rows",
                 found=f"{len(args)} argument(s), and by name: {', '.join(kwargs) or 'none'}",
                 expected="expert(rows), with floating-point rows [..., width], each computed independently",
-                fix="weft.expert_parallel(..., experts=...) without this list",
+                fix=_WITHOUT,
             )
         return self.book(self.number, args[0])  # type: ignore[no-any-return]
 
@@ -52,7 +55,7 @@ class StandIn(nn.Module):
             f"expert_parallel: {name!r} of an expert is read while the module around it runs",
             found=f"expert {self.number}, used other than by calls",
             expected="a forward that only calls its experts: those of other ranks have no values here",
-            fix="weft.expert_parallel(..., experts=...) without this list",
+            fix=_WITHOUT,
         )
 
 
@@ -105,5 +108,5 @@ class Answering:
             found=f"{found}, than in the first run of the same forward",
             expected="a forward that routes rows to experts by its inputs, parameters and buffers alone, where no "
             "expert's rows depend on the results of another",
-            fix="weft.expert_parallel(..., experts=...) without this list",
+            fix=_WITHOUT,
         )
