@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import after_callbacks
+from weft.engines.torch.hooks.program_lines import applied
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
 from weft.tensors.bit_sums import can_be_read, sums_of_bits
 from weft.tensors.dtensor import local
@@ -127,7 +128,7 @@ class FirstSteps:
             found=f"changed after {self._what}, not on all ranks alike: {listed(differing)}",
             expected=f"weights that were loaded or initialized before {self._what}, which sends them to all ranks; "
             "or alike on all ranks",
-            fix=f"model.load_state_dict(...); model, ctx = weft.{self._what}(model, ctx)  # in this order",
+            fix=f"model.load_state_dict(...); {applied(self._what)}  # in this order",
         )
 
     # -- gradients ---------------------------------------------------------------------------------
