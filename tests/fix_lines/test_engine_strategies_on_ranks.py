@@ -1,16 +1,18 @@
 """The torch engine on two ranks: what strategies that keep whole parameters, and their optimizers, say to a program."""
 
 import gc
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import weft
 from tests.fix_lines.told import told
-from weft.testing import largest_difference, run_ranks
+from weft.testing import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
@@ -236,3 +238,292 @@ def _parameters(ctx):
 
 def test_parameters():
     run_ranks(_parameters, 2)
+
+
+def windows_in_part(strategy, ctx, *, breaks):
+    """Train on windows of three micro-batches, of which some are left out; gradients are clipped."""
+    model, optimizer, here = under(strategy, ctx)
+    model, windows, here = weft.accumulate_grads(model, list(range(9)), here, steps=3)
+    for window in windows:
+        for step in window:
+            if step in (1, 5):
+                if breaks:
+                    break
+                continue
+            (model(x_of(ctx, step)).sum() * window.share).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- optimizers -----------------------------------------------------------------------------------------
+
+
+def _flat(ctx, make=sgd, **options):
+    """A model whose parameters lie in one buffer, the optimizer that steps on it, and the context."""
+    model, ctx = weft.replicate(Net(), ctx, flat=True, **options)
+    optimizer, ctx = weft.fuse_step(make(model), ctx)
+    return model, optimizer, ctx
+
+
+def _adam(model):
+    return torch.optim.Adam(model.parameters())
+
+
+def _flat_buffers(ctx):
+    model, _ = weft.replicate(Net(), ctx, flat=True)
+    model.double()
+    with told("engines/torch/ddp/flat_buffer.py", "moved out of the flat buffer") as it:
+        model(x_of(ctx).double())
+    assert it.fix == "move or cast the model before weft.replicate"
+    model, _ = weft.replicate(Net().double(), ctx, flat=True)
+    train(model, sgd(model), ctx, kind=torch.float64)
+
+    with told("engines/torch/optim/flat_step.py", "may be without gradient") as it:
+        _flat(ctx, unused="zero")
+    model, here = eval(it.fix, {"weft": weft, "model": Net(), "ctx": ctx})
+    optimizer, _ = weft.fuse_step(sgd(model), here)
+    train(model, optimizer, ctx)
+
+    model, here = weft.replicate(Net(), ctx)
+    with told("engines/torch/optim/flat_step.py", "are not in a flat buffer") as it:
+        weft.fuse_step(sgd(model), here)
+    names = it.run(model=Net(), ctx=ctx)
+    optimizer, _ = weft.fuse_step(sgd(names["model"]), names["ctx"])
+    train(names["model"], optimizer, ctx)
+
+
+def _states(ctx):
+    model, optimizer, _ = _flat(ctx, _adam)
+    train(model, optimizer, ctx, steps=1)
+    state = optimizer.state_dict()
+    state["state"][0]["step"] += 1
+    with told("engines/torch/optim/flat_step.py", "differs between parameters") as it:
+        optimizer.load_state_dict(state)
+    assert it.fix == "load the state before weft.fuse_step, or continue without it"
+    model, here = weft.replicate(Net(), ctx, flat=True)
+    optimizer = _adam(model)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, ctx)
+    optimizer, _ = weft.fuse_step(optimizer, here)
+    train(model, optimizer, ctx)
+
+
+def _groups(ctx):
+    def added(make):
+        model, optimizer, here = make(ctx, lambda model: sgd(model.head))
+        optimizer.add_param_group({"params": list(model.body.parameters())})
+        model(x_of(ctx)).sum().backward()
+        return optimizer
+
+    optimizer = added(_flat)
+    with told("engines/torch/optim/flat_step.py", "the parameter groups of the optimizer changed") as it:
+        optimizer.step()
+    model, here = weft.replicate(Net(), ctx, flat=True)
+    optimizer = sgd(model.head)
+    optimizer.add_param_group({"params": list(model.body.parameters())})
+    assert it.fix.startswith("add all groups first: ")
+    optimizer, _ = weft.fuse_step(optimizer, here)
+    train(model, optimizer, ctx)
+
+    model = Net()
+    model.body.requires_grad_(False)
+    model, optimizer, _ = weft.zero_partition(model, sgd(model.head), ctx, stage=1)
+    model.body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.body.parameters())})
+    with told("engines/torch/optim/zero1_step.py", "got other parameters") as it:
+        model(x_of(ctx)).sum().backward()
+        optimizer.step()
+    model = Net()
+    optimizer = sgd(model.head)
+    optimizer.add_param_group({"params": list(model.body.parameters())})
+    assert it.fix == "optimizer.add_param_group(...); model, optimizer, ctx = weft.zero_partition(...)"
+    model, optimizer, _ = weft.zero_partition(model, optimizer, ctx, stage=1)
+    train(model, optimizer, ctx)
+
+    def owned(add):
+        model, here = weft.replicate(Net(), ctx)
+        optimizer = torch.optim.Adafactor(model.head.parameters())
+        if add == "before":
+            optimizer.add_param_group({"params": list(model.body.parameters())})
+        optimizer, _ = weft.gather_step(optimizer, here, by="owner")
+        if add == "after":
+            optimizer.add_param_group({"params": list(model.body.parameters())})
+        return model, optimizer
+
+    model, optimizer = owned("after")
+    with told("engines/torch/stepping/owner_step.py", "got other parameters") as it:
+        train(model, optimizer, ctx)
+    assert it.fix == 'optimizer.add_param_group(...); optimizer, ctx = weft.gather_step(optimizer, ctx, by="owner")'
+    train(*owned("before"), ctx)
+
+
+def _steps(ctx):
+    model, optimizer, _ = _flat(ctx)
+    model(x_of(ctx)).sum().backward()
+    with told("engines/torch/optim/closures.py", "step() was called with a closure") as it:
+        optimizer.step(lambda: model(x_of(ctx)).sum())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x_of(ctx)).sum()
+        loss.backward()
+        return loss
+
+    it.run(closure=closure, optimizer=optimizer)
+
+    optimizer.zero_grad()
+    model(x_of(ctx)).sum().backward()
+    model.head.bias.grad = None
+    with told("engines/torch/optim/flat_step.py", "have no gradient") as it:
+        optimizer.step()
+    assert it.fix == "optimizer.zero_grad() for all, or continue without weft.fuse_step"
+    optimizer.zero_grad()
+    train(model, optimizer, ctx)
+    plain = sgd(model)
+    model(x_of(ctx)).sum().backward()
+    model.head.bias.grad = None
+    plain.step()
+
+    optimizer = sgd(Net())
+    model, _ = weft.replicate(Net(), ctx)
+    with told("engines/torch/optim/step_watch.py", "updates none of the parameters") as it:
+        train(model, optimizer, ctx)
+    model.zero_grad()
+    train(model, it.run(torch=torch, model=model)["optimizer"], ctx)
+
+
+def _gradients_by_hand(ctx):
+    model, optimizer, here = under(weft.replicate, ctx)
+    parameters = list(model.parameters())
+
+    def gradients():
+        return zip(parameters, torch.autograd.grad(model(x_of(ctx)).sum(), parameters), strict=True)
+
+    with told("engines/torch/optim/step_watch.py", "that were not averaged over the ranks") as it:
+        for p, gradient in gradients():
+            p.grad = gradient
+        optimizer.step()
+    optimizer.zero_grad()
+    it.run(loss=model(x_of(ctx)).sum())
+    optimizer.step()
+    assert "# or p.grad = weft.reduce(gradient, ctx, 'mean'); in a window, continue in place of break" in it.fix
+    for p, gradient in gradients():
+        p.grad = weft.reduce(gradient, ctx, "mean")
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, ctx)
+
+    with told("engines/torch/optim/step_watch.py", "that were not averaged over the ranks"):
+        windows_in_part(weft.replicate, ctx, breaks=True)
+    windows_in_part(weft.replicate, ctx, breaks=False)
+
+
+def _optimizers(ctx):
+    each(ctx, _flat_buffers, _states, _groups, _steps, _gradients_by_hand)
+
+
+def test_optimizers():
+    run_ranks(_optimizers, 2)
+
+
+# -- what is wrong from the first steps on ---------------------------------------------------------------
+
+
+def _ddp_around(ctx):
+    model, optimizer, _ = under(weft.replicate, ctx)
+    with told("engines/torch/hooks/first_steps.py", "DistributedDataParallel") as it:
+        DistributedDataParallel(model)(x_of(ctx))
+    assert it.fix == "leave the line with DistributedDataParallel(model) out"
+    model, optimizer, _ = under(weft.replicate, ctx)
+    train(model, optimizer, ctx)
+
+
+def _same_batches(ctx):
+    loader = DataLoader(torch.arange(16.0).view(4, 4), batch_size=1)
+
+    def epoch(loader):
+        model, optimizer, _ = under(weft.replicate, ctx)
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with told("engines/torch/hooks/first_steps.py", "ranks compute the same batches") as it:
+        epoch(loader)
+    loader = it.run(loader=loader, ctx=ctx)["loader"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epoch(loader)
+
+
+def _other_weights(ctx):
+    for strategy in (weft.replicate, zero):
+        model, optimizer, _ = under(strategy, ctx)
+        weights = {name: p + ctx.rank for name, p in Net().state_dict().items()}
+        model.load_state_dict(weights)
+        with told("engines/torch/hooks/first_steps.py", "before the first step") as it:
+            train(model, optimizer, ctx)
+        model = Net()
+        model.load_state_dict(weights)
+        model, optimizer, _ = under(strategy, ctx, model)
+        train(model, optimizer, ctx)
+        print(it.fix)
+
+
+def _not_cleared(ctx):
+    for strategy in (weft.replicate, weft.fully_shard):
+        model, optimizer, _ = under(strategy, ctx)
+        with told("engines/torch/hooks/first_steps.py", "that were stepped on") as it:
+            for step in range(3):
+                model(x_of(ctx, step)).sum().backward()
+                optimizer.step()
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(3):
+                model(x_of(ctx, step)).sum().backward()
+                it.run(optimizer=optimizer)
+
+
+def _window(ctx, inside=None, skips=False, after=None):
+    """A loop with a window of two, with something done after each micro-batch, or after all of them."""
+    model, optimizer, here = under(weft.replicate, ctx)
+    model, windows, here = weft.accumulate_grads(model, list(range(8)), here, steps=2)
+    with warnings.catch_warnings():
+        if inside is None and not skips:
+            warnings.simplefilter("error")
+        for window in windows:
+            for step in window:
+                loss = model(x_of(ctx, step)).sum() * window.share
+                if not (skips and ctx.rank):
+                    loss.backward()
+                if inside is not None:
+                    inside(model, optimizer)
+            if after is not None:
+                after(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _clip(model, _):
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _windows(ctx):
+    with told("engines/torch/hooks/first_steps.py", "were cleared in the middle of a window") as it:
+        _window(ctx, lambda _, optimizer: optimizer.zero_grad())
+    assert it.fix.endswith("then optimizer.step() and optimizer.zero_grad(), after the inner loop")
+    _window(ctx)
+    with told("engines/torch/hooks/first_steps.py", "were changed in the middle of a window") as it:
+        _window(ctx, _clip)
+    assert it.fix.endswith("then clip_grad_norm_ and optimizer.step(), after the inner loop")
+    _window(ctx, after=_clip)
+
+
+def _first_steps(ctx):
+    each(ctx, _ddp_around, _same_batches, _other_weights, _not_cleared, _windows)
+
+
+def test_first_steps():
+    run_ranks(_first_steps, 2)

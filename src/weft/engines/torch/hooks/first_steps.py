@@ -112,8 +112,8 @@ class FirstSteps:
         self._peers.compare(
             f"weights of {self._class_name}, which no optimizer has changed",
             {"a sum of their bits": total},
-            fix="loss.backward() and optimizer.step(); or gradient = weft.reduce(gradient, ctx, 'mean') after "
-            "torch.autograd.grad. With weft.contract.no_sync around what is meant to differ, nothing is compared",
+            fix="gradient = weft.reduce(gradient, ctx, 'mean')  # or loss.backward(); or, where they are to differ, with "
+            "weft.contract.no_sync(model, ctx): ...",
         )
 
     def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -304,7 +304,7 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
             "or changed after a window was left early",
             expected="gradients that come from a backward pass, or are equal on all ranks",
             fix="loss.backward()  # or p.grad = weft.reduce(gradient, ctx, 'mean'); "
-            "after a break: for _ in window: pass",
+            "in a window, continue in place of break",
         )
 
 
