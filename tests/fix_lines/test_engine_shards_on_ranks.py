@@ -20,7 +20,6 @@ from tests.fix_lines.test_engine_strategies_on_ranks import (
     under,
     windows_in_part,
     x_of,
-    zero,
 )
 from tests.fix_lines.told import told
 from weft.testing import run_ranks
@@ -33,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
 
 def _past_forward(ctx):
-    model, here = weft.fully_shard(Net(), ctx)
+    model, _ = weft.fully_shard(Net(), ctx)
     with told("engines/torch/fsdp/refusals.py", "is used past forward, in shards") as it:
         model.encode(x_of(ctx))
     listed, instead = it.fix.split("; or ")
@@ -99,7 +98,7 @@ def _copied(ctx):
     model, optimizer, here = under(weft.fully_shard, ctx)
     with told("engines/torch/fsdp/refusals.py", "can be neither copied nor pickled") as it:
         copy.deepcopy(model)
-    assert it.fix.endswith("or copy it before it is sharded")
+    assert it.fix.endswith("or copy it before sharding")
     names = it.run(model=model, ctx=here, optimizer=optimizer)
     torch.save(copy.deepcopy(model), io.BytesIO())
     names["model"](x_of(ctx)).sum().backward()
@@ -193,3 +192,104 @@ def _calls(ctx, path):
 
 def test_calls(tmp_path):
     run_ranks(_calls, 2, tmp_path / "w.safetensors")
+
+
+# -- optimizers and gradients -----------------------------------------------------------------------------
+
+
+def _whole_tensors(ctx):
+    model, here = weft.fully_shard(Net(), ctx)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with told("engines/torch/optim/full_param_step.py", "gather_step") as it:
+        train(model, optimizer, ctx)
+    optimizer.zero_grad()
+    train(model, it.run(optimizer=optimizer, ctx=here)["optimizer"], ctx)
+
+    def steps(model):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x_of(ctx)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    model, here = weft.fully_shard(Net(), ctx)
+    with told("engines/torch/optim/full_param_step.py", "gather_step") as it:
+        steps(model)
+    steps(it.run(model=Net(), ctx=ctx)["model"])
+
+
+def _partial(ctx):
+    model, here = weft.fully_shard(Net(), ctx)
+    model(x_of(ctx)).sum().backward()
+    p = model.head.bias
+    mesh = p.device_mesh
+    p.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with told("engines/torch/optim/grad_norm.py", "has not been reduced") as it:
+        weft.clip_grads(model, here, max_norm=1.0)
+    it.run(p=p)
+    weft.clip_grads(model, here, max_norm=1.0)
+    assert p.grad.placements == p.placements
+
+
+def _optimizers(ctx):
+    each(ctx, _whole_tensors, _partial)
+
+
+def test_optimizers():
+    run_ranks(_optimizers, 2)
+
+
+# -- layers in parts, and over all ranks ----------------------------------------------------------------------
+
+
+def _parts(ctx):
+    model, _ = weft.tensor_parallel(Net(), ctx, plan={"body": "column", "head": "row"})
+    with told("engines/torch/hooks/function_transforms.py", "inside torch.func") as it:
+        torch.func.vmap(model)(x_of(ctx))
+    batch = torch.linspace(-1, 1, 8).view(2, 4)
+    it.run(model=model, batch=batch)
+    plain = Net()
+    plain(batch).sum().backward()
+    torch.testing.assert_close(model.head.bias.grad.to_local(), plain.head.bias.grad)
+
+    def in_parts(policy):
+        model, here = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), ctx
+        if isinstance(policy, str):
+            model, here = weft.with_precision(model, here, policy)
+        else:
+            names = policy.run(model=model, ctx=here)
+            model, here = names["model"], names["ctx"]
+        model, here = weft.tensor_parallel(model, here, plan={"0": "column", "1": "row"})
+        model(torch.ones(2, 16)).sum().backward()
+
+    with told("engines/torch/amp/fp8_linear.py", "needs the whole weight") as it:
+        in_parts("fp8")
+    in_parts(it)
+
+
+def test_layers_in_parts():
+    run_ranks(_parts, 2, mesh={"tensor": 2})
+
+
+def _over_all(ctx):
+    with told("engines/torch/device/choose.py", "cannot serve") as it:
+        weft.start(device="mps")
+    assert it.fix == 'weft.start(device="cpu"), or launch with -n 1'
+    weft.start(device="cpu").close()
+
+    model, _ = weft.sync_batch_norm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), ctx)
+    rows = torch.ones(1 - ctx.rank, 4)
+    with told("engines/torch/ddp/sync_batch_norm.py", "a single value has no variance") as it:
+        model(rows)
+    assert it.fix == "a larger batch, or model.eval()"
+    model(torch.ones(1, 4) + ctx.rank)
+    model.eval()(rows)
+
+
+def test_devices_and_batch_norms():
+    run_ranks(_over_all, 2)

@@ -86,13 +86,13 @@ def _gradients_of_gradients(ctx):
 
 
 def _two_backward_passes(ctx):
-    model, here = weft.replicate(Net(), ctx, unused="zero")
+    model, _ = weft.replicate(Net(), ctx, unused="zero")
     one, two = model(x_of(ctx)).sum(0)
     with told("engines/torch/ddp/transport.py", "a second backward") as it:
         one.backward(retain_graph=True)
         two.backward()
     assert it.fix == "add the losses up and call backward once"
-    model, here = weft.replicate(Net(), ctx, unused="zero")
+    model, _ = weft.replicate(Net(), ctx, unused="zero")
     one, two = model(x_of(ctx)).sum(0)
     (one + two).backward()
 
@@ -127,10 +127,10 @@ def _past_forward(ctx):
         model.encode(x_of(ctx)).sum().backward()
     assert it.fix.startswith("weft.zero_partition(..., methods=('encode',)); or model(...)")
     model = Net()
-    model, optimizer, _ = weft.zero_partition(model, sgd(model), ctx, stage=1, methods=("encode",))
+    model, _, _ = weft.zero_partition(model, sgd(model), ctx, stage=1, methods=("encode",))
     (model.encode(x_of(ctx)).sum() + model(x_of(ctx)).sum()).backward()
 
-    model, optimizer, _ = under(weft.replicate, ctx, nn.Sequential(nn.Linear(4, 4)))
+    model, _, _ = under(weft.replicate, ctx, nn.Sequential(nn.Linear(4, 4)))
     with told("engines/torch/hooks/past_forward.py", "past forward") as it:
         model[0](x_of(ctx)).sum().backward()
     assert it.fix == "model(...)  # in place of model[0](...)"
@@ -204,7 +204,7 @@ class Adapted(nn.Module):
 
 
 def _given(ctx):
-    model, _, here = under(weft.replicate, ctx)
+    model, _, _ = under(weft.replicate, ctx)
     with told("engines/torch/hooks/parameter_watch.py", "is called with other parameters") as it:
         functional_call(model, {name: 2 * p for name, p in model.named_parameters()}, (x_of(ctx),))
     names = {"weft": weft, "Adapted": Adapted, "model": Net(), "ctx": ctx}
@@ -214,14 +214,14 @@ def _given(ctx):
 
 def _added(ctx):
     for strategy in (weft.replicate, zero, weft.fully_shard):
-        model, optimizer, here = under(strategy, ctx)
+        model, optimizer, _ = under(strategy, ctx)
         model.head = nn.Linear(4, 3)
         with told("engines/torch/hooks/parameter_watch.py", "that it did not have when") as it:
             model(x_of(ctx))
         assert it.fix.startswith("model.head = ...; model, ")
         model = Net()
         model.head = nn.Linear(4, 3)
-        model, optimizer, here = under(strategy, ctx, model)
+        model, optimizer, _ = under(strategy, ctx, model)
         train(model, optimizer, ctx)
         assert it.fix.endswith("  # in this order")
 
@@ -311,7 +311,7 @@ def _states(ctx):
 
 def _groups(ctx):
     def added(make):
-        model, optimizer, here = make(ctx, lambda model: sgd(model.head))
+        model, optimizer, _ = make(ctx, lambda model: sgd(model.head))
         optimizer.add_param_group({"params": list(model.body.parameters())})
         model(x_of(ctx)).sum().backward()
         return optimizer
@@ -394,7 +394,7 @@ def _steps(ctx):
 
 
 def _gradients_by_hand(ctx):
-    model, optimizer, here = under(weft.replicate, ctx)
+    model, optimizer, _ = under(weft.replicate, ctx)
     parameters = list(model.parameters())
 
     def gradients():
@@ -468,7 +468,7 @@ def _other_weights(ctx):
         model.load_state_dict(weights)
         model, optimizer, _ = under(strategy, ctx, model)
         train(model, optimizer, ctx)
-        print(it.fix)
+        assert it.fix.startswith("model.load_state_dict(...); model, ") and it.fix.endswith("  # in this order")
 
 
 def _not_cleared(ctx):
@@ -486,7 +486,7 @@ def _not_cleared(ctx):
                 it.run(optimizer=optimizer)
 
 
-def _window(ctx, inside=None, skips=False, after=None):
+def window_loop(ctx, inside=None, skips=False, after=None):
     """A loop with a window of two, with something done after each micro-batch, or after all of them."""
     model, optimizer, here = under(weft.replicate, ctx)
     model, windows, here = weft.accumulate_grads(model, list(range(8)), here, steps=2)
@@ -512,13 +512,13 @@ def _clip(model, _):
 
 def _windows(ctx):
     with told("engines/torch/hooks/first_steps.py", "were cleared in the middle of a window") as it:
-        _window(ctx, lambda _, optimizer: optimizer.zero_grad())
+        window_loop(ctx, lambda _, optimizer: optimizer.zero_grad())
     assert it.fix.endswith("then optimizer.step() and optimizer.zero_grad(), after the inner loop")
-    _window(ctx)
+    window_loop(ctx)
     with told("engines/torch/hooks/first_steps.py", "were changed in the middle of a window") as it:
-        _window(ctx, _clip)
+        window_loop(ctx, _clip)
     assert it.fix.endswith("then clip_grad_norm_ and optimizer.step(), after the inner loop")
-    _window(ctx, after=_clip)
+    window_loop(ctx, after=_clip)
 
 
 def _first_steps(ctx):

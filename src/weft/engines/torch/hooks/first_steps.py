@@ -112,8 +112,8 @@ class FirstSteps:
         self._peers.compare(
             f"weights of {self._class_name}, which no optimizer has changed",
             {"a sum of their bits": total},
-            fix="gradient = weft.reduce(gradient, ctx, 'mean')  # or loss.backward(); or, where they are to differ, with "
-            "weft.contract.no_sync(model, ctx): ...",
+            fix="gradient = weft.reduce(gradient, ctx, 'mean')  # or loss.backward(); or, if they are to differ, "
+            "model(x) in weft.contract.no_sync",
         )
 
     def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
