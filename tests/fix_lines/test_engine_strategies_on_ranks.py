@@ -111,7 +111,7 @@ def _after_the_end(ctx):
 
 
 def _past_forward(ctx):
-    model, optimizer, _ = under(weft.replicate, ctx)
+    model, _, _ = under(weft.replicate, ctx)
     with told("engines/torch/hooks/past_forward.py", "past forward") as it:
         model.encode(x_of(ctx)).sum().backward()
     model = Net()
@@ -122,7 +122,7 @@ def _past_forward(ctx):
     model.zero_grad()
     model(x_of(ctx)).sum().backward()
 
-    model, optimizer, _ = under(zero, ctx)
+    model, _, _ = under(zero, ctx)
     with told("engines/torch/hooks/past_forward.py", "past forward") as it:
         model.encode(x_of(ctx)).sum().backward()
     assert it.fix.startswith("weft.zero_partition(..., methods=('encode',)); or model(...)")
