@@ -259,6 +259,10 @@ def windows_in_part(strategy, ctx, *, breaks):
 # -- optimizers -----------------------------------------------------------------------------------------
 
 
+class Mine(torch.optim.SGD):
+    """An optimizer that is not of torch."""
+
+
 def _flat(ctx, make=sgd, **options):
     """A model whose parameters lie in one buffer, the optimizer that steps on it, and the context."""
     model, ctx = weft.replicate(Net(), ctx, flat=True, **options)
@@ -385,12 +389,15 @@ def _steps(ctx):
     model.head.bias.grad = None
     plain.step()
 
-    optimizer = sgd(Net())
-    model, _ = weft.replicate(Net(), ctx)
-    with told("engines/torch/optim/step_watch.py", "updates none of the parameters") as it:
-        train(model, optimizer, ctx)
-    model.zero_grad()
-    train(model, it.run(torch=torch, model=model)["optimizer"], ctx)
+
+def _optimizer_of_another_model(ctx):
+    for kind in (torch.optim.SGD, Mine):
+        optimizer = kind(Net().parameters(), lr=0.1)
+        model, _ = weft.replicate(Net(), ctx)
+        with told("engines/torch/optim/step_watch.py", "updates none of the parameters") as it:
+            train(model, optimizer, ctx)
+        model.zero_grad()
+        train(model, it.run(torch=torch, Mine=Mine, model=model)["optimizer"], ctx)
 
 
 def _gradients_by_hand(ctx):
@@ -420,7 +427,7 @@ def _gradients_by_hand(ctx):
 
 
 def _optimizers(ctx):
-    each(ctx, _flat_buffers, _states, _groups, _steps, _gradients_by_hand)
+    each(ctx, _flat_buffers, _states, _groups, _steps, _optimizer_of_another_model, _gradients_by_hand)
 
 
 def test_optimizers():
