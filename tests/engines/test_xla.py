@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fix_lines.told import printed
+
 CASES = Path(__file__).with_name("xla_cases.py")
 HERE = {"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
@@ -295,7 +297,8 @@ print(isinstance(engine, Spmd))
 def test_a_tpu_of_torch_tpu_takes_the_engine_of_torch():
     """As far as that can be seen without a TPU: which device, which backend."""
     done = _run(["-c", TPU], limit_s=60)
-    assert "fix:      pip install torch_tpu" in done.stdout, done.stderr
+    told = printed("engines/torch/device/choose.py", "torch_tpu", done.stdout)
+    assert told.fix.startswith("pip install torch_tpu "), done.stderr
     assert done.stdout.splitlines()[-3:] == [
         "True",
         "['tpu:1', 'tpu:3', 'tpu:1'] cpu:gloo,tpu:tpu_dist",

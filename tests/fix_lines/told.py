@@ -3,7 +3,6 @@
 import contextlib
 import sys
 import warnings
-from unittest import mock
 
 import weft
 from tests.fix_lines.sites import SOURCE, sites
@@ -30,6 +29,13 @@ def site_of(file, words):
     return found[0]
 
 
+def _exchange(old, new):
+    """Let the modules of the package have another `message`; also those that were imported in the block."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "weft" and vars(module).get("message") is old:
+            module.message = new
+
+
 @contextlib.contextmanager
 def told(file, words):
     """The block makes a mistake: an error is raised, or a warning or a line is written, by a call of the package.
@@ -53,11 +59,9 @@ def told(file, words):
             frame = frame.f_back
         return original(problem, found=found, expected=expected, fix=fix)
 
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "weft"]
     with contextlib.ExitStack() as stack:
-        for module in modules:
-            if vars(module).get("message") is original:
-                stack.enter_context(mock.patch.object(module, "message", record))
+        stack.callback(_exchange, record, original)
+        _exchange(original, record)
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         try:

@@ -1493,4 +1493,4 @@ def test_copies_and_pickles_of_shards_are_one_clear_error():
     for found in run_ranks(_copied, 2):
         for kind, text in found:
             assert kind == "ContractError" and "can be neither copied nor pickled" in text, text
-            assert "weft.undo(model, ctx)" in text
+            assert "weft.undo(model, ctx, rebind=optimizer)" in text

@@ -228,7 +228,7 @@ def _inner_part(ctx):
 
 def test_a_call_of_a_part_is_named_where_no_method_helps():
     for text in run_ranks(_inner_part, 2):
-        assert "a call of '0' itself" in text and "model(...)  # in place of model.0(...)" in text
+        assert "a call of '0' itself" in text and "model(...)  # in place of model[0](...)" in text
 
 
 @pytest.mark.parametrize("methods", [("forward",), ("nothing",), ("encode", "encode")])

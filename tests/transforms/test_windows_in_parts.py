@@ -179,7 +179,7 @@ def _clipped_after_a_break(ctx, strategy, set_to_none):
 @pytest.mark.parametrize(("strategy", "set_to_none"), diagonal(STRATEGIES, (True, False)))
 def test_clipping_what_a_window_left_early_is_refused(strategy, set_to_none):
     for text in run_ranks(_clipped_after_a_break, 2, strategy, set_to_none):
-        assert "for _ in window: pass" in text and "found:" in text
+        assert "in place of break" in text and "found:" in text
 
 
 def _break_and_then(ctx, strategy, how):
@@ -352,7 +352,7 @@ def _added(ctx, strategy, how):
 def test_parameters_that_were_added_are_named(strategy, how):
     for text, difference in run_ranks(_added, 2, strategy, how):
         assert ("extra.weight" if how == "a layer" else "head.weight") in text, text
-        assert "fix:      model, ctx = weft.undo(model, ctx)" in text and difference == 0
+        assert ("# in this order" in text or "# after parameters are replaced" in text) and difference == 0
 
 
 def train_pair(ctx, strategy, skips):

@@ -52,7 +52,7 @@ def _linear(layer: Any, input: torch.Tensor) -> torch.Tensor:
             "with_precision: fp8 needs the whole weight of a layer",
             found=f"a weight of shape {tuple(layer.weight.shape)} that tensor_parallel has sharded",
             expected="fully_shard, zero_partition or replicate with fp8",
-            fix='_, ctx = weft.with_precision(layer, ctx, "bf16")  # before tensor_parallel, for the layers it cuts',
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")  # in place of "fp8", before tensor_parallel',
         )
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype

@@ -224,7 +224,7 @@ class LossScale:
                 f"with_precision: torch.autograd.grad for tensors inside {self._class_name}",
                 found=listed(f"a tensor of shape {tuple(t.shape)}" for t in asked),
                 expected="with fp16, gradients inside the module are scaled until backward has ended",
-                fix="loss.backward()  # then read parameter.grad",
+                fix='loss.backward()  # then read parameter.grad; or the policy "bf16", if it is no parameter',
             )
         return list(inside.values())
 

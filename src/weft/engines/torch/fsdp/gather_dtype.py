@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, attach
+from weft.engines.torch.hooks.program_lines import path
 from weft.errors import ContractError
 
 __all__ = ["gather_in", "zeros_for"]
@@ -74,7 +75,7 @@ def _checking(name: str) -> Any:
                 f"with_precision: {name} computes without autocast, and its parameters are gathered in a lower dtype",
                 found=f"a {type(part).__name__} that is called where autocast is off",
                 expected="gather for layers that compute under autocast; another precision for the others",
-                fix=f'_, ctx = weft.with_precision(model.{name}, ctx, "fp32")  # before with_precision(model, ...)',
+                fix=f'_, ctx = weft.with_precision({path(name)}, ctx, "fp32")  # before with_precision(model, ...)',
             )
 
     return check

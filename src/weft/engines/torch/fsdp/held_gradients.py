@@ -57,7 +57,7 @@ class HeldGradients:
                     found="a window that was left early, by `break` or an exception, and then clip_grad_norm_ or "
                     "the like",
                     expected="gradients are changed after they were reduced",
-                    fix="for _ in window: pass  # after the break: ends the window, and reduces its gradients",
+                    fix="continue  # in place of break: a window that comes to its end reduces its gradients",
                 )
             marker.give_way(cleared="cleared" in states)
             if "cleared" in states:

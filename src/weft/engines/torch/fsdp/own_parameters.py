@@ -18,6 +18,7 @@ from torch.nn.utils.stateless import _functional_call  # pyright: ignore[reportP
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable
+from weft.engines.torch.hooks.program_lines import applied
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of
@@ -92,7 +93,7 @@ class OwnParameters:
         if in_torch_func():
             fix = "model, ctx = weft.replicate(model, ctx)  # instead of sharding"
         elif not _in_functional_call():
-            fix = "model, ctx = weft.undo(model, ctx)  # before parameters are replaced; and shard it again"
+            fix = f"{applied(self._what)}  # after parameters are replaced, with an optimizer over the new ones"
         elif torch.is_grad_enabled():
             fix = "model, ctx = weft.replicate(Adapted(model), ctx)  # a module whose forward calls functional_call"
         else:

@@ -33,7 +33,7 @@ class _NoCopy:
             f"{self._what}: a sharded {self._class_name} can be neither copied nor pickled",
             found="copy.deepcopy, pickle or torch.save of the module itself",
             expected="weft.save or weft.export for files, weft.average_weights for averages; or a plain module",
-            fix="model, ctx = weft.undo(model, ctx)  # before it is copied",
+            fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)  # before a copy; or copy it before sharding",
         )
 
 

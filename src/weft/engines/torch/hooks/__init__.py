@@ -9,4 +9,5 @@ every_optimizer.py      functions before each step of every optimizer
 first_steps.py          mistakes that are in a program from its first step on
 past_forward.py         the error for gradients that came through another method
 function_transforms.py  inside `torch.func`
+program_lines.py        lines of a user's program, as errors show them
 """

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.backward_session import after_callbacks
+from weft.engines.torch.hooks.program_lines import applied
 from weft.errors import AlreadyApplied, NotSynchronized, listed, warn
 from weft.tensors.bit_sums import can_be_read, sums_of_bits
 from weft.tensors.dtensor import local
@@ -111,8 +112,8 @@ class FirstSteps:
         self._peers.compare(
             f"weights of {self._class_name}, which no optimizer has changed",
             {"a sum of their bits": total},
-            fix="loss.backward() and optimizer.step(); or gradient = weft.reduce(gradient, ctx, 'mean') after "
-            "torch.autograd.grad. With weft.contract.no_sync around what is meant to differ, nothing is compared",
+            fix="gradient = weft.reduce(gradient, ctx, 'mean')  # or loss.backward(); or, if they are to differ, "
+            "model(x) in weft.contract.no_sync",
         )
 
     def _compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -127,7 +128,7 @@ class FirstSteps:
             found=f"changed after {self._what}, not on all ranks alike: {listed(differing)}",
             expected=f"weights that were loaded or initialized before {self._what}, which sends them to all ranks; "
             "or alike on all ranks",
-            fix=f"model.load_state_dict(...); model, ctx = weft.{self._what}(model, ctx)  # in this order",
+            fix=f"model.load_state_dict(...); {applied(self._what)}  # in this order",
         )
 
     # -- gradients ---------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def explain_read(what: str, module: nn.Module, error: BaseException | None) -> N
     if not readers:
         return
     reader = readers[-1]  # the innermost
-    kind = type(reader).__name__
+    kind = type(reader).__name__.removeprefix("FSDP")
     units = [names[id(part)] for part in reader.modules() if part is not reader and isinstance(part, FSDPModule)]
     if units:
         error.add_note(

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.engines.torch.hooks.program_lines import applied, path
 from weft.errors import ContractError, listed
 from weft.tensors.elsewhere import is_elsewhere
 
@@ -37,7 +38,7 @@ class ParameterWatch:
             stands_in: Whether a parameter stands in for one of them while the module computes.
         """
         self._what = what
-        self._class_name = type(module).__name__
+        self._class_name = type(module).__name__.removeprefix("FSDP")
         self._stands_in = stands_in
         self.look(module)
 
@@ -77,7 +78,7 @@ class ParameterWatch:
         given = [name for name, p in strangers if not isinstance(p, nn.Parameter)]
         if given:
             raise ContractError(
-                f"{self._what}: {self._class_name.removeprefix('FSDP')} is called with other parameters than its own",
+                f"{self._what}: {self._class_name} is called with other parameters than its own",
                 found=f"{listed(given)} in torch.func.functional_call; their gradients would not be averaged",
                 expected="calls with its own parameters, without gradients, or inside torch.func.grad and the like",
                 fix=f"weft.{self._what}(Adapted(model), ...)  # a module whose forward calls functional_call",
@@ -86,6 +87,5 @@ class ParameterWatch:
             f"{self._what}: {self._class_name} has parameters that it did not have when {self._what} was applied",
             found=f"{listed(new)}; their gradients would not be averaged",
             expected=f"all layers in the module, and module.to(...), before {self._what}",
-            fix=f"model, ctx = weft.undo(model, ctx); model.{new[0].partition('.')[0]} = ...; "
-            f"model, ctx = weft.{self._what}(model, ctx)",
+            fix=f"{path(new[0].partition('.')[0])} = ...; {applied(self._what)}  # in this order",
         )

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from torch import nn
 
+from weft.engines.torch.hooks.program_lines import path
 from weft.errors import NotSynchronized, listed
 
 __all__ = ["calls_past_forward", "methods_that_call", "raise_past_forward"]
@@ -37,8 +38,8 @@ def calls_past_forward(
     """Which calls may compute with parameter `name` past forward, and what to write instead."""
     part = name.partition(".")[0]
     methods = [] if module is None else [m for m in methods_that_call(type(module), part) if m not in listed_methods]
-    objects = "model, optimizer, ctx" if what == "zero_partition" else "model, ctx"
-    whole = f"model(...)  # in place of model.{part}(...)"
+    objects = "..." if what == "zero_partition" else "model, ctx"
+    whole = f"model(...)  # in place of {path(part)}(...)"
     if methods:
         return (
             f"a call of {listed(methods)}, not in methods={tuple(listed_methods)}, or of {part!r} itself",

@@ -176,7 +176,8 @@ def _check_same(class_name: str, values: Named, live: Named) -> None:
             f"averages: other parameters of {class_name} are trained now, or they have other shapes",
             found=listed(wrong),
             expected="requires_grad_, parametrizations and sharding before average_weights",
-            fix="model, ctx = weft.average_weights(model, ctx)  # as the last transform of the model",
+            fix="model, ctx = weft.average_weights(model, ctx)  "
+            "# as the last transform of the model; or weft.undo before it",
         )
 
 

@@ -152,12 +152,13 @@ class Steps:
             return  # a module that was stepped on had an optimizer, which may be gone
         if any(p.grad is not None for p in module.parameters()):
             kind = type(optimizer).__name__
+            of = "torch.optim." if type(optimizer).__module__.startswith("torch.optim.") else ""
             raise ContractError(
                 f"{self._what}: {kind} updates none of the parameters of {type(module).__name__}",
                 found=f"{len(held)} parameters without gradients in the optimizer, of another model or of an earlier "
                 "one; and gradients in the module, which no optimizer holds",
                 expected="an optimizer over the parameters of the module that is trained",
-                fix=f"optimizer = torch.optim.{kind}(model.parameters())  # after the model has its final form",
+                fix=f"optimizer = {of}{kind}(model.parameters())  # after the model has its final form",
             )
 
     def release(self) -> None:
@@ -303,7 +304,7 @@ def check_same_gradients(what: str, named: Iterable[tuple[str, torch.Tensor]], p
             "or changed after a window was left early",
             expected="gradients that come from a backward pass, or are equal on all ranks",
             fix="loss.backward()  # or p.grad = weft.reduce(gradient, ctx, 'mean'); "
-            "after a break: for _ in window: pass",
+            "in a window, continue in place of break",
         )
 
 

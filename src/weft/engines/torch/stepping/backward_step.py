@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from weft.engines.torch.optim.flat_step import is_elementwise
 from weft.engines.torch.optim.swapped_step import plain_step
 from weft.errors import ContractError, OrderError
 from weft.tensors.dtensor import is_sharded
@@ -26,11 +25,9 @@ class BackwardStep:
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._shards: dict[int, Any] = {}  # on which the step is made, as plain tensors
         if any(is_sharded(p) for p in parameters):
-            from weft.engines.torch.optim import full_param_step, zero1_step  # noqa: PLC0415  (torch.distributed.tensor)
+            from weft.engines.torch.optim import zero1_step  # noqa: PLC0415  (torch.distributed.tensor)
 
-            full_param_step.check_steps_on_shards("step_in_backward", optimizer)
-            if is_elementwise(optimizer):
-                self._shards = {id(p): zero1_step.shard_of(p) for p in parameters if is_sharded(p)}
+            self._shards = {id(p): zero1_step.shard_of(p) for p in parameters if is_sharded(p)}
         self._optimizer = weakref.ref(optimizer)
         self._step = plain_step(optimizer)
         self._places = {id(p): place for place, entry in enumerate(optimizer.param_groups) for p in entry["params"]}

@@ -139,7 +139,7 @@ class LocalSteps:
         if self._outer is None:
             return
         parameters = self._parameters()
-        _check_named(parameters, self._anchors)
+        _check_named(parameters, self._anchors, self._options.every)
         if self._peers is not None:
             self._peers.agree("exchange", {"step": self._steps, "fragment": number})
         names = list(self._anchors)[number :: self._options.fragments]
@@ -309,14 +309,15 @@ def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -
             tensor.copy_(part.view_as(tensor))
 
 
-def _check_named(parameters: Mapping[str, object], anchors: Mapping[str, object]) -> None:
+def _check_named(parameters: Mapping[str, object], anchors: Mapping[str, object], every: int) -> None:
     changed = sorted(set(parameters) ^ set(anchors))
     if changed:
         raise ContractError(
             "local_steps: the trained parameters differ from those of the first step",
             found=f"frozen, trained or added since: {listed(changed)}",
             expected="the same parameters from the first step on, with the same values on all ranks",
-            fix="model, ctx = weft.undo(model, ctx), and weft.local_steps again",
+            fix="model, ctx = weft.undo(model, ctx); "
+            f"model, optimizer, ctx = weft.local_steps(model, optimizer, ctx, every={every})",
         )
 
 

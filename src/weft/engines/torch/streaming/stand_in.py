@@ -44,7 +44,8 @@ class _StandIn(nn.Parameter):
             f"place: {name} is read while the part that streams it is not called",
             found=f"{asked.__name__} by the module around it, or a call of something inside the part",
             expected="parts that are called: their parameters have values only during the call",
-            fix=f'weft.weights.plan_placement(..., keep="{name.rpartition(".")[0]}"); or weft.undo(model, ctx)',
+            fix=f'weft.weights.plan_placement(..., keep="{name.rpartition(".")[0]}"); or weft.undo(model, ctx)  '
+            "# and weft.load_weights, if it was on meta",
         )
 
 

@@ -122,7 +122,7 @@ class Streamed:
                 f"place: {part.name} is streamed, and cannot be exported",
                 found="torch.export of a placed module",
                 expected="a module that has its values",
-                fix="model, ctx = weft.undo(model, ctx)",
+                fix="model, ctx = weft.undo(model, ctx)  # and weft.load_weights(model, path, ctx), if it was on meta",
             )
         self._turn.acquire()
         # torch chooses by `requires_grad` how it multiplies, also without gradients; no tensor made in inference mode
