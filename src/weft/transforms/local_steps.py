@@ -172,11 +172,14 @@ def _axis(ctx: DistContext, axis: str | None) -> str:
     data_axes = [name for name, _ in ctx.axes if name in ctx.data_axes]
     chosen = data_axes[0] if axis is None and data_axes else axis
     if not isinstance(chosen, str) or chosen not in data_axes:
+        mesh = {"data": -1, **dict(ctx.axes)}
         raise ContextError(
             f"local_steps: axis = {axis!r} cannot be used",
             found=f"{axis!r}, with the data axes {listed(map(repr, data_axes)) or 'none'}",
             expected="one data axis, along which the batches differ",
-            fix=f"weft.local_steps(model, optimizer, ctx, every=16, axis={(data_axes or ['data'])[0]!r})",
+            fix=f"weft.local_steps(model, optimizer, ctx, every=16, axis={data_axes[0]!r})"
+            if data_axes
+            else f"ctx = weft.start(mesh={mesh})",
         )
     return chosen
 

@@ -121,7 +121,7 @@ def pipeline(
         0
     """
     check_module("pipeline", module)
-    check_count("pipeline", "micro_batches", micro_batches, fix="weft.pipeline(..., micro_batches=8)")
+    check_count("pipeline", "micro_batches", micro_batches, fix="weft.pipeline(model, ctx, micro_batches=8)")
     per_rank = stages_per_rank(schedule)
     _check_loss(loss)
     ranks = ctx.axis_size(axis) if ctx.world_size > 1 else 1
