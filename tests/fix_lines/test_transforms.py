@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 import weft
 from tests.fix_lines.told import told
 from tests.transforms.test_accumulate_grads import Summed
+from tests.transforms.test_expert_parallel import ListedLayer, StackedLayer
 from weft.engines import TorchEngine
 from weft.testing import run_ranks
+from weft.transforms.local_steps import averaged
 
 X = torch.ones(8, 4)
 
@@ -343,3 +346,238 @@ def test_sequences_split_of_attention_by_hand():
         weft.context_parallel(nn.Sequential(Block(), Block()), ctx)
 
     pretend(program, mesh={"context": 2})
+
+
+# -- expert_parallel ---------------------------------------------------------------------------------
+
+
+def test_experts_along_an_axis_of_one_batch():
+    its, mesh = [], {"data": 1, "expert": 2}
+
+    def mistake(ctx):
+        ctx = weft.start(mesh=mesh, data_axes=("data",))
+        with told("transforms/expert_parallel.py", "batches are the same along") as it:
+            weft.expert_parallel(ListedLayer(), ctx)
+        its.append(filled(it, "mesh=...", "mesh=mesh"))
+
+    def follow(ctx):
+        ctx = eval(its[0].fix, {"weft": weft, "mesh": mesh})
+        weft.expert_parallel(ListedLayer(), ctx)
+
+    pretend(mistake, mesh=mesh)
+    pretend(follow, mesh=mesh)
+
+
+def test_experts_whose_values_come_later(tmp_path):
+    ctx, path = weft.local(), tmp_path / "model.safetensors"
+    plain = ListedLayer()
+    save_file(plain.state_dict(), path)
+    with told("transforms/expert_parallel.py", "does not fit this") as it:
+        weft.expert_parallel(plain, ctx, weights=str(path))
+    it.run(model=plain, ctx=ctx)
+    with weft.weights.on_meta():
+        model = ListedLayer()
+    with told("transforms/expert_parallel.py", "does not fit this") as it:
+        weft.expert_parallel(model, ctx, weights=str(path))
+    model, ctx = eval(it.fix, {"weft": weft, "model": model, "ctx": ctx})
+    model, ctx = weft.fully_shard(model, ctx, weights="later")
+    weft.load_weights(model, path, ctx)
+    assert torch.equal(model.experts[3].up.weight, plain.experts[3].up.weight)
+
+
+# -- full_grads, full_params -------------------------------------------------------------------------
+
+
+class Kept:
+    """A transform of a user's own, which keeps parameters elsewhere."""
+
+    elsewhere = True
+
+    def parameter_shards(self):
+        return {}
+
+    def parameters_changed(self, shards):
+        pass
+
+    def state_layout(self, name):
+        return None
+
+    def gathered(self, *, write):
+        raise NotImplementedError
+
+    def full_gradient(self, name):
+        return None
+
+
+def test_whole_tensors_of_no_module():
+    model, ctx = backward(Net()), weft.local()
+    with told("transforms/full_grads.py", "check_module(") as it:
+        weft.full_grads(model.state_dict(), ctx)
+    assert it.run(model=model, ctx=ctx)["gradients"]["first.weight"] is model.first.weight.grad
+    with told("transforms/full_params.py", "check_module(") as it:
+        weft.full_params(list(model.parameters()), ctx)
+    it.run(model=model, ctx=ctx)
+
+
+def test_whole_parameters_of_modules_that_one_rank_cannot_call():
+    @weft.transform()
+    def keep(module, ctx):
+        return module, ctx.offering(Kept())
+
+    model, ctx = keep(Net(), weft.local())
+    with told("transforms/full_params.py", "parameters that another engine keeps") as it:
+        weft.full_params(model, ctx, forward=True)
+    model, ctx = Net(), weft.local()
+    model, _, ctx = eval(it.fix, {"weft": weft, "model": model, "optimizer": sgd(model), "ctx": ctx})
+    with weft.full_params(model, ctx, forward=True), torch.no_grad():
+        model(X)
+
+    def cut(ctx):
+        model, ctx = weft.tensor_parallel(Net(), ctx, plan={"first": "column", "last": "row"})
+        with told("transforms/full_params.py", "axes other than those of a strategy") as it:
+            weft.full_params(model, ctx, forward=True)
+        it.run(model=model, ctx=ctx)
+        model(X)
+
+    pretend(cut, mesh={"data": 1, "tensor": 2})
+
+
+# -- gather_step, hooked -----------------------------------------------------------------------------
+
+
+def test_gathered_steps_of_an_optimizer_of_all_parameters():
+    model, ctx = Net(), weft.local()
+    model, sharded = weft.fully_shard(model, ctx)
+    with told("transforms/gather_step.py", "LBFGS uses all parameters at once") as it:
+        weft.gather_step(torch.optim.LBFGS(model.parameters()), sharded)
+    model = it.run(model=Net(), ctx=ctx)["model"]
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def loss():
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    before = loss().item()
+    optimizer.step(loss)
+    assert loss() < before
+
+
+def test_hooks_that_are_none(capsys):
+    ctx = weft.local()
+    with told("transforms/hooked.py", "no function to call") as it:
+        weft.hooked(Net(), ctx, blocks=nn.Linear)
+    filled(it, "blocks=...", "blocks=nn.Linear").run(model=(model := Net()), ctx=ctx, nn=nn)
+    model(X)
+    assert capsys.readouterr().out == "torch.Size([8, 4])\n" * 2
+    for name in ("before", "after"):
+        with told("transforms/hooked.py", "name} is no function") as it:
+            weft.hooked(Net(), ctx, blocks=nn.Linear, **{name: "print"})
+        seen = []
+        functions = dict.fromkeys(("first", "second"), lambda *given: seen.append(given))
+        filled(it, "blocks=...", "blocks=nn.Linear").run(model=(model := Net()), ctx=ctx, nn=nn, **functions)
+        model(X)
+        assert len(seen) == 4
+
+
+def test_a_hook_that_returns_something_else_than_a_pair():
+    line = "args"
+
+    def twice(block, args, kwargs):
+        args = (2 * args[0],)
+        return eval(line)
+
+    model, ctx = weft.hooked(Net(), weft.local(), blocks="first", before=twice)
+    with told("transforms/hooked.py", "a function of before= returned") as it:
+        model(X)
+    line = it.fix.removeprefix("return ")
+    found = model(X)
+    model, _ = weft.undo(model, ctx)
+    assert torch.equal(found, model(2 * X))
+
+
+# -- local_steps -------------------------------------------------------------------------------------
+
+
+def test_local_steps_of_something_else():
+    model, ctx = Net(), weft.local()
+    with told("transforms/local_steps.py", "check_module(") as it:
+        weft.local_steps(sgd(model), model, ctx, every=16)
+    it.run(model=(model := Net()), optimizer=sgd(model), ctx=ctx)
+    with told("transforms/local_steps.py", "check_optimizer(") as it:
+        weft.local_steps(Net(), torch.optim.SGD, ctx, every=16)
+    it.run(model=(model := Net()), optimizer=sgd(model), ctx=ctx)
+    with told("transforms/local_steps.py", "was not applied to this module") as it, averaged(Net(), ctx):
+        pass
+    made = it.run(model=(model := Net()), optimizer=sgd(model), ctx=ctx)
+    with averaged(made["model"], made["ctx"]):
+        made["model"](X)
+
+
+def test_local_steps_along_an_axis_without_batches():
+    model = Net()
+    with told("transforms/local_steps.py", "axis!r} cannot be used") as it:
+        weft.local_steps(model, sgd(model), weft.local(), every=16, axis="replica")
+    it.run(model=model, optimizer=sgd(model), ctx=weft.local())
+    its = []
+
+    def mistake(ctx):
+        model = Net()
+        with told("transforms/local_steps.py", "axis!r} cannot be used") as it:
+            weft.local_steps(model, sgd(model), ctx, every=16)
+        its.append(it)
+
+    def follow(ctx):
+        ctx = its[0].run()["ctx"]
+        model = Net()
+        weft.local_steps(model, sgd(model), ctx, every=16)
+
+    pretend(mistake, mesh={"tensor": 2})
+    pretend(follow, mesh={"data": 1, "tensor": 2})
+
+
+class TwoSets(torch.optim.SGD):
+    """Of two sets of parameters, as those of schedulefree."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def test_local_steps_of_an_optimizer_with_two_sets_of_parameters():
+    model, ctx = Net(), weft.local()
+    with told("transforms/local_steps.py", "keeps a second set of parameters") as it:
+        weft.local_steps(model, TwoSets(model.parameters(), 0.1), ctx, every=16)
+    assert it.fix == "torch.optim.AdamW with a schedule; or weft.replicate instead of local_steps"
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    weft.local_steps(model, optimizer, ctx, every=16)
+    weft.replicate(model := Net(), ctx)
+    TwoSets(model.parameters(), 0.1)
+
+
+def test_local_steps_of_experts():
+    its = []
+
+    def mistake(ctx):
+        model, after = weft.expert_parallel(StackedLayer(), ctx)
+        with told("transforms/local_steps.py", "are cut along") as it:
+            weft.local_steps(model, sgd(model), after, every=16)
+        its.append(it)
+        model, ctx = weft.expert_parallel(ListedLayer(), ctx)
+        with told("transforms/local_steps.py", "some ranks have no values of parameters") as it:
+            weft.local_steps(model, sgd(model), ctx, every=16)
+        it.run(model=model, ctx=ctx)
+        sgd(model)
+
+    def follow(ctx):
+        assert its[0].fix.endswith(", with the experts along an axis of their own")
+        ctx = eval(its[0].fix.partition(", with")[0], {"weft": weft})
+        model, ctx = weft.expert_parallel(StackedLayer(), ctx)
+        weft.local_steps(model, sgd(model), ctx, every=16)
+
+    pretend(mistake, mesh={"expert": 2})
+    pretend(follow, ranks=4, mesh={"data": 2, "expert": 2})

@@ -87,7 +87,8 @@ def local_steps(
         OrderError: A strategy was applied before, or with `average_weights`, `pipeline`.
         ContextError: There is no such data axis, or the ranks pass different models or options.
         ContractError: `optimizer` does not hold exactly the trained parameters; or it evaluates with other parameters
-            than it trains with (schedule-free ones); or a parameter is cut along the axis.
+            than it trains with (schedule-free ones); or a parameter is cut along the axis, or on some ranks only, as
+            experts of a list.
         TypeError: An argument is of another kind.
         ValueError: A number is out of range.
         PeerError: Another rank failed; also in `step`, if one comes to another number of steps.
@@ -192,7 +193,16 @@ def _check_states(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dist
             expected="one set of parameters, which the ranks can average",
             fix="torch.optim.AdamW with a schedule; or weft.replicate instead of local_steps",
         )
-    cut = [name for name, one in layouts(module, ctx).items() if axis in one.cut]
+    where = layouts(module, ctx)
+    owned = [name for name, one in where.items() if one.owner]
+    if owned:
+        raise ContractError(
+            "local_steps: some ranks have no values of parameters, which nobody would exchange",
+            found=listed(owned),
+            expected="parameters that every rank has, whole or in shards",
+            fix="weft.replicate(model, ctx)  # in place of local_steps",
+        )
+    cut = [name for name, one in where.items() if axis in one.cut]
     if cut:
         raise ContractError(
             f"local_steps: parameters are cut along {axis!r}, so that there is no mean of them",
