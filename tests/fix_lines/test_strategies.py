@@ -118,12 +118,12 @@ def test_undoing_of_no_module():
 
 def test_recomputing_with_options_that_do_not_exist():
     ctx = weft.local()
-    for words, options in (
-        ("check_count(", {"every": 0}),
-        ("check_choice(", {"determinism_check": "strict"}),
-        ("is one name", {"save": "matmul"}),
+    for mistake, options in (
+        (told("transforms/recompute.py", "check_count("), {"every": 0}),
+        (told("transforms/recompute.py", "check_choice("), {"determinism_check": "strict"}),
+        (told("transforms/recompute.py", "is one name"), {"save": "matmul"}),
     ):
-        with told("transforms/recompute.py", words) as it:
+        with mistake as it:
             weft.recompute(Net(), ctx, blocks=nn.Linear, **options)
         filled(it, "blocks=...", "blocks=nn.Linear").run(model=(model := Net()), ctx=ctx, nn=nn)
         backward(model)
@@ -284,15 +284,15 @@ def test_partitions_of_something_else():
     ctx = weft.local()
     model = Net()
     optimizer, lbfgs = sgd(model), torch.optim.LBFGS(model.parameters())
-    for words, arguments, options in (
-        ("check_optimizer(", (model, model.parameters()), {"stage": 1}),
-        ("check_module(", (optimizer, optimizer), {"stage": 1}),
-        ("'stage', stage", (model, optimizer), {"stage": 4}),
-        ("'stage', stage", (model, optimizer), {"stage": 0}),
-        ("units have no effect", (model, optimizer), {"stage": 1, "units": nn.Linear}),
-        ("LBFGS uses all", (model, lbfgs), {"stage": 1}),
+    for mistake, arguments, options in (
+        (told("transforms/zero_partition.py", "check_optimizer("), (model, model.parameters()), {"stage": 1}),
+        (told("transforms/zero_partition.py", "check_module("), (optimizer, optimizer), {"stage": 1}),
+        (told("transforms/zero_partition.py", "'stage', stage"), (model, optimizer), {"stage": 4}),
+        (told("transforms/zero_partition.py", "'stage', stage"), (model, optimizer), {"stage": 0}),
+        (told("transforms/zero_partition.py", "units have no"), (model, optimizer), {"stage": 1, "units": nn.Linear}),
+        (told("transforms/zero_partition.py", "LBFGS uses all"), (model, lbfgs), {"stage": 1}),
     ):
-        with told("transforms/zero_partition.py", words) as it:
+        with mistake as it:
             weft.zero_partition(*arguments, ctx, **options)
         it.run(model=(fresh := Net()), optimizer=sgd(fresh), ctx=ctx)
     with told("transforms/zero_partition.py", "holds parameters that are not") as it:
@@ -302,15 +302,20 @@ def test_partitions_of_something_else():
 
 
 def test_partitions_with_options_of_another_engine():
-    for make, words, options in (
-        (torch.optim.Adafactor, "steps on all parameters of a group", {"by": "owner", "engine": "deepspeed"}),
-        (torch.optim.SGD, "does not support this in stage", {"offload": "/disk"}),
-        (torch.optim.SGD, "does not support this in stage", {"config": {"train_batch_size": 8}}),
-        (TwoSets, "changes parameters outside step", {"stage": 1}),
+    deepspeed = {"by": "owner", "engine": "deepspeed"}
+    for mistake, make, options in (
+        (told("transforms/zero_partition.py", "steps on all parameters of a group"), torch.optim.Adafactor, deepspeed),
+        (told("transforms/zero_partition.py", "does not support this in stage"), torch.optim.SGD, {"offload": "/disk"}),
+        (
+            told("transforms/zero_partition.py", "does not support this in stage"),
+            torch.optim.SGD,
+            {"config": {"train_batch_size": 8}},
+        ),
+        (told("transforms/zero_partition.py", "changes parameters outside step"), TwoSets, {"stage": 1}),
     ):
         model, ctx = Net(), weft.local()
         optimizer = make(model.parameters(), 0.1)
-        with told("transforms/zero_partition.py", words) as it:
+        with mistake as it:
             weft.zero_partition(model, optimizer, ctx, **{"stage": 2, **options})
         it.run(model=model, optimizer=optimizer, ctx=ctx)
         backward(model)

@@ -293,8 +293,11 @@ def test_compiling():
 
 
 def test_sequences_split_with_options_that_do_not_exist():
-    for words, options in (("'method', method", {"method": "ring"}), ("'order', order", {"order": "ring"})):
-        with told("transforms/context_parallel.py", words) as it:
+    for mistake, options in (
+        (told("transforms/context_parallel.py", "'method', method"), {"method": "ring"}),
+        (told("transforms/context_parallel.py", "'order', order"), {"order": "ring"}),
+    ):
+        with mistake as it:
             weft.context_parallel(Block(), weft.local(), **options)
         it.run(model=Block(), ctx=weft.local())
 

@@ -149,7 +149,7 @@ def _check_meta(module: nn.Module, weights: object) -> None:
             f"expert_parallel: weights = {weights!r:.40} does not fit this {type(module).__name__}",
             found="parameters or buffers on meta" if on_meta else "real parameters",
             expected='weights="later" for a module on meta: each rank reads only its own experts; else None',
-            fix=f"{later}  # so the strategy; then weft.load_weights(model, path, ctx)"
+            fix=f"{later}  # strategy too, then weft.load_weights(model, path, ctx)"
             if on_meta
             else "weft.expert_parallel(model, ctx)",
         )
