@@ -177,12 +177,12 @@ def test_what_cannot_be_compressed_is_refused():
     ctx = weft.local()
     with pytest.raises(TypeError, match=r"(?s)found:    str.*fix: .*PowerSGD\(rank=2\)"):
         weft.replicate(_net(), ctx, compress="powersgd")
-    with pytest.raises(ValueError, match=r"(?s)found:    flat=True.*fix: .*leave compress"):
+    with pytest.raises(ValueError, match=r"(?s)found:    flat=True.*fix: .*without compress"):
         weft.replicate(_net(), ctx, compress=power, flat=True)
     model, there = weft.with_precision(_net(), ctx, weft.Precision(reduce=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"(?s)found:    Precision\(reduce=torch.bfloat16\).*fix: .*leave compress"):
+    with pytest.raises(ValueError, match=r"(?s)found:    Precision\(reduce=torch.bfloat16\).*fix: .*without compress"):
         weft.replicate(model, there, compress=power)
-    with pytest.raises(ValueError, match=r"(?s)found:    sparse gradients of weight.*fix: .*leave compress"):
+    with pytest.raises(ValueError, match=r"(?s)found:    sparse gradients of weight.*fix: .*without compress"):
         weft.replicate(nn.Embedding(2, 2, sparse=True), ctx, compress=power)
     with pytest.raises(ValueError, match=r"(?s)found:    rank=0, start_step=1.*fix: .*PowerSGD\(rank=2"):
         weft.precision.PowerSGD(rank=0, start_step=1)

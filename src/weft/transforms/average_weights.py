@@ -50,7 +50,7 @@ class Averages:
             ContractError: Inside of `swapped`, or the module's parameters are others by now.
             ValueError: A decay schedule gave something else than a number from 0 to 1.
         """
-        self._check_not_swapped("update")
+        self._check_not_swapped("update()")
         self._calls += 1
         counted = self._calls - self._start
         if counted <= 0 or counted % self._every:
@@ -75,7 +75,7 @@ class Averages:
         Raises:
             ContractError: Inside of another `swapped`, or the module's parameters are others by now.
         """
-        self._check_not_swapped("swapped")
+        self._check_not_swapped("swapped()")
         self._refresh()
         before = self._held.put_in()
         self._is_swapped = True
@@ -97,7 +97,7 @@ class Averages:
             ContractError: Inside of `swapped`, or the module's parameters are others by now.
             ValueError: `module` has other weights.
         """
-        self._check_not_swapped("copy_to")
+        self._check_not_swapped("copy_to(module)")
         self._refresh()
         self._held.copy_to(module)
 
@@ -129,7 +129,7 @@ class Averages:
             ContractError: Inside of `swapped`, or the module's parameters are others by now.
             ValueError: It belongs to another model.
         """
-        self._check_not_swapped("load_state_dict")
+        self._check_not_swapped("load_state_dict(state)")
         counts = [state.get(key) for key in ("num_averaged", "calls")]
         weights = state.get("weights")
         if not isinstance(weights, Mapping) or not all(isinstance(count, int) and count >= 0 for count in counts):
@@ -155,13 +155,14 @@ class Averages:
             return 1 - self._decay
         return 1 - _checked_decay(self._decay(self.num_averaged), f"decay({self.num_averaged})")
 
-    def _check_not_swapped(self, what: str) -> None:
+    def _check_not_swapped(self, call: str) -> None:
         if self._is_swapped:
+            what = call.partition("(")[0]
             raise ContractError(
                 f"{what}: the module holds its averages at this moment",
                 found=f"averages.{what}() inside of `with averages.swapped():`",
                 expected=f"{what} after the body",
-                fix=f"with averages.swapped():\n    evaluate(model)\naverages.{what}(...)",
+                fix=f"averages.{call}  # below the body of `with averages.swapped():`",
             )
 
 

@@ -221,7 +221,7 @@ def _raise_not_finite(parts: list[_Part], norm: torch.Tensor, ctx: DistContext) 
             "clip_grads: gradients are not finite" if found else f"clip_grads: the norm overflows {norm.dtype}",
             found="; ".join(found) or f"a norm of {norm.item()} of finite gradients",
             expected="finite gradients on all ranks",
-            fix='weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip"), or a smaller learning rate',
+            fix='weft.clip_grads(model, ctx, max_norm=1.0, nonfinite="skip")  # or a smaller learning rate',
         )
     )
 
@@ -252,26 +252,28 @@ def _check_options(max_norm: object, max_value: object, norm_type: object, nonfi
         if value is None and name != "norm_type":
             continue
         number = None if isinstance(value, bool) else as_number(value)
+        is_type = name == "norm_type"
+        call = f"weft.clip_grads(model, ctx, {'max_norm=1.0, ' * is_type}{name}="
         if number is None:
             raise type_error(
                 f"clip_grads: {name} = {value!r} is no number",
                 found=type(value).__name__,
                 expected="a number > 0",
-                fix=f"weft.clip_grads(model, ctx, {name}={'math.inf' if value == 'inf' else '1.0'})",
+                fix=call + ("float('inf'))" if value == "inf" else "2.0)" if is_type else "1.0)"),
             )
         if not number > 0:
             raise value_error(
                 f"clip_grads: {name} = {value!r} cannot be used",
                 found=repr(value),
-                expected="a number > 0" + (" or None, for no clipping" if name != "norm_type" else ""),
-                fix=f"weft.clip_grads(model, ctx, {name}={2.0 if name == 'norm_type' else 1.0})",
+                expected="a number > 0" + ("" if is_type else " or None, for no clipping"),
+                fix=call + ("2.0)" if is_type else "1.0)"),
             )
     if max_norm is not None and max_value is not None:
         raise value_error(
             "clip_grads: max_norm and max_value exclude each other",
             found=f"max_norm={max_norm!r}, max_value={max_value!r}",
             expected="one of them; the order of both would matter",
-            fix=f"weft.clip_grads(model, ctx, max_norm={max_norm!r})",
+            fix="weft.clip_grads(model, ctx, max_norm=1.0)",
         )
     if nonfinite is not None and nonfinite not in _POLICIES:
         raise value_error(

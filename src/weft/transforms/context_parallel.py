@@ -146,14 +146,14 @@ def _check_axis(ctx: DistContext, axis: str, number: int) -> None:
             f"context_parallel: batches differ along {axis!r}",
             found=f"data axes {', '.join(map(repr, ctx.data_axes))}",
             expected="an axis along which all ranks read the same batches, and split them",
-            fix='weft.start(mesh={"data": -1, "context": 2})',
+            fix='ctx = weft.start(mesh={"data": -1, "context": 2}); model, ctx = weft.context_parallel(model, ctx)',
         )
     if isinstance(ctx.engine, Spmd):
         raise ContextError(
             f"context_parallel: engine {ctx.engine.name!r} does not know it",
             found=f"engine {ctx.engine.name!r}, of which one process drives several devices",
             expected="the torch engine",
-            fix="weft.start(engine=None)",
+            fix='leave context_parallel out; or weft.start(device="cuda") on GPUs',
         )
 
 
@@ -163,7 +163,7 @@ def _check_attention(module: nn.Module, attention: Mapping[str, nn.Module]) -> N
             f"context_parallel: {type(module).__name__} has no attention that can be caught",
             found="no module whose forward calls F.scaled_dot_product_attention",
             expected="attention through F.scaled_dot_product_attention, or nn.MultiheadAttention",
-            fix='AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")',
+            fix='F.scaled_dot_product_attention(query, key, value)  # in transformers: attn_implementation="sdpa"',
         )
     again = [name for name, part in attention.items() if "the module itself" in already_recomputed(part)]
     if again:

@@ -142,20 +142,16 @@ def _check_axis(ctx: DistContext, axis: str) -> None:
 
 
 def _check_meta(module: nn.Module, weights: object) -> None:
-    if weights not in (None, "later"):
+    on_meta = is_meta(module)
+    if weights != ("later" if on_meta else None):
+        later = 'weft.expert_parallel(model, ctx, weights="later")'
         raise value_error(
-            f"expert_parallel: weights = {weights!r} cannot be used",
-            found=type(weights).__name__,
-            expected='None, or "later" for a module on meta',
-            fix='weft.expert_parallel(model, ctx, weights="later"), the strategy with weights="later", and '
-            "weft.load_weights(model, path, ctx)",
-        )
-    if is_meta(module) != (weights == "later"):
-        raise value_error(
-            f"expert_parallel: weights = {weights!r} does not fit this {type(module).__name__}",
-            found="parameters or buffers on meta" if is_meta(module) else "real parameters",
+            f"expert_parallel: weights = {weights!r:.40} does not fit this {type(module).__name__}",
+            found="parameters or buffers on meta" if on_meta else "real parameters",
             expected='weights="later" for a module on meta: each rank reads only its own experts; else None',
-            fix=f"weft.expert_parallel(model, ctx, weights={'None' if weights else repr('later')})",
+            fix=f"{later}  # strategy too, then weft.load_weights(model, path, ctx)"
+            if on_meta
+            else "weft.expert_parallel(model, ctx)",
         )
 
 

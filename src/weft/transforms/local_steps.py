@@ -87,7 +87,8 @@ def local_steps(
         OrderError: A strategy was applied before, or with `average_weights`, `pipeline`.
         ContextError: There is no such data axis, or the ranks pass different models or options.
         ContractError: `optimizer` does not hold exactly the trained parameters; or it evaluates with other parameters
-            than it trains with (schedule-free ones); or a parameter is cut along the axis.
+            than it trains with (schedule-free ones); or a parameter is cut along the axis, or on some ranks only, as
+            experts of a list.
         TypeError: An argument is of another kind.
         ValueError: A number is out of range.
         PeerError: Another rank failed; also in `step`, if one comes to another number of steps.
@@ -172,11 +173,14 @@ def _axis(ctx: DistContext, axis: str | None) -> str:
     data_axes = [name for name, _ in ctx.axes if name in ctx.data_axes]
     chosen = data_axes[0] if axis is None and data_axes else axis
     if not isinstance(chosen, str) or chosen not in data_axes:
+        mesh = {"data": -1, **dict(ctx.axes)}
         raise ContextError(
             f"local_steps: axis = {axis!r} cannot be used",
             found=f"{axis!r}, with the data axes {listed(map(repr, data_axes)) or 'none'}",
             expected="one data axis, along which the batches differ",
-            fix=f"weft.local_steps(model, optimizer, ctx, every=16, axis={(data_axes or ['data'])[0]!r})",
+            fix=f"weft.local_steps(model, optimizer, ctx, every=16, axis={data_axes[0]!r})"
+            if data_axes
+            else f"ctx = weft.start(mesh={mesh})",
         )
     return chosen
 
@@ -189,7 +193,16 @@ def _check_states(module: nn.Module, optimizer: torch.optim.Optimizer, ctx: Dist
             expected="one set of parameters, which the ranks can average",
             fix="torch.optim.AdamW with a schedule; or weft.replicate instead of local_steps",
         )
-    cut = [name for name, one in layouts(module, ctx).items() if axis in one.cut]
+    where = layouts(module, ctx)
+    owned = [name for name, one in where.items() if one.owner]
+    if owned:
+        raise ContractError(
+            "local_steps: some ranks have no values of parameters, which nobody would exchange",
+            found=listed(owned),
+            expected="parameters that every rank has, whole or in shards",
+            fix="weft.replicate(model, ctx)  # in place of local_steps",
+        )
+    cut = [name for name, one in where.items() if axis in one.cut]
     if cut:
         raise ContractError(
             f"local_steps: parameters are cut along {axis!r}, so that there is no mean of them",

@@ -121,7 +121,7 @@ def pipeline(
         0
     """
     check_module("pipeline", module)
-    check_count("pipeline", "micro_batches", micro_batches, fix="weft.pipeline(..., micro_batches=8)")
+    check_count("pipeline", "micro_batches", micro_batches, fix="weft.pipeline(model, ctx, micro_batches=8)")
     per_rank = stages_per_rank(schedule)
     _check_loss(loss)
     ranks = ctx.axis_size(axis) if ctx.world_size > 1 else 1
@@ -137,10 +137,14 @@ def pipeline(
     options = PipelineOptions(plan.stages, micro_batches, schedule, loss, ctx.probes)
     if weights == "later":
         _raise_later()
+    on_meta, old = is_meta(module), dict(module.named_parameters())
     if ranks == 1:
-        place_module("pipeline", module, ctx)
+        if on_meta:
+            Source("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights).make_real(module)
+            exchange_parameters(module, ctx, old, optimizers)
+        else:
+            place_module("pipeline", module, ctx)
         return module, ctx if loss is None else ctx.offering(ctx.engine.pipeline(module, None, ctx.device, options))
-    on_meta = is_meta(module)
     if not on_meta:
         check_place("pipeline", module, ctx)
     check_optimizers("pipeline", module, ctx, optimizers)
@@ -149,7 +153,6 @@ def pipeline(
     facts = {"stages": plan.stages, "micro_batches": micro_batches, "schedule": schedule, "axis": axis, "meta": on_meta}
     agree_on_parameters("pipeline", module, ctx, {**facts, "rebind": groups_of(module, optimizers)})
     source = Source("pipeline", module, ctx, ctx.on(_others(ctx, axis)), weights) if on_meta else None
-    old = dict(module.named_parameters())
     tensors = StageTensors(module, ctx, axis, plan, owners(schedule, ranks, number))
     tensors.keep(source)
     exchange_parameters(module, ctx, old, optimizers)

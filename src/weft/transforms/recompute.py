@@ -115,10 +115,10 @@ def recompute(
 
 
 def _check_options(every: int, determinism_check: str) -> None:
-    fix = "weft.recompute(model, ctx, blocks=..., {})"
-    check_count("recompute", "every", every, fix=fix.format("every=2"))
-    fix = fix.format('determinism_check="default"')
-    check_choice("recompute", "determinism_check", determinism_check, ("default", "none"), fix=fix)
+    call = "weft.recompute(model, ctx, blocks=..., {})"
+    check_count("recompute", "every", every, fix=call.format("every=2"))
+    checks, line = ("default", "none"), call.format('determinism_check="default"')
+    check_choice("recompute", "determinism_check", determinism_check, checks, fix=line)
 
 
 def _listed_ops(save: Sequence[Op]) -> Sequence[Op]:

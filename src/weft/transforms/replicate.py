@@ -192,7 +192,7 @@ def _check_compress(
             "replicate: gradients cannot be compressed on their way here",
             found=listed(found),
             expected="dense gradients in buckets, in their own dtype, averaged along one axis",
-            fix="leave compress or the other out: weft.replicate(model, ctx)",
+            fix="weft.replicate(model, ctx)  # without compress, or without the other",
         )
 
 
@@ -204,7 +204,9 @@ def _check_elastic(module: nn.Module, *, flat: bool, compress: bool) -> None:
             "replicate: not supported in an elastic job",
             found=listed(found),
             expected="neither flat=True nor compress=, and whole real parameters on every replica",
-            fix="model, ctx = weft.replicate(model, ctx)",
+            fix="ctx = weft.start()  # without elastic=, and weft launch without --min-replicas"
+            if unfit
+            else "model, ctx = weft.replicate(model, ctx)",
         )
 
 

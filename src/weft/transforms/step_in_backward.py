@@ -76,6 +76,8 @@ def step_in_backward(optimizer: O, ctx: DistContext) -> tuple[O, DistContext]:
 def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> list[torch.Tensor]:
     """The parameters whose gradients arrive reduced, once per step; raises where there are none."""
     own = {id(p): p for entry in optimizer.param_groups for p in entry["params"]}
+    if ctx.replicas is not None:
+        _refuse("replicas, which average when backward has ended", "elastic= of weft.start")
     if any(map(is_stepped_in_backward, own.values())):
         _refuse("another optimizer, which frees the gradients of the same parameters", "the other optimizer")
     found: list[torch.Tensor] = []
@@ -89,16 +91,14 @@ def _reduced_in_backward(optimizer: torch.optim.Optimizer, ctx: DistContext) -> 
             _refuse("a loss scale, by which gradients are divided when backward has ended", "the policy of fp16")
         for sync in offered(module, GradSync):
             found += [p for p in ctx.engine.reduced_in_backward(sync) if id(p) in own]
-    alone = ctx.world_size == 1 and ctx.replicas is None  # else replicas average when backward has ended
-    if not alone and (not found or ctx.replicas is not None):
+    if ctx.world_size > 1 and not found:
         raise OrderError(
             "step_in_backward: gradients are not reduced unit by unit while backward runs",
-            found=f"{len(own)} parameters, with replicate, zero_partition or unused='zero', in an elastic job, or "
-            "before a strategy",
+            found=f"{len(own)} parameters, with replicate, zero_partition or unused='zero', or before a strategy",
             expected="fully_shard, then the optimizer, then step_in_backward",
-            fix="model, ctx = weft.fully_shard(model, ctx); optimizer = torch.optim.AdamW(model.parameters())",
+            fix="model, ctx = weft.fully_shard(model, ctx)  # in place of another strategy, before the optimizer",
         )
-    return list(own.values()) if alone else found
+    return list(own.values()) if ctx.world_size == 1 else found
 
 
 def _refuse(found: str, other: str) -> None:
