@@ -18,7 +18,7 @@ from weft.errors import type_error, value_error
 __all__ = ["by_epochs", "check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
 
 _MODES = ("batches", "split", "dispatch", "shards")
-_UNEVEN = ("balance", "empty", "pad", "drop", "error", "join")
+_UNEVEN = ("empty", "balance", "pad", "drop", "error", "join")
 
 
 def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, already_sharded: bool) -> None:
@@ -67,7 +67,7 @@ def by_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
         inner = [one for one in parts if hasattr(one, "__iter__") and length_of(one) is not None]
         if len(inner) != 1 or isinstance(inner[0], (str, bytes, Dataset)):
             found = f"{type(loader).__name__}, which keeps an iterator over a {type(source).__name__} without a length"
-            fix = "loader = DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)"
+            fix = "loader = DataLoader(dataset, batch_size=32, num_workers=2, persistent_workers=True)"
             raise _refusal(found, "a loader that is read by epochs", fix)
         new.__dict__[name] = inner[0]
     new.__dict__["persistent_workers"] = loader.num_workers > 0

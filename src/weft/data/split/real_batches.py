@@ -317,7 +317,7 @@ class Arrivals:
             f"shard_data: {self._loader}.__iter__ does not yield the batches of this iteration, each once",
             found=f"{found}; weft cannot tell which samples a batch holds",
             expected="an __iter__ that calls super().__iter__() once and yields a batch for each of its batches",
-            fix="loader = DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  "
+            fix="loader = DataLoader(dataset, batch_size=32, num_workers=2, persistent_workers=True)  "
             "# other batches: by a collate_fn or the dataset",
         )
 
