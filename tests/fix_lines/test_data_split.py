@@ -3,9 +3,10 @@
 import itertools
 import os
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,11 +17,9 @@ from torch.utils.data.distributed import DistributedSampler
 import weft
 from tests.data import samplers
 from tests.fix_lines.test_data import Stream, Untrue, loader_of, with_line
-from tests.fix_lines.told import told
+from tests.fix_lines.told import Told, told
 from weft.peers.replica_groups import ReplicaGroup
 from weft.testing import fake, run_ranks
-
-CHECKS = "data/split/loader_checks.py"
 
 
 def read(loader):
@@ -75,23 +74,22 @@ def pairs(n):
 
 
 def test_arguments_of_shard_data():
-    with told(CHECKS, "this is not a loader") as it:
+    with told("data/split/loader_checks.py", "this is not a loader") as it:
         weft.shard_data(range(8), fake(0, 2))
     weft.shard_data(it.run(DataLoader=DataLoader, dataset=range(64))["loader"], fake(0, 2))
     for wrong in ({"mode": "rows"}, {"uneven": "maybe"}, {"resized": "no"}):
-        with told(CHECKS, "check_choice('shard_data', name, value") as it:
+        with told("data/split/loader_checks.py", "check_choice('shard_data', name, value") as it:
             weft.shard_data(numbers(9)(), fake(0, 2), **wrong)
         assert of_ranks(it, numbers()) == [*range(8)]
 
 
 def test_modes():
     for make in (streamed(), numbers()):
-        with told(CHECKS, "an iterable dataset with `num_shards`") as it:
+        with told("data/split/loader_checks.py", "an iterable dataset with `num_shards`") as it:
             weft.shard_data(make(), fake(0, 2), mode="shards")
         assert of_ranks(it, make) == [*range(8)]
-    singles = [lambda rank=0: DataLoader(data, batch_size=None) for data in (Stream(8), range(8))]
-    for make in singles:
-        with told(CHECKS, "with batch_size=None") as it:
+    for make in (streamed(batch_size=None), numbers(batch_size=None)):
+        with told("data/split/loader_checks.py", "with batch_size=None") as it:
             weft.shard_data(make(), fake(0, 2), mode="split")
         loaders = [it.run(loader=make(), ctx=fake(rank, 2))["loader"] for rank in range(2)]
         assert sorted(itertools.chain(*loaders)) == [*range(8)]
@@ -99,26 +97,26 @@ def test_modes():
     def batches(rank=0):
         return DataLoader(range(8), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7]])
 
-    with told(CHECKS, "found, 'a loader with batch_size'") as it:
+    with told("data/split/loader_checks.py", "found, 'a loader with batch_size'") as it:
         weft.shard_data(batches(), fake(0, 2), mode="split")
     assert of_ranks(it, batches) == [*range(8)]
-    with told(CHECKS, "cannot be split among") as it:
+    with told("data/split/loader_checks.py", "cannot be split among") as it:
         weft.shard_data(numbers(batch_size=3)(), fake(0, 2), mode="split")
     loader = loader_of(it, range(8))
     assert [len(batch) for batch in weft.shard_data(loader, fake(0, 2), mode="split")[0]] == [2, 2]
 
 
 def test_data_that_is_split_already():
-    with told(CHECKS, "the data would be split twice") as it:
+    with told("data/split/loader_checks.py", "the data would be split twice") as it:
         weft.shard_data(split(0), fake(0, 2))
     assert of_ranks(it, split) == [*range(8)]
-    with told(CHECKS, "already_sharded=True with mode=") as it:
+    with told("data/split/loader_checks.py", "already_sharded=True with mode=") as it:
         weft.shard_data(split(0), fake(0, 2), already_sharded=True, mode="split")
     assert of_ranks(it, split) == [*range(8)]
-    with told(CHECKS, "the samples of other ranks are not known here") as it:
+    with told("data/split/loader_checks.py", "the samples of other ranks are not known here") as it:
         weft.shard_data(split(0), fake(0, 2), already_sharded=True, uneven="pad")
     assert of_ranks(it, split) == [*range(8)]
-    with told(CHECKS, "the samples of other ranks are not known here") as it:
+    with told("data/split/loader_checks.py", "the samples of other ranks are not known here") as it:
         weft.shard_data(shards(), fake(0, 2), mode="shards", uneven="pad")
     assert of_ranks(it, shards) == [*range(8)]
     with told("data/split/stream_samples.py", "fewer shards than there are ranks") as it:
@@ -130,11 +128,11 @@ def test_costs():
     lengths, make, ctx = [3, 1, 0, 5, 2, 2, 4, 1], numbers(), fake(0, 2)
     positive = [max(1, n) for n in lengths]
     names = {"loader": make(), "ctx": ctx, "lengths": positive}
-    with told(CHECKS, "check_choice('shard_data', 'balance'") as it:
+    with told("data/split/loader_checks.py", "check_choice('shard_data', 'balance'") as it:
         weft.shard_data(make(), ctx, cost=positive, balance="bytes")
     it.run(**names)
     for wrong in ({"balance": "tokens"}, {"cost": positive}):
-        with told(CHECKS, "expected='both, or none of them'") as it:
+        with told("data/split/loader_checks.py", "expected='both, or none of them'") as it:
             weft.shard_data(make(), ctx, **wrong)
         it.run(**names)
     for wrong in (positive[:-1], len):
@@ -145,13 +143,13 @@ def test_costs():
         weft.shard_data(make(), ctx, cost=lengths, balance="tokens")
     it.run(**{**names, "lengths": lengths})
     balance = {"cost": positive, "balance": "tokens"}
-    with told(CHECKS, "a dataset with an index and a batch_size, with balance=") as it:
+    with told("data/split/loader_checks.py", "a dataset with an index and a batch_size, with balance=") as it:
         weft.shard_data(streamed()(), ctx, uneven="drop", **balance)
     assert of_ranks(it, streamed(), uneven="drop") == [*range(8)]
-    with told(CHECKS, "samples that weft divides, each used once") as it:
+    with told("data/split/loader_checks.py", "samples that weft divides, each used once") as it:
         weft.shard_data(make(), ctx, uneven="pad", **balance)
     assert of_ranks(it, make, uneven="pad") == [*range(8)]
-    with told(CHECKS, "samples that weft divides, each used once") as it:
+    with told("data/split/loader_checks.py", "samples that weft divides, each used once") as it:
         weft.shard_data(split(0), ctx, already_sharded=True, **balance)
     assert of_ranks(it, split, already_sharded=True) == [*range(8)]
 
@@ -174,7 +172,7 @@ class Others(DataLoader):
 
 def test_loader_classes():
     data, ctx = range(64), weft.local()
-    with told(CHECKS, "a loader that is read by epochs") as it:
+    with told("data/split/loader_checks.py", "a loader that is read by epochs") as it:
         weft.shard_data(Kept(data), ctx)
     weft.shard_data(it.run(DataLoader=DataLoader, dataset=data)["loader"], ctx)
     with told("data/split/real_batches.py", "does not yield the batches of this iteration") as it:
@@ -187,7 +185,7 @@ def test_loader_classes():
 
 
 def test_the_end_of_a_stream():
-    with told(CHECKS, "the end of a stream of unknown length") as it:
+    with told("data/split/loader_checks.py", "the end of a stream of unknown length") as it:
         weft.shard_data(streamed(7)(), fake(0, 2))
     assert of_ranks(it, streamed(7)) == [*range(7)]
     loader, ctx = streamed(7)(), weft.local()
@@ -240,7 +238,7 @@ def test_an_epoch_without_a_step():
 
 
 def test_shares():
-    loader, ctx = weft.shard_data(DataLoader(pairs(8), batch_size=2), weft.local())
+    loader, _ = weft.shard_data(DataLoader(pairs(8), batch_size=2), weft.local())
     with told("data/split/sharded_loader.py", "there is no current batch") as it:
         _ = loader.share
     it.run(loader=loader, model=nn.Linear(4, 3), cross_entropy=cross_entropy)
@@ -280,13 +278,15 @@ def test_indices_of_two_kinds():
 def begun(make, ctx=None, **options):
     """A loader of which a step is used, and its position."""
     loader, _ = weft.shard_data(make(), weft.local() if ctx is None else ctx, **options)
-    for _ in loader:
-        return loader, loader.state_dict()
+    next(batches := iter(loader))
+    position = loader.state_dict()
+    batches.close()
+    return loader, position
 
 
 def test_positions_of_a_loader_that_is_read_twice():
     data = range(8)
-    loader, ctx = weft.shard_data(DataLoader(data), weft.local())
+    loader, _ = weft.shard_data(DataLoader(data), weft.local())
     for _ in loader:
         other = iter(loader)
         next(other)
@@ -403,7 +403,7 @@ class Entropy(Stream):
     """In an order that nobody seeds."""
 
     def __iter__(self):
-        return iter(numpy.random.default_rng().permutation(self.n).tolist())
+        return iter(np.random.default_rng().permutation(self.n).tolist())
 
 
 class OfProcess(Stream):
@@ -448,7 +448,7 @@ def test_a_stream_that_yields_other_samples_when_it_is_read_again():
         return DataLoader(Entropy(n), batch_size=2)
 
     _, position = begun(make)
-    loader, ctx = weft.shard_data(make(), weft.local())
+    loader, _ = weft.shard_data(make(), weft.local())
     loader.load_state_dict(position)
     with told("data/split/stream_samples.py", "yields other samples when it is read again") as it:
         read(loader)
@@ -456,7 +456,7 @@ def test_a_stream_that_yields_other_samples_when_it_is_read_again():
     it.run(loader=loader)
     assert loader.epoch == 1 and len(read(loader)) == 32
     _, position = begun(streamed())
-    loader, ctx = weft.shard_data(streamed(1)(), weft.local())  # a stream that became shorter
+    loader, _ = weft.shard_data(streamed(1)(), weft.local())  # a stream that became shorter
     loader.load_state_dict(position)
     with told("data/split/stream_samples.py", "yields other samples when it is read again") as it:
         read(loader)
@@ -488,3 +488,105 @@ def test_a_loader_that_continues_the_epochs_of_another_one():
         _ = loader.epoch
     it.run(loader=loader)
     assert loader.epoch == 0
+
+
+# -- on ranks --------------------------------------------------------------------------------------------
+
+
+def together(ctx, loader):
+    return sorted(itertools.chain(*weft.collectives.gather_objects(read(loader), ctx)))
+
+
+class Permuted(Sampler):
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter(self.rng.permutation(8).tolist())
+
+
+def other_orders(ctx):
+    loader, _ = weft.shard_data(sampled(samplers.Entropy)(), ctx)
+    it = Told()
+    if ctx.rank == 0:
+        read(loader)
+    ctx.agree("one rank was first", {})
+    if ctx.rank == 1:
+        with told("data/split/read_plan.py", "in different orders") as it:
+            read(loader)
+    it.fix = weft.collectives.gather_objects(it.fix, ctx)[1]
+    rng = it.run(numpy=np, ctx=ctx)["rng"]
+    loader, _ = weft.shard_data(DataLoader(range(8), batch_size=2, sampler=Permuted(rng)), ctx)
+    assert together(ctx, loader) == [*range(8)]
+
+
+def other_samples(ctx):
+    loader, _ = weft.shard_data(DataLoader(Entropy(8), batch_size=2), ctx, uneven="drop")
+    it = Told()
+    if ctx.rank == 0:
+        read(loader)
+    ctx.agree("one rank was first", {})
+    if ctx.rank == 1:
+        with told("data/split/stream_samples.py", "compare_order(world, begun") as it:
+            read(loader)
+    it.fix = weft.collectives.gather_objects(it.fix, ctx)[1]
+    loader, _ = weft.shard_data(DataLoader(seeded(it), batch_size=2), ctx, uneven="drop")
+    assert together(ctx, loader) == [*range(8)]
+
+
+def other_numbers_of_batches(ctx):
+    def mine():
+        return DataLoader(range(8 * ctx.rank, 8 + 4 * ctx.rank), batch_size=2)
+
+    def some():
+        return DataLoader(Sharded([[0, 1, 2, 3], [4, 5]]), batch_size=2)
+
+    for make, options, whole in ((mine, {"already_sharded": True}, 12), (some, {"mode": "shards"}, 6)):
+        with told("data/split/uneven_ranks.py", "the ranks have different numbers of batches") as it:
+            read(weft.shard_data(make(), ctx, **options)[0])
+        it.fix = it.fix.replace("...", "**options")
+        assert together(ctx, it.run(loader=make(), ctx=ctx, options=options)["loader"]) == [*range(whole)]
+
+
+def batches_without_some_samples(ctx):
+    loaders = [DataLoader(pairs(8), batch_size=2, collate_fn=good_only) for _ in range(2)]
+    loader, again = (weft.shard_data(one, ctx)[0] for one in loaders)
+    with told("data/split/real_batches.py", "batches do not hold the samples that were read") as it:
+        _ = [loader.share for _ in loader]
+    model = nn.Linear(4, 3)
+    for x, y in again:
+        it.run(ctx=ctx, model=model, x=x, y=y, cross_entropy=cross_entropy)["loss"].backward()
+
+
+def an_evaluation(ctx):
+    torch.manual_seed(0)
+    model, ctx = weft.fully_shard(nn.Linear(4, 3), ctx)
+    whole = DataLoader(pairs(3), batch_size=1)
+    loader, _ = weft.shard_data(whole, ctx, uneven="empty")
+    place = nullcontext(Told())
+    if ctx.rank == 1:
+        place = told("data/lock_step.py", "an evaluation got a batch without rows")
+    with place as it, torch.no_grad():
+        for x, y in loader:
+            cross_entropy(model(x), y)
+    it.fix = weft.collectives.gather_objects(it.fix, ctx)[1]
+    names = {"model": model, "cross_entropy": cross_entropy, "total": 0.0, "count": 0}
+    with torch.no_grad():
+        names = it.run(loader=whole, ctx=ctx, **names)
+    assert weft.reduce(torch.tensor(names["count"]), ctx) == 3
+
+
+def on_ranks(ctx):
+    other_orders(ctx)
+    other_samples(ctx)
+    other_numbers_of_batches(ctx)
+    an_evaluation(ctx)  # before counts are added up, which a program does that knows of them
+    batches_without_some_samples(ctx)
+
+
+@pytest.mark.slow
+def test_on_ranks():
+    run_ranks(on_ranks, 2)
