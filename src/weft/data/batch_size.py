@@ -345,6 +345,6 @@ def _length(value: Any) -> int:
             f"split_between: {type(value).__name__} cannot be cut",
             found=type(value).__name__,
             expected="a list, tuple, tensor, dict of these, or a dataset with a length",
-            fix="weft.data.split_between(list(value), ctx)",
+            fix=f"weft.data.split_between({'sorted' if isinstance(value, (set, frozenset)) else 'list'}(value), ctx)",
         )
     return len(value)
