@@ -24,6 +24,7 @@ __all__ = ["BatchMath", "batch_math", "find_batch_size", "split_between"]
 
 T = TypeVar("T")
 _FIX = "weft.data.batch_math(ctx, per_rank=8, accumulate=4)"
+_FIND = "weft.data.find_batch_size(trial, ctx, start=128, smallest=1)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ def find_batch_size(
         92
     """
     if not 1 <= smallest <= start:
-        raise _no_size(f"start={start}, smallest={smallest}", "1 <= smallest <= start")
+        raise _no_size(f"start={start}, smallest={smallest}", "1 <= smallest <= start", _FIND)
     kept = [_kept(obj) for obj in objects]
     size, tried = start, list[int]()
     while size >= smallest:
@@ -201,13 +202,13 @@ def find_batch_size(
             return size
         after = size * 9 // 10 if shrink is None else shrink(size)
         if not after < size:
-            raise _no_size(f"shrink({size}) = {after}", "a smaller size than before")
+            raise _no_size(f"shrink({size}) = {after}", "a smaller size than before", _FIND)
         size = after
-    raise _no_size(f"out of memory with {listed(tried)}", f"memory for a batch of {smallest}")
+    fix = _FIND if smallest > 1 else "model, ctx = weft.recompute(model, ctx, blocks=[Block])  # before the trial"
+    raise _no_size(f"out of memory with {listed(tried)}", f"memory for a batch of {smallest}", fix)
 
 
-def _no_size(found: str, expected: str) -> ValueError:
-    fix = "weft.data.find_batch_size(trial, ctx, start=128, smallest=1)"
+def _no_size(found: str, expected: str, fix: str) -> ValueError:
     return value_error("find_batch_size: there is no batch size", found=found, expected=expected, fix=fix)
 
 
@@ -344,6 +345,6 @@ def _length(value: Any) -> int:
             f"split_between: {type(value).__name__} cannot be cut",
             found=type(value).__name__,
             expected="a list, tuple, tensor, dict of these, or a dataset with a length",
-            fix="weft.data.split_between(list(value), ctx)",
+            fix=f"weft.data.split_between({'sorted' if isinstance(value, (set, frozenset)) else 'list'}(value), ctx)",
         )
     return len(value)

@@ -184,7 +184,7 @@ def padding_share(lengths: Sequence[int], batches: Iterable[Sequence[int]], *, m
                 "padding_share: a batch contains an index that is out of range",
                 found=listed(strange),
                 expected=f"0 to {len(lengths) - 1}",
-                fix="weft.data.padding_share(lengths, sampler)",
+                fix="weft.data.padding_share(lengths, weft.data.length_batches(lengths, batch_size=32))",
             )
         sizes = [int(lengths[index]) for index in batch]
         longest = -(-max(sizes, default=0) // multiple_of) * multiple_of

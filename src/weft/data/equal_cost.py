@@ -43,15 +43,15 @@ class Costs(NamedTuple):
                 "shard_data: cost does not return the cost of a sample for its index",
                 found=f"{type(error).__name__}: {error}",
                 expected="one number per sample of the dataset, or a function of the index of a sample",
-                fix='weft.shard_data(loader, ctx, cost=lengths, balance="tokens")',
+                fix='loader, ctx = weft.shard_data(loader, ctx, cost=lengths, balance="tokens")',
             ) from error
         wrong = [f"{cost} for {unit!r}" for unit, cost in zip(units, found, strict=True) if not 0 < cost < math.inf]
         if wrong:
             raise value_error(
                 "shard_data: costs cannot be used",
                 found=listed(wrong),
-                expected="numbers above 0",
-                fix='weft.shard_data(loader, ctx, cost=[max(1, length) for length in lengths], balance="tokens")',
+                expected="finite numbers above 0",
+                fix='loader, ctx = weft.shard_data(loader, ctx, cost=[max(1, n) for n in lengths], balance="tokens")',
             )
         return found
 

@@ -94,7 +94,7 @@ def mix(
         raise value_error("mix: a source would never be read", found=found, expected=expected, fix=_FIX)
     streams = [id(part.dataset) for part in parts if part.kind != "map"]
     if len(set(streams)) < len(streams):
-        found, fix = "one stream under two names", "copy.deepcopy(stream)  # for the second name"
+        found, fix = "one stream under two names", "other = copy.deepcopy(stream)  # for the second name"
         raise value_error("mix: sources cannot be used", found=found, expected="a stream of its own for each", fix=fix)
     kinds = {part.kind for part in parts}
     if kinds == {"map"} and stop != "never":
@@ -127,10 +127,9 @@ class _Source:
         self.kind = _kind(name, dataset)
         self.length = length_of(dataset)
         if self.length == 0 or (self.kind == "map" and self.length is None):
-            found = f"{name!r}: {type(dataset).__name__} " + (
-                "without samples" if self.length == 0 else "without a len"
-            )
-            raise value_error("mix: a source cannot be used", found=found, expected="samples, and a length", fix=_FIX)
+            found = f"{name!r}: {type(dataset).__name__} without {'samples' if self.length == 0 else 'a len'}"
+            fix = f"sources.pop({name!r})" if self.length == 0 else "def __len__(self): return ...  # its samples"
+            raise value_error("mix: a source cannot be used", found=found, expected="samples, and a length", fix=fix)
         self.fetch = getattr(dataset, "__getitems__", None)
         self.begin: Any = copy.deepcopy(dataset.state_dict()) if self.kind == "stateful" else None
 
@@ -149,11 +148,12 @@ def _kind(name: str, dataset: Any) -> str:
             return "seekable" if isinstance(dataset, SeekableStream) else "stateful" if has_state(dataset) else "plain"
     elif not isinstance(dataset, (Mapping, str)):
         return "map"
+    fix = f'sources[{name!r}] = dataset["train"], weight' if isinstance(dataset, Mapping) else _FIX
     raise type_error(
         "mix: a source cannot be used",
         found=f"{name!r}: {type(dataset).__name__}",
         expected="a dataset with an index, or an iterable that can be read again and again (no iterator, no dict)",
-        fix=_FIX,
+        fix=f"sources[{name!r}] = list(dataset), weight" if hasattr(dataset, "__next__") else fix,
     )
 
 
@@ -297,7 +297,7 @@ class _Stream(Mixture, IterableDataset[Any]):
                 "mix: several workers would each read the whole mixture",
                 found=f"a torch DataLoader with num_workers={info.num_workers} over a mixture that is a stream",
                 expected="a loader from shard_data, on one rank too, or one worker",
-                fix="loader, ctx = weft.shard_data(loader, ctx)",
+                fix='loader, ctx = weft.shard_data(loader, ctx, uneven="empty")',
             )
 
     def _read(self, places: Iterator[Place], readings: Sequence[_Reading]) -> Iterator[Any]:
@@ -365,7 +365,7 @@ class _Stateful(_Stream):
                 "mix: the state belongs to another mixture, whose order was another one",
                 found=f"{state.get('mixture')}, and not {self.fingerprint}",
                 expected="the same names, weights, lengths, seed, stop and shuffle",
-                fix="loader.set_epoch(saved_epoch + 1)  # begins the next epoch with the new mixture",
+                fix="mixture.set_epoch(saved_epoch + 1)  # or that of the loader: the next epoch, of the new mixture",
             )
         self._loaded = copy.deepcopy(state)
 
@@ -436,5 +436,7 @@ class _Reading:
             "mix: a stream does not yield what its length says" if length else "mix: a stream yields nothing",
             found=f"{self.source.name!r}: {self.read} samples" + (f" or more, and not {length}" if length else ""),
             expected="samples, and a __len__ that is true in every epoch, or none",
-            fix="def __len__(self): return ...  # the true number of samples of this epoch",
+            fix="def __len__(self): return ...  # the true number of samples of this epoch"
+            if length
+            else "def __iter__(self): return iter(...)  # anew in each call, with at least one sample",
         )

@@ -93,7 +93,7 @@ def _lengths(columns: Mapping[str, Sequence[Any]]) -> list[int]:
             found=listed(f"{key}: {listed(map(str, lengths))}" for key, lengths in found.items())
             or listed(f"{key}: {type(column[0]).__name__}" for key, column in columns.items()),
             expected="tensors [length, ...], of one length in each sample",
-            fix="collate_fn=weft.data.pad_collate(), or one tensor per sample, such as its tokens",
+            fix="loader = DataLoader(..., collate_fn=weft.data.pad_collate())  # or one tensor per sample, its tokens",
         )
     return next(iter(found.values()))
 

@@ -18,6 +18,7 @@ from weft.tensors.sequence_order import Order, SequencePart, chunks, note_part, 
 __all__ = ["split_sequence"]
 
 B = TypeVar("B")
+_PAD = 'loader = DataLoader(..., collate_fn=weft.data.pad_collate(multiple_of={}, fill={{"labels": -100}}))'
 _IGNORED = -100  # the label that counts nowhere, of torch and transformers
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx"}
 
@@ -67,7 +68,7 @@ def split_sequence(batch: B, ctx: DistContext, *, dim: int = 1, axis: str = "con
     alone = ctx.world_size == 1 and axis not in dict(ctx.axes)
     ranks = 1 if alone else ctx.axis_size(axis)
     part = SequencePart(order, ranks, 0 if alone else ctx.coordinates[axis])
-    sequences = _sequences(batch, dim)
+    sequences = _sequences(batch, dim, ranks)
     length = _length(sequences, dim)
     _check_divides(length, part)
     whole = _complete(batch, sequences, length, dim, ranks)
@@ -101,7 +102,7 @@ def _is_sequence(leaf: object, dim: int) -> bool:
     return isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > dim
 
 
-def _sequences(batch: object, dim: int) -> dict[tuple[str, ...], Any]:
+def _sequences(batch: object, dim: int, ranks: int) -> dict[tuple[str, ...], Any]:
     """What is cut, by its path."""
     found = {}
     for path, leaf in leaves(batch, whole=cuts_itself):
@@ -111,7 +112,7 @@ def _sequences(batch: object, dim: int) -> dict[tuple[str, ...], Any]:
                 f"split_sequence: {'.'.join(path) or 'the batch'} cannot be split along a sequence",
                 found="a nested tensor" if nested else type(leaf).__name__,
                 expected="tensors and arrays, in tuples, lists, mappings or dataclasses",
-                fix="weft.data.split_sequence(batch.to_dict(), ctx)",
+                fix="weft.data.split_sequence(batch.to_dict(), ctx)" if cuts_itself(leaf) else _PAD.format(2 * ranks),
             )
         if _is_sequence(leaf, dim):
             found[path] = leaf
@@ -125,7 +126,9 @@ def _length(sequences: Mapping[tuple[str, ...], Any], dim: int) -> int:
             "split_sequence: the parts of the batch have sequences of different lengths",
             found=listed(f"{name}: {length}" for name, length in lengths.items()) or f"no tensor with dimension {dim}",
             expected=f"tensors with the sequence in dimension {dim}, and as many places in each",
-            fix="weft.data.split_sequence((x[:, :-1], x[:, 1:]), ctx, dim=1)",
+            fix="weft.data.split_sequence((x[:, :-1], x[:, 1:]), ctx, dim=1)"
+            if lengths
+            else "weft.data.split_sequence(batch, ctx, dim=0)",
         )
     return int(next(iter(lengths.values())))
 
@@ -138,7 +141,7 @@ def _check_divides(length: int, part: SequencePart) -> None:
             f"split_sequence: sequences of {length} places cannot be split over {part.ranks} ranks",
             found=f"{length} places; {pieces} chunks in {part.order} order",
             expected=f"a length divisible by {pieces}, such as {longer}, padded at the right with labels of -100",
-            fix=f'weft.data.pad_collate(multiple_of={pieces}, fill={{"labels": -100}})',
+            fix=_PAD.format(pieces),
         )
 
 
@@ -146,7 +149,7 @@ def _complete(batch: B, sequences: Mapping[tuple[str, ...], Any], length: int, d
     """A mapping with what a model needs besides, still whole."""
     if not isinstance(batch, Mapping):
         return batch
-    _check_plain(batch, length)
+    _check_plain(batch, length, ranks)
     first = next((leaf for leaf in sequences.values() if isinstance(leaf, torch.Tensor)), None)
     more: dict[str, Any] = {}
     if "position_ids" not in batch:
@@ -173,7 +176,7 @@ def _shifted(labels: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([labels.narrow(dim, 1, length - 1), last], dim)
 
 
-def _check_plain(batch: Mapping[Any, Any], length: int) -> None:
+def _check_plain(batch: Mapping[Any, Any], length: int, ranks: int) -> None:
     """Raise if one row holds several sequences, or places that nothing may attend to."""
     at = batch.get("position_ids")
     packed = sorted(_PACKED & {str(key) for key in batch})
@@ -183,8 +186,8 @@ def _check_plain(batch: Mapping[Any, Any], length: int) -> None:
         raise value_error(
             "split_sequence: packed sequences cannot be split",
             found=listed(packed),
-            expected="one sequence in each row, whose places are numbered from 0 on",
-            fix="one document per row, or documents that may attend to those before them, without position_ids",
+            expected="one document in each row, whose places are numbered from 0 on",
+            fix=_PAD.format(2 * ranks),
         )
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and not bool((mask == 1).all()):

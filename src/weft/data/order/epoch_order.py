@@ -225,8 +225,8 @@ class EpochOrder:
             expected="the dataset and sampler of the saved run, and a sampler that draws from random, numpy.random or "
             "torch, which are seeded for each epoch, or from generators in its attributes, which are put back; not "
             "from the system's entropy, the clock, or a list that it shuffles in place",
-            fix="def __iter__(self): return iter(torch.randperm(len(self)).tolist())  # or begin the next epoch: "
-            'weft.shard_data(loader, ctx, resized="next_epoch")',
+            fix='loader, ctx = weft.shard_data(loader, ctx, resized="next_epoch")  # the next epoch; from there on: '
+            "def __iter__(self): return iter(torch.randperm(len(self)).tolist())",
         )
         return OtherOrder(text)
 

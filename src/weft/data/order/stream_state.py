@@ -70,7 +70,7 @@ class StreamState:
                     f"shard_data: {type(stream).__name__} changes while it is read, and begins each epoch as it was",
                     found=f"{listed(changed)}, put back: workers that are new in an epoch do not know it",
                     expected="an order that depends on the epoch by `set_epoch`, and counts of what was read elsewhere",
-                    fix="def set_epoch(self, epoch): self.epoch = epoch  # called in each epoch, in workers as well",
+                    fix="def set_epoch(self, epoch): self.epoch = epoch  # instead of counting; called in workers too",
                 )
         self._begun, self._left = _look(stream), None
         for path, generator in self._begun.generators.items():

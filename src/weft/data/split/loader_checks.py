@@ -18,7 +18,7 @@ from weft.errors import type_error, value_error
 __all__ = ["by_epochs", "check_divisible", "check_loader", "check_uneven", "warn_of_no_steps"]
 
 _MODES = ("batches", "split", "dispatch", "shards")
-_UNEVEN = ("balance", "empty", "pad", "drop", "error", "join")
+_UNEVEN = ("empty", "balance", "pad", "drop", "error", "join")
 
 
 def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, already_sharded: bool) -> None:
@@ -35,10 +35,13 @@ def check_loader(loader: Any, mode: str, uneven: str | None, resized: str, *, al
             expected="a torch.utils.data.DataLoader",
             fix="loader = DataLoader(dataset, batch_size=32)",
         )
-    check_choice("shard_data", "mode", mode, _MODES, fix='weft.shard_data(loader, ctx, mode="batches")')
-    check_choice("shard_data", "uneven", uneven, (*_UNEVEN, None), fix='weft.shard_data(loader, ctx, uneven="balance")')
-    fix = 'weft.shard_data(loader, ctx, resized="next_epoch")'
-    check_choice("shard_data", "resized", resized, ("error", "next_epoch"), fix=fix)
+    for name, value, allowed in (
+        ("mode", mode, _MODES),
+        ("uneven", uneven, (*_UNEVEN, None)),
+        ("resized", resized, ("next_epoch", "error")),
+    ):
+        fix = f"loader, ctx = weft.shard_data(loader, ctx, {name}={allowed[0]!r})"
+        check_choice("shard_data", name, value, allowed, fix=fix)
     _check_mode(loader, mode)
     _check_split(loader, mode, uneven, already_sharded=already_sharded)
 
@@ -64,7 +67,7 @@ def by_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
         inner = [one for one in parts if hasattr(one, "__iter__") and length_of(one) is not None]
         if len(inner) != 1 or isinstance(inner[0], (str, bytes, Dataset)):
             found = f"{type(loader).__name__}, which keeps an iterator over a {type(source).__name__} without a length"
-            fix = "DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay"
+            fix = "loader = DataLoader(dataset, batch_size=32, num_workers=2, persistent_workers=True)"
             raise _refusal(found, "a loader that is read by epochs", fix)
         new.__dict__[name] = inner[0]
     new.__dict__["persistent_workers"] = loader.num_workers > 0
@@ -78,7 +81,7 @@ def _refusal(found: str, expected: str, fix: str) -> ValueError:
 
 
 def _check_mode(loader: DataLoader[Any], mode: str) -> None:
-    fix = 'weft.shard_data(loader, ctx, mode="batches")'
+    fix = 'loader, ctx = weft.shard_data(loader, ctx, mode="batches", uneven="empty")'
     if mode == "shards" and shards_of(loader.dataset) is None:
         found = f'mode="shards" with {type(loader.dataset).__name__}, which has no shards'
         raise _refusal(found, "an iterable dataset with `num_shards` and `shard(num_shards=, index=)`", fix)
@@ -90,7 +93,7 @@ def _check_mode(loader: DataLoader[Any], mode: str) -> None:
 
 
 def _check_split(loader: DataLoader[Any], mode: str, uneven: str | None, *, already_sharded: bool) -> None:
-    fix, who = "weft.shard_data(loader, ctx, already_sharded=True)", split_already(loader)
+    fix, who = "loader, ctx = weft.shard_data(loader, ctx, already_sharded=True)", split_already(loader)
     if who is not None and not already_sharded:
         expected = "a source of the whole data, or already_sharded=True"
         raise _refusal(f"{who}: the data would be split twice", expected, fix)
@@ -100,7 +103,9 @@ def _check_split(loader: DataLoader[Any], mode: str, uneven: str | None, *, alre
         raise _refusal(
             ("already_sharded=True" if already_sharded else 'mode="shards"') + ' with uneven="pad"',
             "'error', 'drop' or 'join': the samples of other ranks are not known here",
-            'weft.shard_data(loader, ctx, already_sharded=True, uneven="join")',
+            'loader, ctx = weft.shard_data(loader, ctx, already_sharded=True, uneven="join")'
+            if already_sharded
+            else 'loader, ctx = weft.shard_data(loader, ctx, mode="shards", uneven="join")',
         )
 
 
@@ -110,7 +115,7 @@ def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str
     Raises:
         ValueError: The text says why.
     """
-    fix = 'weft.shard_data(loader, ctx, cost=lengths, balance="tokens")'
+    fix = 'loader, ctx = weft.shard_data(loader, ctx, cost=lengths, balance="tokens")'
     check_choice("shard_data", "balance", balance, ("samples", "tokens"), fix=fix)
     if (balance == "tokens") != (cost is not None):
         raise value_error(
@@ -121,13 +126,13 @@ def check_balance(loader: DataLoader[Any], balance: str, cost: object, mode: str
         )
     if cost is None:
         return
-    fix = "weft.shard_data(loader, ctx)  # without cost and balance"
+    without = "loader, ctx = weft.shard_data(loader, ctx, ...)  # without cost and balance"
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or not is_stock(loader):
         found = f"{type(loader.dataset).__name__}, with {type(loader.batch_sampler).__name__}"
-        raise _refusal(found, 'a dataset with an index and a batch_size, with balance="tokens"', fix)
+        raise _refusal(found, 'a dataset with an index and a batch_size, with balance="tokens"', without)
     if mode not in ("batches", "split") or split_already(loader) is not None or uneven == "pad":
         found = f'balance="tokens" with mode={mode!r}, uneven={uneven!r}'
-        raise _refusal(found, "samples that weft divides, each used once", fix)
+        raise _refusal(found, "samples that weft divides, each used once", without)
 
 
 def check_divisible(batch_size: int, size: int) -> None:
@@ -141,7 +146,7 @@ def check_divisible(batch_size: int, size: int) -> None:
             f"shard_data: a batch of {batch_size} cannot be split among {size} ranks",
             found=f"batch_size={batch_size}, {size} ranks",
             expected=f"a batch size divisible by {size}",
-            fix=f"DataLoader(..., batch_size={-(-batch_size // size) * size})",
+            fix=f"loader = DataLoader(..., batch_size={-(-batch_size // size) * size})",
         )
 
 
@@ -156,7 +161,7 @@ def check_uneven(uneven: str | None, total: int | None, ctx: DistContext, *, alr
             "shard_data: the end of a stream of unknown length needs a choice",
             found=f"no __len__, {ctx.data_size} ranks, and no uneven=",
             expected='uneven="drop", "pad", "empty", "balance" or "error", or a __len__ that is true',
-            fix='weft.shard_data(loader, ctx, uneven="empty")',
+            fix='loader, ctx = weft.shard_data(loader, ctx, uneven="empty")',
         )
 
 

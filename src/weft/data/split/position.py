@@ -160,8 +160,8 @@ def position(reading: ReadPlan, cursor: Cursor, back: int) -> dict[str, Any]:
             "state_dict: a loader that is read twice at once has no position",
             found=f"{len(cursor.open)} iterations over it that have not ended",
             expected="one iteration at a time over a loader whose position is saved",
-            fix="two loaders: first, ctx = weft.shard_data(DataLoader(data), ctx); second, ctx = "
-            "weft.shard_data(DataLoader(data), ctx)  # or loader.set_epoch(n) before the loop, if one was interrupted",
+            fix="loader.set_epoch(n)  # before the loop, if one was interrupted; or two loaders: "
+            "first, ctx = weft.shard_data(DataLoader(data), ctx); second, ctx = weft.shard_data(DataLoader(data), ctx)",
         )
     now, steps = cursor.now, cursor.now.steps
     if back > steps and cursor.before is not None:  # in the iteration that ended before
@@ -325,7 +325,7 @@ def _other_data(state: Mapping[str, Any], reading: ReadPlan) -> bool:
         "load_state_dict: the position belongs to a dataset of another length or mixture, which had a different order",
         found=_data_of(state, reading),
         expected="the same length, and seed and weights of a mixture, or the beginning of an epoch",
-        fix='weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
+        fix='loader, ctx = weft.shard_data(loader, ctx, resized="next_epoch")  # begins the epoch after the saved one',
     )
 
 
@@ -348,7 +348,9 @@ def _check_ranks(state: Mapping[str, Any], reading: ReadPlan) -> None:
         "load_state_dict: the data was not split by weft, and cannot be split again",
         found=f"a position of {_ranks(state.get('ranks'))}, loaded by {_ranks(reading.split_for)}",
         expected="the same number of ranks, or a source that weft splits: one order of all samples",
-        fix="weft.shard_data(loader, ctx)  # over the whole dataset, without already_sharded=True",
+        fix="loader, ctx = weft.shard_data(loader, ctx)  # over the whole dataset, without already_sharded=True"
+        if state.get("ranks") is None
+        else f"loader.set_epoch({state['epoch'] + 1})  # the next epoch, in place of this position",
     )
 
 

@@ -317,8 +317,8 @@ class Arrivals:
             f"shard_data: {self._loader}.__iter__ does not yield the batches of this iteration, each once",
             found=f"{found}; weft cannot tell which samples a batch holds",
             expected="an __iter__ that calls super().__iter__() once and yields a batch for each of its batches",
-            fix="DataLoader(dataset, batch_size=32, num_workers=4, persistent_workers=True)  # workers that stay; a "
-            "collate_fn or the dataset for other batches",
+            fix="loader = DataLoader(dataset, batch_size=32, num_workers=2, persistent_workers=True)  "
+            "# other batches: by a collate_fn or the dataset",
         )
 
 

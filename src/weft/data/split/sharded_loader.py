@@ -403,7 +403,7 @@ def _sample_ids(given: BatchInfo) -> SampleIds:
             "shard_data: with_ids=True, and some indices of a batch are numbers and others are not",
             found=listed(repr(one) for one in given.ids),
             expected="indices of one kind: whole numbers, which sort the samples, or keys, which cannot",
-            fix="weft.shard_data(loader, ctx)  # without with_ids; or a dataset whose indices are whole numbers",
+            fix="loader, ctx = weft.shard_data(loader, ctx)  # without with_ids; or whole numbers as indices",
         )
     valid = torch.zeros(len(ids), dtype=torch.bool)
     valid[: given.valid] = True

@@ -170,7 +170,7 @@ class Plan(NamedTuple):
                 f"shard_data: {what} cannot be split evenly over {self.size} ranks",
                 found=f"{units} in steps of {self.per_rank} x {self.size}, {rest} left for the last step",
                 expected=f"{'a multiple of' if unequal else 'at least'} {self.size} left, or a choice what to do",
-                fix='drop_last=True, or weft.shard_data(loader, ctx, uneven="drop"), "pad" (repeats samples) '
+                fix='loader, ctx = weft.shard_data(loader, ctx, uneven="drop")  # or "pad" (repeats samples), '
                 'or "empty" (some ranks get a batch with no rows)',
             )
 
@@ -182,7 +182,7 @@ def warn_of_no_step(what: str, found: str, *, stacklevel: int) -> None:
             f"shard_data: {what}, a loop over the loader does nothing",
             found=found,
             expected="enough for one step on every rank",
-            fix='a smaller batch_size, drop_last=False, or weft.shard_data(loader, ctx, uneven="empty")',
+            fix='a smaller batch_size; or drop_last=False and weft.shard_data(loader, ctx, uneven="empty")',
         ),
         stacklevel=stacklevel + 1,
     )

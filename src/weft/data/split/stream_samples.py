@@ -272,7 +272,7 @@ def with_own_shards(loader: DataLoader[Any], ctx: DistContext) -> DataLoader[Any
             "shard_data: the stream has fewer shards than there are ranks",
             found=f"{number} shards, {ctx.data_size} ranks",
             expected="at least one shard for each rank",
-            fix='weft.shard_data(loader, ctx, mode="batches")  # every rank reads all, or "dispatch": rank 0 does',
+            fix='loader, ctx = weft.shard_data(loader, ctx, mode="batches", uneven="empty")  # or mode="dispatch"',
         )
     new = copy.copy(loader)
     new.__dict__["dataset"] = dataset.shard(num_shards=ctx.data_size, index=ctx.data_rank)
@@ -362,15 +362,17 @@ class _Reader:
             found = len(self._read(samples, 1, read)) if step == 1 else sum(1 for _ in itertools.islice(samples, step))
             read += found
             if found < step:
-                raise _untrue_length(read, self.start)
+                break
         self.new = [self.digest.last]
-        if expected is not None and expected != self.digest.last:
+        if read < self.start or (expected is not None and expected != self.digest.last):
+            at, before = expected or (self.start, "samples")
             raise ContractError(
                 f"shard_data: {type(owner.dataset).__name__} yields other samples when it is read again, to resume "
                 f"epoch {self.number} at sample {self.start}",
-                found=f"{self.digest.last[1]} up to sample {self.digest.last[0]}",
-                expected=f"{expected[1]} up to sample {expected[0]}: the same samples whenever it is read",
-                fix=_SAME,
+                found=f"{self.digest.last[1]} up to sample {self.digest.last[0]}, in {read} samples",
+                expected=f"{before} up to sample {at}: the same samples whenever it is read",
+                fix=f"loader.set_epoch({self.number + 1})  # after load_state_dict; in the stream, draw from random, "
+                "numpy.random or torch, which weft seeds by (seed, epoch)",
             )
 
     def _read(self, samples: Iterator[Any], count: int, position: int) -> list[Any]:

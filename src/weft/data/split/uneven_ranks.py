@@ -121,5 +121,5 @@ def _uneven(found: str) -> ContextError:
         "shard_data: the ranks have different numbers of batches",
         found=found,
         expected="the same number on every rank, or a choice what to do",
-        fix='weft.shard_data(loader, ctx, already_sharded=True, uneven="join"), or "drop"',
+        fix='loader, ctx = weft.shard_data(loader, ctx, ..., uneven="join")  # or "drop"',
     )

@@ -89,7 +89,7 @@ class WindowSplitter(Generic[B]):
                 "accumulate_grads: micro-batches that are carried over cannot be saved",
                 found=f"{len(self.carried)} of the last epoch, in memory, of a loader that cannot read them again",
                 expected='a loader of weft.shard_data, or remainder="step"',
-                fix="loader, ctx = weft.shard_data(loader, ctx)  # before accumulate_grads",
+                fix='model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4, remainder="step")',
             )
         return {"loader": batches(), "windows": self.windows}
 
@@ -172,4 +172,5 @@ def check_steps(steps: object, what: str) -> None:
     Raises:
         ValueError: The text says what it has to be.
     """
-    check_count("accumulate_grads", what, steps, fix="weft.accumulate_grads(model, loader, ctx, steps=4)")
+    fix = "model, loader, ctx = weft.accumulate_grads(model, loader, ctx, steps=4)"
+    check_count("accumulate_grads", what, steps, fix=fix)
