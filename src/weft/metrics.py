@@ -362,6 +362,6 @@ def samples_of_all(counts: Sequence[int | None], ctx: DistContext) -> int:
             if mine < 0
             else "a batch of another rank",
             expected="tensors [samples, ...] in each batch, or a count of your own",
-            fix="loss = loss_sum / weft.metrics.denominator(count, ctx)  # of a window: window.denominator(fn), before its loop",
+            fix="loss = loss_sum / weft.metrics.denominator(count, ctx)  # or window.denominator(fn), before its loop",
         )
     return total

@@ -3,11 +3,9 @@
 import contextlib
 import hashlib
 import json
-import math
 import shutil
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import fsspec
@@ -295,7 +293,7 @@ def test_urls(tmp_path, monkeypatch):
     url = it.fix.split('"')[5]
     path = place(url) / "step-00000001"
     with told("checkpoint/storage/bucket.py", "is not a local path") as it:
-        open(path / "manifest.json")
+        Path(path / "manifest.json").open()
     with eval(it.fix, {"fsspec": fsspec}) as file:
         assert file.readline().startswith(b'{"sha256"')
     fsspec.filesystem("memory").rm("/run/step-00000001/manifest.json")

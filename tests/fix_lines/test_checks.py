@@ -1,6 +1,5 @@
 """What calls have in common: arguments, metrics, random numbers, the watched loop, `check` and `assemble`."""
 
-import importlib
 import pathlib
 import sys
 import tomllib
@@ -97,9 +96,9 @@ def test_metrics():
         batch["y"] = y[:1]  # rows that do not agree
         windows = weft.accumulate_grads(model, [batch], ctx, steps=1)[1]
         for window in windows:
-            for batch in window:
+            for _ in window:
                 with told("metrics.py", "samples of a batch cannot be counted") as it:
-                    window.share
+                    assert window.share
                 loss_sum = cross_entropy(model(x), y, reduction="sum")
                 assert it.run(loss_sum=loss_sum, count=count, ctx=ctx)["loss"] == loss_sum / 2
         for window in windows:
@@ -107,8 +106,8 @@ def test_metrics():
 
 
 def test_metrics_of_an_elastic_job():
-    with weft.start(elastic="replica", device="cpu") as ctx:
-        loader, ctx = weft.shard_data(_loader(), ctx)
+    with weft.start(elastic="replica", device="cpu") as whole:
+        loader, ctx = weft.shard_data(_loader(), whole)
         model, ctx = weft.replicate(_net(), ctx)
         for x, y in loader:
             with told("metrics.py", "replicas of an elastic job") as it:
@@ -130,7 +129,7 @@ def test_random_numbers():
         with told("rng.py", "'ranks', ranks") as it:
             weft.rng.set_seed(0, ctx, ranks="equal")
         it.run(ctx=ctx)
-        loader, ctx = weft.shard_data(_loader(), ctx, with_ids=True)
+        loader, _ = weft.shard_data(_loader(), ctx, with_ids=True)
         for _, rows in loader:
             with told("rng.py", "ids cannot be used") as it:
                 weft.rng.keyed_uniform(rows.ids.float(), seed=ctx.seed, epoch=0)
@@ -200,11 +199,44 @@ def test_loops():
 
 
 def test_an_incomplete_program():
-    ctx, model = fake(world_size=2), _net()
+    ctx = fake(world_size=2)
     with told("completeness.py", "the program is not complete") as it:
         weft.check(ctx, loader=_loader())
     found = it.run(loader=_loader(), ctx=ctx)
     weft.check(found["ctx"], loader=found["loader"])
+
+
+def _incomplete(ctx, folder):
+    model, optimizer = _net(), torch.optim.SGD(_net().parameters())
+    names = {"loader": _loader(), "model": model, "torch": torch, "ctx": ctx}
+    with told("completeness.py", "the program is not complete") as it:
+        weft.check(ctx, model=model, optimizer=optimizer, loader=names["loader"])
+    assert it.fix.count("\n") == 2
+    it.fix = it.fix.replace("\n            ", "\n")  # of which the error makes a column
+    found = it.run(**names)
+    weft.check(found["ctx"], model=found["model"], optimizer=found["optimizer"], loader=found["loader"])
+
+    model, _ = weft.replicate(_net(), ctx.on("shard"))
+    with told("completeness.py", "the program is not complete") as it:
+        weft.check(ctx, model=model)
+    found = it.run(model=_net(), ctx=ctx)
+    weft.check(found["ctx"], model=found["model"])
+
+    model, sharded = found["model"], found["ctx"]
+    if ctx.is_main:
+        with told("completeness.py", "the program is not complete") as it:
+            weft.check(sharded.only(0), model=model)
+    it.fix = weft.broadcast(it.fix, ctx)
+    state, sharded = weft.checkpointable({"model": model}, sharded)
+    it.run(state=state, directory=folder, step=1, ctx=sharded)
+    with weft.full_params(model, sharded):
+        if ctx.is_main:
+            weft.check(sharded.only(0), model=model)
+
+
+@pytest.mark.slow
+def test_incomplete_programs(tmp_path):
+    run_ranks(_incomplete, 4, str(tmp_path), mesh={"replica": 2, "shard": 2})
 
 
 def test_assemble():

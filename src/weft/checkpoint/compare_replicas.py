@@ -82,9 +82,9 @@ def refuse(told: Sequence[Replicas]) -> None:
     raise CheckpointError(
         "save: replicas of a tensor have different values",
         found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""),
-        expected="replicas that are equal, bit for bit, and do not change during a save; what ranks have of their own, "
-        "gathered",
-        fix="tensor.data.copy_(weft.broadcast(tensor.data, ctx))  # weft.check(ctx, model=model) finds what nobody averages",
+        expected="replicas that are equal, bit for bit, and that nothing changes during a save; and what is of each "
+        "rank alone, gathered",
+        fix="tensor.data.copy_(weft.broadcast(tensor.data, ctx))  # and weft.check(ctx, model=model) to find why",
     )
 
 
