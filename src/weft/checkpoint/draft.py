@@ -421,6 +421,6 @@ def _manifest(
             "save: the ranks do not hold each tensor exactly once",
             found=listed(wrong),
             expected="tensors that are whole on all ranks, or sharded without gaps",
-            fix="shard over axes of ctx.mesh, of which weft.start(mesh=...) knows what ranks hold copies",
+            fix="value.full_tensor()  # or shard it over axes of ctx.mesh, which weft.start(mesh=...) names",
         )
     return manifest

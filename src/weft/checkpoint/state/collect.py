@@ -167,7 +167,7 @@ def checkpointable(
                 f"checkpointable: {what} cannot be called",
                 found=type(function).__name__,
                 expected='a function of "save" or "restore"',
-                fix=f"weft.checkpointable(objects, ctx, {what}=lambda what: optimizer.eval())",
+                fix=f"weft.checkpointable(objects, ctx, {what}=lambda what: ...)",
             )
     state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng, only, before, after)
     for name, obj in objects.items():
