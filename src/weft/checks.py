@@ -66,9 +66,7 @@ def check_torch(what: str, least: str, why: str) -> None:
         )
 
 
-def check_count(
-    what: str, name: str, value: object, *, least: int = 1, below: int | None = None, fix: str = ""
-) -> None:
+def check_count(what: str, name: str, value: object, *, least: int = 1, below: int | None = None, fix: str) -> None:
     """Raise unless a value is a whole number, and neither too small nor too large.
 
     Args:
@@ -77,26 +75,26 @@ def check_count(
         value: Its value.
         least: The smallest that is allowed.
         below: All that are allowed are smaller than this.
-        fix: A line to write instead; default: the argument with the smallest value.
+        fix: A line to write instead.
 
     Raises:
         ValueError: It is something else; booleans are no numbers here.
 
     Example:
-        >>> check_count("f", "steps", 3)
-        >>> check_count("f", "steps", 0)
+        >>> check_count("f", "steps", 3, fix="f(steps=1)")
+        >>> check_count("f", "steps", 0, fix="f(steps=1)")
         Traceback (most recent call last):
         ValueError: f: steps = 0 cannot be used
           found:    0
           expected: a whole number >= 1
-          fix:      f(..., steps=1)
+          fix:      f(steps=1)
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (below is not None and value >= below):
         raise value_error(
             f"{what}: {name} = {value!r} cannot be used",
             found=repr(value),
             expected=f"a whole number >= {least}" if below is None else f"a whole number, {least} to {below - 1}",
-            fix=fix or f"{what}(..., {name}={least})",
+            fix=fix,
         )
 
 

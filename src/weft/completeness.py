@@ -175,11 +175,16 @@ def _dead_optimizers(modules: Sequence[nn.Module], optimizers: Iterable[torch.op
         Finding(
             f"{type(one).__name__} holds none of the parameters of {kinds}",
             "an optimizer over the parameters as they are after the strategy, which may exchange them for shards",
-            f"optimizer = torch.optim.{type(one).__name__}(model.parameters())  # after the strategy",
+            f"optimizer = {_called(type(one))}(model.parameters())  # after the strategy",
         )
         for one in optimizers
         if not any(id(p) in held for group in one.param_groups for p in group["params"])
     ]
+
+
+def _called(kind: type[torch.optim.Optimizer]) -> str:
+    """A class of optimizers as a program calls it."""
+    return f"torch.optim.{kind.__name__}" if kind is getattr(torch.optim, kind.__name__, None) else kind.__name__
 
 
 def _parts_alone(modules: Sequence[nn.Module], model: object, ctx: DistContext) -> list[Finding]:

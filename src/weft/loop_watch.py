@@ -125,8 +125,7 @@ class _Watch:
                 found="accumulate_grads made windows of this loader, and the loop is over the loader itself: it steps "
                 "after each micro-batch",
                 expected="a loop over the loader that accumulate_grads returned",
-                fix="model, windows, ctx = weft.accumulate_grads(model, loader, ctx, steps=4); for window in windows: "
-                "for batch in window: ...",
+                fix="for window in windows:  # as accumulate_grads returned them\n    for x, y in window: ...",
             )
         if not self._weighed:
             self._check_share(*cursor.last_size(self._reading))

@@ -156,7 +156,7 @@ def _entries(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ..
                 f"gather_metrics: {'.'.join(where) or 'the value'} is neither a tensor nor a list",
                 found=f"{type(leaf).__name__} {leaf!r:.60}",
                 expected="tensors [rows, ...] and lists of one entry per row",
-                fix="weft.metrics.weighted_mean(value, ctx, weight=len(rows)) for a number per batch",
+                fix="weft.metrics.weighted_mean(value, ctx, weight=len(ids))  # for a number per batch",
             )
     return held
 
@@ -362,6 +362,6 @@ def samples_of_all(counts: Sequence[int | None], ctx: DistContext) -> int:
             if mine < 0
             else "a batch of another rank",
             expected="tensors [samples, ...] in each batch, or a count of your own",
-            fix='loss = cross_entropy(model(x), y, reduction="sum") / window.denominator(count)',
+            fix="loss = loss_sum / weft.metrics.denominator(count, ctx)  # or window.denominator(fn), before its loop",
         )
     return total

@@ -595,7 +595,7 @@ def test_gradients_flow_back_to_where_the_rows_came_from(n, call):
 )
 def test_a_result_without_gradients_is_said(call):
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(TypeError, match=f"(?s)no gradient would flow back.*weft.{call.__name__}.value, ctx, grad=True"):
+    with pytest.raises(TypeError, match=f"(?s)no gradient would flow.*weft.*{call.__name__}.value, ctx, grad=True"):
         call({"x": x}, weft.local())
     with torch.no_grad():
         assert not call({"x": x}, weft.local())["x"].requires_grad

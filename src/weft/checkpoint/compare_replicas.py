@@ -82,9 +82,9 @@ def refuse(told: Sequence[Replicas]) -> None:
     raise CheckpointError(
         "save: replicas of a tensor have different values",
         found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""),
-        expected="replicas that are equal, bit for bit, and that nothing changes during a save",
-        fix="weft.check(ctx, model=model) finds what no strategy averages; weft.broadcast(tensor, ctx) what drifted "
-        "apart, or gather what is each rank's own; save_async for a state that changes meanwhile",
+        expected="replicas that are equal, bit for bit, and that nothing changes during a save; and what is of each "
+        "rank alone, gathered",
+        fix="tensor.data.copy_(weft.broadcast(tensor.data, ctx))  # and weft.check(ctx, model=model) to find why",
     )
 
 

@@ -391,7 +391,7 @@ def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
             "save: the state differs between the ranks",
             found=listed(different),
             expected="the same plain values, and the same tensors, sharded the same way, on all ranks",
-            fix="gather it first: weft.collectives.gather_objects(value, ctx)",
+            fix="value = weft.collectives.gather_objects(value, ctx)  # in state_dict(): a list, the same on all ranks",
         )
 
 
@@ -421,6 +421,6 @@ def _manifest(
             "save: the ranks do not hold each tensor exactly once",
             found=listed(wrong),
             expected="tensors that are whole on all ranks, or sharded without gaps",
-            fix="report it with the output of weft.explain(ctx)",
+            fix="value.full_tensor()  # or shard it over axes of ctx.mesh, which weft.start(mesh=...) names",
         )
     return manifest

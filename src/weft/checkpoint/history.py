@@ -141,7 +141,7 @@ class History:
                 f"save: {where} holds checkpoints of another run",
                 found=listed(foreign),
                 expected="a directory for each run: a restart would take the newest, whoever saved it",
-                fix="weft.restore(state, directory, ctx) first, to resume that run; or save into another directory",
+                fix="weft.restore(state, directory, ctx)  # resumes that run; or save into another directory",
             )
         unknown = [name for name in unknown if name not in self._damaged]
         others = [name for name in unknown if step_of(name) not in self._tried]
@@ -159,11 +159,13 @@ class History:
         passed_over = self._damaged | self.abandoned
         newer = [n for n in there if step_of(n) > step and step_of(n) not in self._own and n not in passed_over]
         if newer:
+            older = [n for n in there if step_of(n) <= step and n not in passed_over]
+            restore = f'weft.restore(state, "{where / max(older, key=step_of, default="")}", ctx, discard_newer=True)'
             raise CheckpointError(
                 f"save: step {step} is lower than the steps of checkpoints in {where}",
                 found=listed(newer),
                 expected="no newer checkpoint than the one that is saved: a restart would take it",
-                fix="weft.restore(state, directory / 'step-...', ctx, discard_newer=True), or another directory",
+                fix=f"{restore}  # or another directory" if older else "save into another directory",
             )
 
     def _is_ours(self, storage: Storage, name: str) -> bool:

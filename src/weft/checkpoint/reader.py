@@ -83,7 +83,7 @@ class Reader:
                 f"restore: {name} has another shape in the checkpoint",
                 found=f"{entry.shape}, where the state has {like.shape}, sharded over ranks",
                 expected="the shape that was saved",
-                fix="build the object as it was, or leave it out of the state",
+                fix="build the object as it was, or leave it out of the state and restore with strict=False",
             )
         block = whole(entry.shape) if like is None else like.block
         self._files.check(name, entry, block)

@@ -122,10 +122,11 @@ def come_together(
         BaseException: Of the save before it, which ran in the background and failed unseen.
     """
     check_state(what, state)
-    fix = f"weft.{what}(state, directory, step, ctx, keep=3)"
-    check_count(what, "step", step, least=0, below=MAX_STEP + 1, fix=fix)
+    check_count(
+        what, "step", step, least=0, below=MAX_STEP + 1, fix=f"weft.{what}(state, directory, 0, ctx)  # a Python int"
+    )
     if keep is not None:
-        check_count(what, "keep", keep, fix=fix)
+        check_count(what, "keep", keep, fix=f"weft.{what}(state, directory, step, ctx, keep=3)")
     fix = f"weft.{what}(state, directory, step, ctx, keep=1, keep_best=3, score=loss)"
     check_count(what, "keep_best", keep_best, least=0, fix=fix)
     if keep_best and keep is None:
@@ -149,7 +150,7 @@ def come_together(
             f"{what}: the state is part of another checkpoint",
             found=f"weft.restore of {state.torn[0]} failed after it had changed some tensors",
             expected="a state that belongs to one step",
-            fix="weft.restore(state, directory, ctx) until it succeeds, or build the objects anew",
+            fix="weft.restore(state, directory, ctx)  # until it succeeds; or build the objects anew",
         )
     where = place(directory)
     facts = {"step": step, "directory": str(where), "objects": list(state.objects), "keep": keep}

@@ -215,7 +215,7 @@ class _Saver:
                     f"{_WHAT}: the checkpoint was not complete when the program exited",
                     found=f"still writing after {limit_s:g} s: {running.path}",
                     expected="a disk that can store the state within that time",
-                    fix="running.wait() before leaving, or raise start(timeout_s=...)",
+                    fix="running.wait()  # before leaving; or weft.start(timeout_s=...)",
                 )
         return running.unseen_error()
 

@@ -25,7 +25,7 @@ from weft.collectives.primitives import as_bytes, num_bytes, tensor_of
 from weft.errors import message, type_error
 from weft.tensors.nested import Path
 
-__all__ = ["Packed", "bytes_tensor", "decode", "encode", "pack"]
+__all__ = ["Packed", "bytes_tensor", "decode", "pack"]
 
 _DEEPEST = 100
 _EXPECTED = (
@@ -43,11 +43,11 @@ _PLAIN: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     complex: (lambda x: [x.real, x.imag], lambda parts: complex(*parts)),
     dt.date: (dt.date.isoformat, dt.date.fromisoformat),
     dt.datetime: (
-        lambda x: [_fixed(x).isoformat(), x.fold],
+        lambda x: [x.isoformat(), x.fold],
         lambda pair: dt.datetime.fromisoformat(pair[0]).replace(fold=pair[1]),
     ),
     dt.time: (
-        lambda x: [_fixed(x).isoformat(), x.fold],
+        lambda x: [x.isoformat(), x.fold],
         lambda pair: dt.time.fromisoformat(pair[0]).replace(fold=pair[1]),
     ),
     dt.timedelta: (lambda x: [x.days, x.seconds, x.microseconds], lambda parts: dt.timedelta(*parts)),
@@ -56,27 +56,6 @@ _PLAIN: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     **{one: (str, one) for one in _PATHS},
 }
 _PLAIN_NAMED = {one.__name__: back for one, (_, back) in _PLAIN.items()}
-
-
-def encode(what: str, value: object, *, grad: bool = False) -> tuple[bytes, list[torch.Tensor]]:
-    """A value as JSON text and the bytes of its tensors.
-
-    Args:
-        what: The function that asks, for the texts of errors.
-        value: Anything that can be sent.
-        grad: Whether tensors that require grad are sent detached without a word.
-
-    Returns:
-        The text, and uint8 tensors [n] in the order in which the text names them.
-
-    Raises:
-        TypeError: Something in it cannot be sent; whatever else may go wrong is raised as this too.
-    """
-    encoder = _Encoder(what, grad=grad)
-    try:
-        return json.dumps(encoder.encode(value, ())).encode(), encoder.parts
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise TypeError(_refusal(what, encoder.path, f"{type(error).__name__}: {error}", "send its parts")) from error
 
 
 class Packed(NamedTuple):
@@ -97,13 +76,24 @@ class Packed(NamedTuple):
 
 
 def pack(what: str, value: object, device: torch.device, *, grad: bool = False) -> Packed:
-    """A value as bytes on a device, see `encode`; `decode` is the way back.
+    """A value as bytes on a device; `decode` is the way back.
+
+    Args:
+        what: The function that asks, for the texts of errors.
+        value: Anything that can be sent.
+        device: Where to.
+        grad: Whether tensors that require grad are sent detached without a word.
 
     Raises:
-        TypeError: Something in it cannot be sent.
+        TypeError: Something in it cannot be sent; whatever else may go wrong is raised as this too.
     """
-    text, parts = encode(what, value, grad=grad)
-    return Packed(torch.cat([one.to(device) for one in (bytes_tensor(text), *parts)]), text)
+    encoder = _Encoder(what, grad=grad)
+    try:
+        text = json.dumps(encoder.encode(value, ())).encode()
+        return Packed(torch.cat([one.to(device) for one in (bytes_tensor(text), *encoder.parts)]), text)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        found = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise TypeError(_refusal(what, encoder.path, found, "send its parts")) from error
 
 
 class _Encoder:
@@ -128,6 +118,7 @@ class _Encoder:
         if isinstance(item, enum.Enum):
             return {"enum": [*self._class(kind), item.value if isinstance(item, enum.Flag) else item.name]}
         if kind in _PLAIN:
+            self._check_zone(item)
             return {kind.__name__: _PLAIN[kind][0](item)}
         if kind is _SEQUENCES.get(kind.__name__):
             return {kind.__name__: [self.encode(x, (*path, str(i))) for i, x in enumerate(item)]}
@@ -150,11 +141,13 @@ class _Encoder:
         if item.requires_grad and torch.is_grad_enabled() and not self.grad:
             raise self._error(
                 f"a tensor {tuple(item.shape)} that requires grad; the others would get a constant",
-                "value.detach(), or weft.gather(value, ctx, grad=True) through which gradients flow",
+                "value.detach()  # or weft.gather(value, ctx, grad=True), through which gradients flow",
             )
-        if item.layout != torch.strided or item.is_nested or item.is_quantized or hasattr(item, "full_tensor"):
-            raise self._error(f"{type(item).__name__} with layout {item.layout}", "value.to_dense(), or its parts")
-        self.parts.append(as_bytes(item.detach()))
+        kinds = (hasattr(item, "full_tensor"), item.is_nested, item.is_quantized, item.layout != torch.strided)
+        if any(kinds):
+            ways = ("value.full_tensor()", "value.unbind()", "value.dequantize()", "value.to_dense()")
+            raise self._error(f"{type(item).__name__} with layout {item.layout}", ways[kinds.index(True)])
+        self.parts.append(as_bytes(item.detach().resolve_conj().resolve_neg()))
         return {"tensor": [str(item.dtype), list(item.shape)]}
 
     def _array(self, item: Any) -> Any:
@@ -163,6 +156,11 @@ class _Encoder:
             raise self._error(f"{type(item).__name__} of dtype {item.dtype}", "an array of numbers, strings or times")
         self.parts.append(bytes_tensor(item.tobytes()))
         return {"scalar" if scalar else "array": [item.dtype.str, list(item.shape)]}
+
+    def _check_zone(self, item: Any) -> None:
+        zone = getattr(item, "tzinfo", None)
+        if zone is not None and type(zone) is not dt.timezone:  # no fixed offset: a rule that no text holds
+            raise self._error(f"a time zone {zone!r}", "value.replace(tzinfo=None), str(value.tzinfo)")
 
     def _class(self, kind: type[Any]) -> list[str]:
         if _found(kind.__module__, kind.__qualname__) is not kind:
@@ -263,13 +261,6 @@ def _found(module: str, name: str) -> type[Any] | None:
 def _dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype
-
-
-def _fixed(moment: Any) -> Any:
-    """A moment whose time zone is none, or a fixed offset: others are rules that no text holds."""
-    if moment.tzinfo is not None and type(moment.tzinfo) is not dt.timezone:
-        raise ValueError(f"a time zone {moment.tzinfo!r}; moment.astimezone(datetime.timezone.utc) can be sent")
-    return moment
 
 
 def bytes_tensor(text: bytes) -> torch.Tensor:

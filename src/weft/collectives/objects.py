@@ -234,4 +234,6 @@ def scatter_made(make: Callable[[], list[Any] | None], ctx: DistContext, what: s
 
 
 def _check_source(what: str, source: int, ctx: DistContext) -> None:
-    check_count(what, "source", source, least=0, below=ctx.world_size, fix=f"weft.{what}(value, ctx, source=0)")
+    check_count(
+        what, "source", source, least=0, below=ctx.world_size, fix=f"weft.collectives.{what}(value, ctx, source=0)"
+    )

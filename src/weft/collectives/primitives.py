@@ -88,7 +88,7 @@ def only_tensors(what: str, value: object) -> list[torch.Tensor]:
                 f"{what}: {'.'.join(path) or 'the value'} is not a tensor",
                 found=f"{type(leaf).__name__} {leaf!r}",
                 expected="a nested value of tensors",
-                fix="weft.collectives.gather_objects(value, ctx) for other values",
+                fix="weft.collectives.gather_objects(value, ctx)  # for other values",
             )
         found.append(leaf)
     return found
@@ -108,7 +108,7 @@ def tensors_of(what: str, value: object, *, grad: bool) -> tuple[list[torch.Tens
             found=listed(f"{tuple(found[index].shape)} {found[index].dtype}" for index in tracked),
             expected="grad=True, which sends gradients back to the ranks that the tensors came from, "
             "or detached tensors",
-            fix=f"weft.{what}(value, ctx, grad=True)  # or value.detach(), if it is only looked at",
+            fix=f"weft.collectives.{what}(value, ctx, grad=True)  # or value.detach(), if it is only looked at",
         )
     return (found, f"; grad through {tracked}") if tracked else ([tensor.detach() for tensor in found], "")
 

@@ -124,7 +124,7 @@ def _splits(what: str, found: Sequence[torch.Tensor], splits: Sequence[int] | No
             f"{what}: splits = {given} cannot be used",
             found=f"{len(given)} numbers, the smallest {min(given, default=0)}",
             expected=f"one number of rows >= 0 for each of the {ctx.world_size} ranks",
-            fix=f"weft.{what}(value, ctx)",
+            fix=f"weft.collectives.{what}(value, ctx)",
         )
     wrong = [t for t in found if not t.dim() or (given is not None and t.shape[0] != sum(given))]
     if wrong:
@@ -132,7 +132,7 @@ def _splits(what: str, found: Sequence[torch.Tensor], splits: Sequence[int] | No
             f"{what}: a tensor cannot be split into rows for the ranks",
             found=listed(str(tuple(tensor.shape)) for tensor in wrong),
             expected="tensors [rows, ...]" + ("" if given is None else f" of {sum(given)} rows, as splits says"),
-            fix=f"weft.{what}(value{'[None]' if given is None else ''}, ctx)",
+            fix=f"weft.collectives.{what}(value{'[None]' if given is None else ''}, ctx)",
         )
     size = ctx.world_size
     return [given or [len(one) // size + (rank < len(one) % size) for rank in range(size)] for one in found]

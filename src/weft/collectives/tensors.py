@@ -77,7 +77,7 @@ def check_op(what: str, op: str) -> None:
     Raises:
         ValueError: There is none.
     """
-    check_choice(what, "op", op, tuple(_OPS), fix=f'weft.{what}(value, ctx, "sum")')
+    check_choice(what, "op", op, tuple(_OPS), fix=f'weft.collectives.{what}(value, ctx, "sum")')
 
 
 def _for_op(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -187,12 +187,14 @@ def _joined(pieces: Sequence[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
 
 def _check_inner(parts: Sequence[Sequence[torch.Tensor]]) -> None:
     for pieces in parts:
-        if len({piece.shape[1:] for piece in pieces if piece.numel()}) > 1:
+        sizes = list(zip(*(piece.shape for piece in pieces if piece.numel()), strict=True))
+        wrong = [dim for dim, each in enumerate(sizes) if dim and len(set(each)) > 1]
+        if wrong:
             raise ContextError(
                 "gather: rows have different shapes on the ranks",
                 found=", ".join(f"{tuple(piece.shape)} on rank {rank}" for rank, piece in enumerate(pieces)),
                 expected="shapes that are equal except for the first dimension",
-                fix="value = weft.collectives.pad_across(value, ctx, dim=1)",
+                fix="; ".join(f"value = weft.collectives.pad_across(value, ctx, dim={dim})" for dim in wrong),
             )
 
 

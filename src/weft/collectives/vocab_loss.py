@@ -19,6 +19,7 @@ from weft.tensors.dtensor import is_sharded
 __all__ = ["vocab_cross_entropy"]
 
 _WHAT = "vocab_cross_entropy"
+_CALL = f"weft.collectives.{_WHAT}"
 
 
 def vocab_cross_entropy(
@@ -64,7 +65,7 @@ def vocab_cross_entropy(
         >>> vocab_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), weft.local())
         tensor(1.3863)
     """
-    check_choice(_WHAT, "reduction", reduction, ("mean", "sum", "none"))
+    check_choice(_CALL, "reduction", reduction, ("mean", "sum", "none"))
     held: Any = logits
     if is_sharded(logits) and len(held.placements) == 1 and held.placements[0].is_shard(logits.dim() - 1):
         logits = held.to_local()
@@ -91,14 +92,18 @@ def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
             f"{_WHAT}: the arguments are not logits and class indices",
             found=f"{type(logits).__name__} {logits.dtype}, {type(target).__name__} {target.dtype}",
             expected='logits of a head of style "vocab", or this rank\'s as a plain tensor; classes of int64',
-            fix=f"{_WHAT}(logits.to_local(), target, ctx)" if is_sharded(logits) else f"{_WHAT}(logits, target, ctx)",
+            fix=f"{_CALL}(logits.to_local(), target, ctx)"
+            if is_sharded(logits)
+            else f"{_CALL}(logits.float(), target.long(), ctx)",
         )
     if logits.dim() < 2 or logits.shape[:-1] != target.shape:
         raise value_error(
             f"{_WHAT}: logits and classes do not fit",
             found=f"logits {tuple(logits.shape)}, classes {tuple(target.shape)}",
             expected="logits [..., vocabulary] and classes [...]",
-            fix=f"{_WHAT}(logits[:, :-1], target[:, 1:], ctx)",
+            fix=f"{_CALL}(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ctx)"
+            if logits.shape[:-1].numel() == target.numel()
+            else f"{_CALL}(logits[:, :-1], target[:, 1:], ctx)",
         )
 
 
@@ -148,5 +153,5 @@ def _check_classes(known: torch.Tensor, target: torch.Tensor) -> None:
             f"{_WHAT}: class indices are outside the vocabulary",
             found=f"{sorted(set(target[~known].tolist()))[:5]}",
             expected="0 to the length of all parts together, or ignore_index",
-            fix=f"{_WHAT}(logits, target, ctx, ignore_index=...)",
+            fix=f"{_CALL}(logits, target, ctx, ignore_index=...)",
         )

@@ -78,11 +78,11 @@ def profile(
         ['rank0.step4.json']
     """
     schedule = {"skip_first": skip_first, "wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+    fix = "weft.monitoring.profile(ctx, folder, wait=1, warmup=1, active=3, repeat=2)"
     for name, number in schedule.items():
-        fix = "weft.monitoring.profile(ctx, folder, wait=1, warmup=1, active=3, repeat=2)"
         check_count("profile", name, number, least=1 if name == "active" else 0, fix=fix)
-    fix = 'weft.monitoring.profile(ctx, folder, form="tensorboard")'
-    check_choice("profile", "form", form, ("chrome", "tensorboard"), fix=fix)
+    forms = ("chrome", "tensorboard")
+    check_choice("profile", "form", form, forms, fix='weft.monitoring.profile(ctx, folder, form="tensorboard")')
     chosen = _activities(ctx) if activities is None else list(activities)
     recorded = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stack, "with_flops": flops}
     return Profile(Path(folder), ctx.rank, form, {"activities": chosen, **recorded}, schedule)

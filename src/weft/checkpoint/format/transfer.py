@@ -164,6 +164,6 @@ def _converted(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Ten
             f"{name} does not fit into {dtype}",
             found=f"{values.dtype} up to {values.abs().max().item():.3g}",
             expected="values that are finite in that dtype too",
-            fix="dtype=torch.bfloat16, which has the range of float32",
+            fix="dtype=torch.bfloat16  # has the range of float32",
         )
     return result

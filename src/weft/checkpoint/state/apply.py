@@ -219,7 +219,7 @@ def _requested(key: str, state: Checkpoint, live: Content, reader: Source, ctx: 
             f"restore: the values of {key} in {reader.folder} cannot be used",
             found=f"{type(error).__name__}: {error}",
             expected=f"what weft.save wrote for a {type(obj).__name__}",
-            fix="restore an older checkpoint, or leave the object out of the state",
+            fix="restore an older checkpoint, or leave the object out of the state and restore with strict=False",
         ) from error
     return found
 
@@ -329,7 +329,7 @@ def load_objects(plan: Plan, ctx: DistContext, undo: contextlib.ExitStack) -> No
                 f"restore: {key} could not load its state from {plan.reader.folder}",
                 found=f"{type(error).__name__}: {error}",
                 expected=f"load_state_dict of {type(obj).__name__} to accept what state_dict returned",
-                fix="build the object as it was, or leave it out of the state",
+                fix="build the object as it was, or leave it out of the state and restore with strict=False",
             ) from error
 
 
@@ -493,5 +493,5 @@ def _check_groups(key: str, saved: list[list[str]], here: list[list[str]]) -> No
         f"restore: {key} has different parameters or groups than the saved state",
         found=listed(differing) if differing else f"{len(saved)} groups saved, {len(here)} here",
         expected="the same parameters in the same groups",
-        fix="build the optimizer as it was, or leave it out of the state",
+        fix="build the optimizer as it was, or leave it out of the state and restore with strict=False",
     )

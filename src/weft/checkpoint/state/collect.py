@@ -167,7 +167,7 @@ def checkpointable(
                 f"checkpointable: {what} cannot be called",
                 found=type(function).__name__,
                 expected='a function of "save" or "restore"',
-                fix=f"weft.checkpointable(objects, ctx, {what}=lambda what: optimizer.eval())",
+                fix=f"weft.checkpointable(objects, ctx, {what}=lambda what: ...)",
             )
     state = Checkpoint({name: _unwrapped(obj) for name, obj in objects.items()}, rng, only, before, after)
     for name, obj in objects.items():
@@ -206,7 +206,7 @@ def _check_state_kept(name: str, optimizer: torch.optim.Optimizer) -> None:
             f"checkpointable: the state of {name} cannot be saved",
             found=f"{type(optimizer).__name__} of torchao, whose state is tensors of its own classes",
             expected="plain tensors, as in optimizers of torch, and in the 8-bit ones of bitsandbytes",
-            fix="bitsandbytes.optim.AdamW8bit(model.parameters()); or leave the optimizer out of the state",
+            fix="optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())  # or leave it out of the state",
         )
 
 
@@ -345,7 +345,9 @@ def _collect_module(
                 if id(value) in held
                 else f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
                 expected="parameters, buffers, and what get_extra_state() returns",
-                fix="return it from get_extra_state() and take it in set_extra_state(state)",
+                fix="give it another name"
+                if id(value) in held
+                else "return it from get_extra_state() and take it in set_extra_state(state)",
             )
     for name, tensor in scales.items():
         content.tensors[f"{key}/{name}"] = hold(f"{key}/{name}", tensor)

@@ -93,7 +93,7 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
             f"save: {path} cannot be saved",
             found=f"{type(local(tensor)).__name__} of torchao, whose numbers are in several tensors",
             expected="plain tensors; those of bitsandbytes are saved with their scales",
-            fix='weft.quantized(model, ctx, "nf4"), or engine="bitsandbytes"',
+            fix='weft.quantized(model, ctx, "nf4")  # of the plain model; or "int8", engine="bitsandbytes"',
         )
     name = str(tensor.dtype).removeprefix("torch.")
     if name in DTYPES and tensor.layout is torch.strided and not is_lazy(tensor):
@@ -104,7 +104,7 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
         if is_lazy(tensor)
         else f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
         expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
-        fix="give it values first: one call of a lazy module"
+        fix="model(example_batch)  # a lazy module gets its parameters by the first call"
         if is_lazy(tensor)
         else "leave it out of state_dict(), or convert it there",
     )
@@ -121,7 +121,7 @@ def check_values(path: str, tensor: torch.Tensor) -> None:
             f"save: {path} cannot be saved",
             found=f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
             expected=f"a dense tensor with values, of {', '.join(DTYPES)}",
-            fix="give it values first: weft.load_weights(module, path, ctx)",
+            fix="weft.load_weights(model, path, ctx)  # gives it values",
         )
 
 

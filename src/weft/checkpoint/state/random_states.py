@@ -55,7 +55,7 @@ def prepare_random_state(found: Mapping[str, Any], ctx: DistContext) -> Callable
             "restore: the random states in the checkpoint cannot be used",
             found=f"{type(error).__name__}: {error}",
             expected="states of python, numpy and torch",
-            fix="weft.checkpointable(objects, ctx, rng=False)",
+            fix="state, ctx = weft.checkpointable(objects, ctx, rng=False)",
         ) from error
 
     states = RngState(python, numpy, cpu, other)

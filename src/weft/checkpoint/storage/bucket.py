@@ -27,6 +27,11 @@ __all__ = ["Bucket", "RemotePath"]
 
 _NEWEST = "newest"
 _PART = 2**22
+_PACKAGES = {
+    f"{scheme}:": package
+    for package, schemes in {"s3fs": "s3 s3a", "gcsfs": "gs gcs", "adlfs": "az abfs abfss"}.items()
+    for scheme in schemes.split()
+}
 _PAUSES_S = (0.05, 0.25)  # before what came incomplete is asked for again
 
 
@@ -72,7 +77,7 @@ class Bucket:
                 f"checkpoints at {where} need a package that is not installed",
                 found=str(error),
                 expected="fsspec, and its package for this kind of URL: s3fs, gcsfs, adlfs, ...",
-                fix="pip install 'weft[remote]' s3fs",
+                fix=f"pip install 'weft[remote]' {_PACKAGES.get(where.parts[0], '')}".rstrip(),
             ) from error
         self._store.invalidate_cache()  # others write there, too
         self.where = where

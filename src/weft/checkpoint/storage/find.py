@@ -263,7 +263,9 @@ def found_one(what: str, where: Path) -> tuple[Storage, str]:
                 f"{what}: there is no complete checkpoint in {where}",
                 found=listed(storage.names()) or "no folder of a checkpoint",
                 expected=f"the folder of a checkpoint, with {NAME}, or a directory of such folders",
-                fix=f'weft.{what}(directory / "step-00000010", ...)',
+                fix="restore the files from a copy, or name another directory"
+                if storage.names()
+                else "the directory that was given to weft.save, or the folder of one checkpoint",
             )
         name = newest[0][0]
     return storage, name

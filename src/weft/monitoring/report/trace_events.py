@@ -52,7 +52,7 @@ def read_trace(path: Path) -> Trace | None:
             f"report: {path.name} is too large to be read",
             found=f"{path.stat().st_size / 2**20:.0f} MiB",
             expected=f"at most {_LARGEST // 2**20} MiB",
-            fix="weft.monitoring.profile(ctx, folder, active=1), or open it in Perfetto",
+            fix="weft.monitoring.profile(ctx, folder, active=1)  # or open it in Perfetto",
         )
     content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(content, dict) or "traceEvents" not in content:
