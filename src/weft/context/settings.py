@@ -116,7 +116,7 @@ def _parse_probes(text: str) -> str:
 SETTINGS = {
     "mesh": Setting(
         _is_mesh, "a table such as { replica = 2, shard = -1 }", None, "mesh axes, as in replica=2,shard=-1",
-        "WEFT_MESH", "replica=2,shard=-1", parse_mesh,
+        "WEFT_MESH", "replica=1,shard=-1", parse_mesh,
     ),
     "data_axes": Setting(
         _is_names, "a list of axis names", None, "axes along which batches differ",
