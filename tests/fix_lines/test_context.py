@@ -1,5 +1,7 @@
 """Making a context and parts of one, and what the environment says: `weft.context`, `weft.environments`."""
 
+import ast
+import contextlib
 import re
 import runpy
 import shlex
@@ -7,7 +9,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -19,11 +23,11 @@ from torch.distributed.run import config_from_args, get_args_parser
 import weft
 import weft.cli
 from tests.environments.test_environments import JSRUN, OPENMPI, PYTORCHJOB, SLURM, TPU
-from tests.fix_lines.told import told
+from tests.fix_lines.told import printed, told
 from weft.context.config import read_config
-from weft.context.settings import SETTINGS
+from weft.context.settings import parse_mesh
 from weft.environments import topology
-from weft.testing import fake, run_ranks
+from weft.testing import RanksFailed, fake, run_ranks
 
 
 def shell(line, env=None):
@@ -297,3 +301,176 @@ def test_preemption():
         loop = it.fix.replace("...", "asked.append((step, preempted(step)))")
         exec(f"for epoch in range(2):\n    {loop}", names)
     assert asked == [(step, False) for step in range(6)]
+
+
+# -- groups of others --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def own_group(**options):
+    """A program that initialises torch.distributed itself, with one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_that_are_adopted():
+    with told("context/start.py", "there is no process group to adopt") as it:
+        weft.adopt()
+    it.run()
+    with own_group(), told("context/settings.py", "adopt: the process group already exists") as it:
+        weft.adopt(device="cpu", timeout_s=5)
+    first, second = it.fix.split(", or let ")
+    assert first == "pass them to torch.distributed.init_process_group" and second == "weft.start() make the group"
+    with own_group(timeout=timedelta(seconds=5)):
+        weft.adopt(device="cpu", timeout_s=5)
+    weft.start(device="cpu", timeout_s=5)
+    with own_group():
+        with told("context/start.py", "the axes of the mesh have no names") as it:
+            weft.adopt(dist.init_device_mesh("cpu", (1, 1)), device="cpu")
+        line = it.fix.replace("...", '"cpu", (1, 1)')
+        assert weft.adopt(eval(line, {"init_device_mesh": dist.init_device_mesh}), device="cpu").axes[0] == ("replica", 1)
+
+
+def _ranks_disagree(ctx):
+    group = dist.new_group([0], backend="gloo")
+    if ctx.rank == 1:
+        with told("context/start.py", "this process is not a member of the group") as it:
+            weft.adopt(group, device="cpu")
+        it.run(group=group, dist=dist)
+    else:
+        weft.adopt(group, device="cpu")
+    with told("peers/agreement.py", "compare(what, entries, fix=fix)") as it:
+        ctx.agree("my_transform", {"width": 8 + ctx.rank})
+    with told("peers/agreement.py", "the ranks do not agree") as same:
+        ctx.agree("my_transform", {"width": 8 + ctx.rank})
+    assert it.fix == same.fix == "compute these values from arguments that are equal on all ranks"
+    ctx.agree("my_transform", {"width": 8})
+    with told("peers/agreement.py", "the ranks do not agree") as it:
+        if ctx.is_main:
+            weft.barrier(ctx)
+        else:
+            ctx.agree("my_transform")
+    assert it.fix == "call barrier and my_transform on all ranks, without `if ctx.is_main:` around it"
+    weft.barrier(ctx)
+    ctx.agree("my_transform")
+    short = weft.adopt(dist.new_group([0, 1], timeout=timedelta(seconds=1), backend="gloo"), device="cpu")
+    with told("peers/agreement.py", "did not arrive") as it:
+        if ctx.is_main:
+            weft.barrier(short)
+        else:
+            time.sleep(2)
+            weft.barrier(short)
+    if ctx.is_main:
+        assert it.fix == (
+            "call barrier on all ranks, without `if ctx.is_main:` around it; or raise start(timeout_s=...)"
+        )
+    weft.barrier(weft.adopt(dist.new_group([0, 1], timeout=timedelta(seconds=60), backend="gloo"), device="cpu"))
+    longer = weft.adopt(dist.new_group([0, 1], timeout=timedelta(seconds=60), backend="gloo"), device="cpu")
+    time.sleep(2 * ctx.rank)
+    weft.barrier(longer)
+
+
+def _kinds_of_tensors(ctx):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model, ctx = weft.fully_shard(model, ctx, ignored=["0"])
+    model(torch.ones(1, 2)).sum().backward()
+    with told("context/shutdown.py", "torch computes with tensors of one kind") as it, weft.adopt(device="cpu"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm, full, decay = re.fullmatch(
+        r"(.*), or max_value=, before optimizer.step\(\); (.*) for parameters; (weight_decay=) of an optimizer .*", it.fix
+    ).groups()
+    for line in (norm, norm.replace("max_norm=", "max_value=")):
+        exec(line, {"weft": weft, "model": model, "ctx": ctx})
+    with eval(full, {"weft": weft, "model": model, "ctx": ctx}):
+        assert sum(p.square().sum() for p in model.parameters()) > 0
+    torch.optim.SGD(model.parameters(), **{decay[:-1]: 0.1}).step()
+
+
+def _settings_drift(ctx, lr):
+    model, ctx = weft.replicate(nn.Linear(2, 2), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.param_groups[0]["lr"] = lr[ctx.rank] if step == 1 else 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save(ctx, folder, on):
+    model, ctx = weft.replicate(nn.Linear(2, 2), ctx)
+    state, ctx = weft.checkpointable({"model": model}, ctx)
+    if ctx.rank in on:
+        weft.save(state, folder, 1, ctx)
+    weft.reduce(torch.ones(1), ctx)
+
+
+@pytest.mark.slow
+def test_ranks_that_disagree(tmp_path):
+    run_ranks(_ranks_disagree, 2)
+    run_ranks(_kinds_of_tensors, 2)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_settings_drift, 2, [0.1, 0.2])
+    it = printed("peers/ledger.py", "compare(f'{self._name}: {what}'", str(caught.value.errors[1]))
+    assert it.fix.startswith("the same learning rate and model.train() on all ranks;")
+    run_ranks(_settings_drift, 2, [0.2, 0.2])
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_save, 2, tmp_path, [0])
+    it = printed("peers/straggler_watch.py", "did not call it", str(caught.value.errors[0]))
+    assert it.fix == "call save on all ranks: no `if ctx.is_main:` around it"
+    run_ranks(_save, 2, tmp_path, [0, 1])
+
+
+# -- pretended ranks ---------------------------------------------------------------------------------
+
+
+class _Parts:
+    axes = ("context",)
+
+
+@weft.transform(before={"fully_shard"})
+def in_parts(module, ctx):
+    return module, ctx.offering(_Parts())
+
+
+def _apart(ctx):
+    module, ctx = in_parts(nn.Linear(4, 4), ctx)
+    module, ctx = weft.fully_shard(module, ctx)
+    return lambda: module(torch.ones(1, 4)).sum().backward()
+
+
+def _other_mesh(ctx):
+    with weft.start(mesh={"data": 2, "tensor": 2}, device="cpu") as ctx:
+        return lambda: ctx.axes
+
+
+_SCRIPT = """
+import torch, weft
+with weft.start({}) as ctx:
+    model, ctx = weft.replicate(torch.nn.Linear(1, 1), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_programs_of_pretended_ranks(tmp_path):
+    with told("context/sub_contexts.py", "of the mesh are not adjacent") as it:
+        weft.rehearse(_apart, 8, mesh={"data": 2, "tensor": 2, "context": 2})
+    mesh = ast.literal_eval(it.fix.removeprefix("weft.start(mesh=").removesuffix(")"))
+    assert weft.rehearse(_apart, 8, mesh=mesh).mesh == (("data", 2), ("context", 2), ("tensor", 2))
+    with told("context/start.py", "start: the rehearsal has a different mesh") as it:
+        weft.rehearse(_other_mesh, 4)
+    call, option = it.fix.split(", or --mesh ")
+    found = eval(call, {"weft": weft, "program": _other_mesh, "ranks": 4})
+    assert dict(found.mesh) == parse_mesh(option) == {"data": 2, "tensor": 2}
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT.format('elastic="replica"'))
+    with told("context/start.py", "start: an elastic job") as it:
+        weft.cli.main(["rehearse", "--ranks", "4", str(script)])
+    script.write_text(_SCRIPT.format(it.fix.removeprefix("weft.start(").removesuffix(")")))
+    assert weft.cli.main(["rehearse", "--ranks", "4", str(script)]) == 0
