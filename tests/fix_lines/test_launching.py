@@ -150,16 +150,7 @@ def test_packages_that_pickle(monkeypatch):
     assert any(package.startswith("cloudpickle") for package in extra(it.fix))
 
 
-def _with_lock(ctx, number):
-    with threading.Lock():
-        return number + ctx.rank
-
-
-def test_functions_for_tests():
-    with told("testing/ranks.py", "check_count('run_ranks', 'n', n") as it:
-        run_ranks(_with_lock, 0, 1)
-    assert it.fix == "run_ranks(fn, 2)" and eval(it.fix, {"run_ranks": run_ranks, "fn": _rank}) == [0, 1]
-    assert run_ranks(_with_lock, 2, 1) == [1, 2]
+def test_worlds_and_values_of_tests():
     with told("testing/fake.py", "cannot be") as it:
         fake(2, 2)
     it.run()
@@ -184,6 +175,14 @@ def _with_own_lock():
 
 
 @pytest.mark.slow
+def test_functions_for_ranks():
+    with told("testing/ranks.py", "check_count('run_ranks', 'n', n") as it:
+        run_ranks(_rank, 0)
+    assert eval(it.fix, {"run_ranks": run_ranks, "fn": _rank}) == [0, 1]
+    assert run_ranks(lambda ctx: threading.Lock().locked(), 2) == [False, False]  # made inside the function
+
+
+@pytest.mark.slow
 def test_functions_that_are_launched(monkeypatch):
     lock = threading.Lock()
     with told("launching/mailbox.py", "{what} cannot be sent to another process', found=found, expected='values") as it:
@@ -205,3 +204,58 @@ def test_functions_that_are_launched(monkeypatch):
     _, destroy, _ = re.fullmatch(r"(.*), or (.*), before (.*)", it.fix).groups()
     exec(destroy, {"torch": torch})
     assert eval(call.fix, {"weft": weft, "fn": _with_own_lock}) == [0, 1]
+
+
+# -- scripts on ranks --------------------------------------------------------------------------------
+
+_REPLICA = """
+import sys, torch, weft
+with {start} as ctx:
+    loader, ctx = weft.shard_data(torch.utils.data.DataLoader(range(4)), ctx)
+    model, ctx = weft.replicate(torch.nn.Linear(1, 1), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, ctx = weft.checkpointable({{"model": model, "optimizer": optimizer, "loader": loader}}, ctx)
+    for batch in weft.resilient(loader, ctx, state=state):
+        model(batch.float()[:, None]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+_TWICE = """
+import weft
+with weft.start(device="cpu") as ctx:
+    ctx.print("one of", ctx.world_size)
+if ctx.is_main:
+    with weft.local() as ctx:
+        print("alone", ctx.world_size)
+    with weft.start(device="cpu") as ctx:
+        pass
+"""
+
+
+def _run(line, folder, *more):
+    """What a command line of `weft` writes."""
+    command = [sys.executable, "-m", *shlex.split(line)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_launchers_of_replicas_and_of_ranks(folder, monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    with monkeypatch.context() as patch:
+        for name, text in place.items():
+            patch.setenv(name, text)
+        with told("context/start.py", "this launcher restarts other ranks as well when one fails") as launcher:
+            weft.start(elastic="replica", device="cpu")
+        patch.setenv("WEFT_REPLICA", '{"ranks": 1}')  # of weft launch --min-replicas
+        with told("context/start.py", "this launcher restarts a failed rank on its own") as program:
+            weft.start(device="cpu")
+    start, without = program.fix.split(", or ")
+    (folder / "train.py").write_text(_REPLICA.format(start=start))
+    done = _run(launcher.fix, folder)
+    assert done.returncode == 0, done.stderr
+    assert without == "weft launch without --min-replicas"
+    (folder / "train.py").write_text(_TWICE)
+    done = _run("weft launch -n 2 train.py", folder)
+    assert done.stdout.splitlines() == ["one of 2", "alone 1"]
+    it = printed("peers/liveness.py", "of this job has been started before", done.stderr)
+    assert it.fix == "weft.local() in a process that a rank starts; one weft.start() for all of a program"
