@@ -455,6 +455,7 @@ def test_weights_inside_of_a_model_that_no_optimizer_steps_may_not_change_in_a_s
     del optimizer.param_groups[0]["params"][2:]
     for parameter in model[1].parameters():
         parameter.requires_grad_(False)
+
     def train(state, model, changed):
         for (x,) in weft.resilient(loader, ctx, state=state):
             (model(x).mean() * loader.share).backward()

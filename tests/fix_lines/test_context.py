@@ -3,10 +3,8 @@
 import ast
 import contextlib
 import re
-import runpy
 import shlex
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -32,7 +30,9 @@ from weft.testing import RanksFailed, fake, run_ranks
 
 def shell(line, env=None):
     """The environment after a line of bash."""
-    done = subprocess.run(["bash", "-c", f"{line}; env -0"], env={"PATH": "/bin:/usr/bin", **(env or {})}, stdout=-1, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; env -0"], env={"PATH": "/bin:/usr/bin", **(env or {})}, stdout=-1, check=True
+    )
     return dict(each.split("=", 1) for each in done.stdout.decode().split("\0") if "=" in each)
 
 
@@ -91,7 +91,9 @@ def test_hosts_of_schedulers():
     with told("environments/schedulers.py", "does not say where rank 0 is") as it:
         topology(env)
     given = dict(re.findall(r"-x (\w+)=(\S+)", it.fix))
-    assert topology({**env, **given, "MASTER_ADDR": shell(f"export A={given['MASTER_ADDR']}")["A"]}).master_port == 29500
+    assert (
+        topology({**env, **given, "MASTER_ADDR": shell(f"export A={given['MASTER_ADDR']}")["A"]}).master_port == 29500
+    )
     env = {**SLURM, "SLURM_JOB_NODELIST": "gpu[03"}
     with told("environments/hosts.py", "SLURM node list") as it:
         topology(env)
@@ -291,7 +293,10 @@ def test_preemption():
             weft.on_preemption(ctx)
         it.run(preempted=preempted)
         exec(f"{it.fix.partition(' or: ')[2]}\n    pass", {"weft": weft, "ctx": ctx})
-    with weft.on_preemption(weft.local()) as preempted, told("context/preemption.py", "and before that after step") as it:
+    with (
+        weft.on_preemption(weft.local()) as preempted,
+        told("context/preemption.py", "and before that after step") as it,
+    ):
         for _ in range(2):
             for step, _ in enumerate(loader):
                 preempted(step)
@@ -331,7 +336,10 @@ def test_groups_that_are_adopted():
         with told("context/start.py", "the axes of the mesh have no names") as it:
             weft.adopt(dist.init_device_mesh("cpu", (1, 1)), device="cpu")
         line = it.fix.replace("...", '"cpu", (1, 1)')
-        assert weft.adopt(eval(line, {"init_device_mesh": dist.init_device_mesh}), device="cpu").axes[0] == ("replica", 1)
+        assert weft.adopt(eval(line, {"init_device_mesh": dist.init_device_mesh}), device="cpu").axes[0] == (
+            "replica",
+            1,
+        )
 
 
 def _ranks_disagree(ctx):
@@ -380,7 +388,8 @@ def _kinds_of_tensors(ctx):
     with told("context/shutdown.py", "torch computes with tensors of one kind") as it, weft.adopt(device="cpu"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     norm, full, decay = re.fullmatch(
-        r"(.*), or max_value=, before optimizer.step\(\); (.*) for parameters; (weight_decay=) of an optimizer .*", it.fix
+        r"(.*), or max_value=, before optimizer.step\(\); (.*) for parameters; (weight_decay=) of an optimizer .*",
+        it.fix,
     ).groups()
     for line in (norm, norm.replace("max_norm=", "max_value=")):
         exec(line, {"weft": weft, "model": model, "ctx": ctx})

@@ -170,7 +170,8 @@ def _rank_of_job():
 
 
 def _with_own_lock():
-    with threading.Lock():
+    lock = threading.Lock()
+    with lock:
         return _rank_of_job()
 
 

@@ -213,8 +213,9 @@ def _check(values: Mapping[str, Any], least: int, most: int) -> None:
         expected = "host:port; port 0, a free one, for one node only"
         wrong = (f"--rdzv {values['rdzv']}", expected, nodes if most > 1 else "-n 2")
     elif least < most and node_rank is not None:
-        fix = f"-n 2 --nnodes {least}:{most} --rdzv first-node:29500"
-        wrong = (f"--nnodes {values['nnodes']} --node-rank {node_rank}", "no node rank where nodes come and go", fix)
+        found = f"--nnodes {values['nnodes']} --node-rank {node_rank}"
+        some = f"-n 2 --nnodes {least}:{most} --rdzv first-node:29500"
+        wrong = (found, "no node rank where nodes come and go", some)
     if wrong is not None:
         found, expected, options = wrong
         fix = f"weft launch {options} train.py"
