@@ -135,9 +135,11 @@ def test_pods():
 
 def test_variables_of_weft(monkeypatch):
     monkeypatch.setenv("WEFT_SEDE", "1")
+    monkeypatch.setenv("WEFT_RANK", "1")
     with told("context/settings.py", "which has no effect") as it:
         weft.start(device="cpu")
-    monkeypatch.delenv(it.fix.removeprefix("unset "))
+    for name in it.fix.removeprefix("unset ").split():
+        monkeypatch.delenv(name)
     weft.start(device="cpu")
     for name, text in {"MESH": "data", "TIMEOUT_S": "x", "SEED": "x", "DEBUG": "x", "PROBES": "x"}.items():
         monkeypatch.setenv(f"WEFT_{name}", text)
@@ -230,6 +232,14 @@ def test_collectives_that_are_refused():
     with told("context/guards.py", "the context {state}") as it:
         weft.reduce(x, fake(1, 2))
     exec(it.fix.replace("...", "weft.reduce(x, ctx)"), {"weft": weft, "x": x})
+    ctx = fake(1, 2)
+    ctx.close()
+    with told("context/guards.py", "the context {state}") as it:
+        weft.reduce(x, ctx)
+    with weft.start(device="cpu") as ctx:
+        assert it.fix == "call it inside of `with weft.start() as ctx:`, before ctx.close()"
+        weft.reduce(x, ctx)
+        ctx.close()
 
 
 # -- devices -----------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def resolve(
             f"start: the environment has {listed(unknown)}, which has no effect",
             found=listed(unknown),  # without the values: one may be a secret
             expected="one of " + ", ".join(sorted(known)),
-            fix=f"unset {unknown[0]}",
+            fix=f"unset {' '.join(unknown[:5])}",
         )
     values, sources = layered(SETTINGS, ("argument", arguments), env, (f"file {file[0]}", file[1]))
     values["device"] = None if values["device"] is None else str(values["device"])
