@@ -70,10 +70,12 @@ def test_what_the_command_is_given(folder):
     assert Rehearsal.from_json((folder / "rehearsal.json").read_text()).world_size == 8
 
 
-def test_programs():
+def test_programs(folder):
     with told("rehearsal/rehearse.py", "cannot make {steps} steps") as it:
         weft.rehearse(training, 2, rank=2)
-    it.run(program=training)
+    call, options = it.fix.split(", or ")
+    assert eval(call, {"weft": weft, "program": training}).world_size == 1024
+    assert weft.cli.main(["rehearse", *options.split(), "train.py"]) == 0
     with told("rehearsal/rehearse.py", "the program does not return a step") as it:
         weft.rehearse(lambda ctx: training(ctx)(), 2)
     made = it.run(step=training)
