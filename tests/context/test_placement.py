@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import weft
+from tests.fix_lines.told import told
 from weft.context.placement import check_place, place_module
 from weft.engines.torch.device.choose import hardware_of
 from weft.engines.torch.device.prefetch import prefetch
-from weft.testing import RanksFailed, run_ranks
+from weft.testing import run_ranks
 
 # meta stands for an accelerator: tensors can be moved to it on any machine
 META = replace(weft.local(), device=torch.device("meta"))
@@ -258,12 +259,22 @@ def _own_device(ctx, devices, hosts):
         sys.modules["weft.context.start"]._check_own_device(ctx.world, ctx.world.store, torch.device("cuda:0"))
 
 
-def test_ranks_that_share_a_device_are_told_on_all_ranks_before_nccl_is():
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(_own_device, 3, ["GPU-1", "GPU-2", "GPU-1"], None)
-    for error in caught.value.errors.values():
-        assert isinstance(error, weft.errors.ContextError)
-        assert re.search("ranks (0 and 2|2 and 0) on cuda:0 GPU-1.*fix: +weft launch -n 3 ", str(error), re.DOTALL)
+def _share_a_device(ctx):
+    with told("context/start.py", "two ranks have the same device") as it:
+        _own_device(ctx, ["GPU-1", "GPU-2", "GPU-1"], None)
+    return it.fix, str(it.error)
+
+
+def test_ranks_that_share_a_device_are_told_on_all_ranks_before_nccl_is(monkeypatch):
+    for fix, error in run_ranks(_share_a_device, 3):
+        assert re.search("ranks (0 and 2|2 and 0) on cuda:0 GPU-1", error)
+        assert fix.startswith("weft launch -n 3 for as many ranks as devices, without device=; or, ")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    engine = weft.engines.TorchEngine()
+    assert [engine.device(None, rank, 3).index for rank in range(3)] == [0, 1, 2]
+    assert fix.endswith('through the memory of the host, weft.start(backend="gloo")')  # NCCL is not asked then
 
 
 def test_ranks_with_devices_of_their_own_or_on_other_hosts_for_nccl():

@@ -17,6 +17,7 @@ import time
 import pytest
 
 from tests.elastic.chaos import LIMIT_S, Job, check, lines, write_garbage
+from tests.fix_lines.told import printed
 from tests.processes import is_alive, listening, until
 from weft.peers.connect import reach
 
@@ -196,7 +197,8 @@ def test_nodes_that_do_not_know_the_secret_stay_outside_and_strangers_change_not
     write_garbage(first.process.pid, random.Random(0))
     os.kill(_ranks_of(tmp_path, [3])[0], signal.SIGKILL)
     code, text = other.ended()
-    assert code == 2 and re.search(r"not the address of an elastic job(.|\n)*same WEFT_SECRET", text), text
+    it = printed("launching/replicas/joined_node.py", "this is not the address of an elastic job", text)
+    assert code == 2 and it.fix == "the same options of weft launch, and the same WEFT_SECRET, on all nodes"
     _finish(tmp_path, first, second)
     check(tmp_path, replicas=4, epochs=40)
     assert first.text.count("it is started again") == 1 and "of this job" not in first.text + second.text + text

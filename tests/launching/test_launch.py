@@ -583,7 +583,7 @@ def test_two_nodes_meet(tmp_path, ranked):
         (["--node-rank", "-1", "x.py"], r"found:    .*--node-rank -1.*fix:"),
         (
             ["nowhere.py"],
-            r"there is no file 'nowhere.py'\n  found:    working directory .*fix:      weft launch -n 1 -m",
+            r"there is no file 'nowhere.py'\n  found:    working directory .*fix:      weft launch -n 1 path/to/",
         ),
         (["."], r"there is no file '\.'.*fix:"),
         (["--no-python", "no-such-program"], r"there is no program 'no-such-program'\n  found: .*PATH.*fix:"),

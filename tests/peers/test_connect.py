@@ -3,15 +3,20 @@
 import contextlib
 import logging
 import re
+import shlex
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 import weft
 import weft.cli
+from tests.fix_lines.told import told
+from weft.cli.doctor import check_network
 from weft.environments import Topology
 from weft.peers import connect as reaching
 from weft.peers.connect import interface_to, listen_at, open_store, reach
@@ -52,11 +57,17 @@ def test_somebody_who_comes_late_is_waited_for(after_s):
 def test_nobody_comes(caplog):
     port = _free_port()
     with caplog.at_level(logging.WARNING, logger="weft"):
-        text = rf"(?s)test cannot reach 127.0.0.1:{port}\n  found: +nobody listens there, for \d s, from .*127.0.0.1\n"
-        with pytest.raises(
-            weft.errors.ContextError, match=text + rf".*fix: +weft doctor --rdzv 127.0.0.1:{port}; .*IFNAME"
-        ):
+        with told("peers/connect.py", "{who} cannot reach {host}:{port}") as it:
             reach("127.0.0.1", port, who="test", limit_s=0.6)
+    text = rf"test cannot reach 127.0.0.1:{port}\n  found: +nobody listens there, for \d s, from .*127.0.0.1\n"
+    assert re.match(text, str(it.error))
+    doctor, check, interface = it.fix.split("; ")
+    asked = weft.cli.parser().parse_args(shlex.split(doctor)[1:]).rdzv
+    assert check == "check the name and the port" and interface.endswith("_SOCKET_IFNAME choose the interface")
+    assert "nobody listens" in check_network(asked).text
+    with _server(port):
+        assert "answers in" in check_network(asked).text
+        reach("127.0.0.1", port, who="test", limit_s=20)
     (said,) = [record.getMessage() for record in caplog.records]
     assert re.match(rf"test waits for 127.0.0.1:{port} \(nobody listens there, from .*\); next: weft doctor", said)
 
@@ -132,11 +143,32 @@ def test_a_port_at_which_somebody_listens_and_says_nothing():
         assert time.monotonic() - begin < 10
 
 
+def test_a_rank_that_was_not_launched():
+    place = Topology(rank=0, world_size=2, master_addr="127.0.0.1", master_port=_free_port())
+    with told("peers/connect.py", "cannot connect to the others of its job") as it:
+        open_store(place, 0.5, serves=True)
+    at = f"127.0.0.1:{place.master_port}"
+    assert it.fix == f"see that every rank was launched, all with this address; weft doctor --rdzv {at}"
+    _both_meet(place)
+
+
+def _both_meet(place):
+    """Rank 0 and rank 1 at one store."""
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(open_store, replace(place, rank=1), 20, serves=False)
+        store = open_store(place, 20, serves=True)
+        store.set("a", "b")
+        assert found.result().get("a") == b"b"
+
+
 def test_a_port_that_the_first_rank_finds_taken():
     with socket.create_server(("127.0.0.1", 0)) as held:
         place = Topology(rank=0, world_size=2, master_addr="127.0.0.1", master_port=held.getsockname()[1])
-        with pytest.raises(weft.errors.ContextError, match=r"(?s)rank 0 of 2.*another program has this port.*fix:"):
+        with told("peers/connect.py", "cannot connect to the others of its job") as it:
             open_store(place, 5, serves=True)
+        assert re.search(r"rank 0 of 2(.|\n)*another program has this port", str(it.error))
+        assert it.fix == "another port, in --rdzv or MASTER_PORT, on all nodes"
+        _both_meet(replace(place, master_port=_free_port()))
 
 
 @pytest.mark.parametrize("elastic", [[], ["--min-replicas", "1"]])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             f"config: {options.out} already exists",
             found=str(options.out.resolve()),
             expected="a new file",
-            fix=f"weft config --force --out {options.out}",
+            fix=shlex.join(["weft", "config", "--force", "--out", str(options.out), *words]),
         )
     if words[:1] == ["import"] and len(words) == 2:
         data, calls, left = _imported(Path(words[1]))

@@ -135,7 +135,7 @@ def _no_model(place: str, found: str) -> WeftError:
         f"estimate: {place} is not a model",
         found=found,
         expected=_PLACE,
-        fix='weft estimate "torchvision.models:resnet50"',
+        fix='weft estimate "torch.nn:TransformerEncoderLayer(512, 8)"',
     )
 
 

@@ -137,18 +137,23 @@ def run(options: argparse.Namespace) -> int:
 def _check_target(plan: Plan, name: str, kind: str) -> None:
     """Raise if the script or program is not there, or the program cannot be started in the way asked for."""
     if kind == "script" and not Path(name).is_file():
+        is_module = not name.endswith(".py") and all(part.isidentifier() for part in name.split("."))
         raise ContextError(
             f"launch: there is no file {name!r}",
             found=f"working directory {Path.cwd()}",
             expected="a python file, or the name of a module with -m",
-            fix=f"weft launch -n {plan.nproc} -m {name}",
+            fix=f"weft launch -n {plan.nproc} -m {name}"
+            if is_module
+            else f"weft launch -n {plan.nproc} path/to/{Path(name).stem or 'train'}.py",
         )
     if kind == "program" and shutil.which(name) is None:
         raise ContextError(
             f"launch: there is no program {name!r}",
             found=f"neither in PATH nor in {Path.cwd()}",
             expected="with --no-python, a program that can be executed",
-            fix=f"weft launch -n {plan.nproc} {name}",
+            fix=f"weft launch -n {plan.nproc} {name}"
+            if name.endswith(".py")
+            else f"weft launch -n {plan.nproc} --no-python path/to/{Path(name).name}  # after chmod +x",
         )
     if kind == "program" and plan.min_replicas is not None:
         raise ContextError(

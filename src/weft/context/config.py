@@ -78,7 +78,9 @@ def read_config(path: str | Path) -> Config:
             f"the configuration {path} cannot be read",
             found=f"{type(error).__name__}: {error}",
             expected="a TOML file with the tables [start] and [launch]",
-            fix=f"weft config --out {path}",
+            fix=f"weft config --out {path}"
+            if isinstance(error, FileNotFoundError)
+            else f"correct it, or write another one: weft config --force --out {path}",
         ) from error
     return checked(data, str(path))
 
@@ -103,6 +105,6 @@ def checked(data: Mapping[str, Any], path: str) -> Config:
             f"the configuration {path} has {'unknown keys' if unknown else 'values that do not fit'}",
             found=listed([*unknown, *wrong]),
             expected="some of " + ", ".join(names),
-            fix="take them out, or correct them; weft config writes a file",
+            fix="take them out, or correct them" if wrong else f"weft config update {path}",
         )
     return Config(path, dict(data.get("start", {})), dict(data.get("launch", {})))

@@ -72,12 +72,15 @@ class Guarded(RankFacts):
                 fix="if sub.here: ...",
             )
         if self.world_size > 1 and (self.world.group is None or self.world.root.closed):
-            state = "is closed" if self.world.root.closed else "has no process group (a fake or an unpickled one)"
+            closed = self.world.root.closed
+            state = "is closed" if closed else "has no process group (a fake or an unpickled one)"
             raise ContextError(
                 f"{what}: the context {state}",
                 found=f"rank {self.rank} of {self.world_size}",
                 expected="a context from weft.start or weft.adopt, before close",
-                fix="with weft.start() as ctx: ...",
+                fix="call it inside of `with weft.start() as ctx:`, before ctx.close()"
+                if closed
+                else "with weft.start() as ctx: ...",
             )
         return self.world
 

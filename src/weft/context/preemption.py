@@ -88,7 +88,8 @@ def on_preemption(ctx: DistContext, *, signals: Sequence[signal.Signals] = (sign
 
 
 def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
-    wrong = None
+    wrong: tuple[str, ...] | None = None
+    fix = "weft.on_preemption(ctx, signals=(signal.SIGTERM, signal.SIGUSR1))"
     chosen: list[signal.Signals] = []
     try:
         chosen = [signal.Signals(each) for each in signals]
@@ -96,10 +97,10 @@ def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
         wrong = (str(error), "signals of the module signal")
     if threading.current_thread() is not threading.main_thread():
         wrong = (f"the thread {threading.current_thread().name!r}", "the main thread: signals come to no other")
+        fix = "preempted = weft.on_preemption(ctx)  # on the main thread; other threads may ask it"
     elif wrong is None and not chosen:
         wrong = ("no signals", "at least one")
     if wrong is not None:
-        fix = "weft.on_preemption(ctx, signals=(signal.SIGTERM, signal.SIGUSR1))"
         raise value_error("on_preemption: cannot watch", found=wrong[0], expected=wrong[1], fix=fix)
     watched = [each.name for each in chosen if isinstance(getattr(signal.getsignal(each), "__self__", 0), Preemption)]
     if watched:
@@ -164,7 +165,7 @@ class Preemption:
                     f"on_preemption: asked after step {step}, and before that after step {self._step}",
                     found=f"{step} < {self._step}",
                     expected="a step count that continues across epochs",
-                    fix="step += 1; if preempted(step): ...",
+                    fix="for step, batch in enumerate(loader, start=epoch * len(loader)): ...",
                 )
             if not self._asked:
                 self._step = step

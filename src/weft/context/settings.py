@@ -116,7 +116,7 @@ def _parse_probes(text: str) -> str:
 SETTINGS = {
     "mesh": Setting(
         _is_mesh, "a table such as { replica = 2, shard = -1 }", None, "mesh axes, as in replica=2,shard=-1",
-        "WEFT_MESH", "replica=2,shard=-1", parse_mesh,
+        "WEFT_MESH", "replica=1,shard=-1", parse_mesh,
     ),
     "data_axes": Setting(
         _is_names, "a list of axis names", None, "axes along which batches differ",
@@ -166,7 +166,7 @@ def resolve(
             f"start: the environment has {listed(unknown)}, which has no effect",
             found=listed(unknown),  # without the values: one may be a secret
             expected="one of " + ", ".join(sorted(known)),
-            fix=f"unset {unknown[0]}",
+            fix=f"unset {' '.join(unknown[:5])}",
         )
     values, sources = layered(SETTINGS, ("argument", arguments), env, (f"file {file[0]}", file[1]))
     values["device"] = None if values["device"] is None else str(values["device"])

@@ -282,11 +282,12 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     """
     axes, _ = mesh_axes(settings.mesh or {axis: -1}, settings.data_axes, place.world_size)
     if axes[0][0] != axis:
+        inside = {name: size for name, size in axes if name != axis}
         raise ContextError(
             f"start: elastic = {axis!r} is not the outermost axis of the mesh",
             found=f"mesh {dict(axes)}",
             expected="the replica axis first, then the axes inside a replica",
-            fix=f'weft.start(mesh={{"{axis}": -1, "shard": 4}}, elastic="{axis}")',
+            fix=f'weft.start(mesh={json.dumps({axis: -1} | inside)}, elastic="{axis}")',
         )
     most = axes[0][1]
     size = place.world_size // most
@@ -510,7 +511,8 @@ def _check_pretended(group: PretendedGroup, mesh: dict[str, int]) -> None:
             "start: the rehearsal has a different mesh",
             found=f"{mesh} in the program, {group.axes} of the rehearsal",
             expected="one of them, or the same",
-            fix="weft.rehearse(program, ranks)  # without mesh",
+            fix=f"weft.rehearse(program, ranks, mesh={json.dumps(mesh)}), or --mesh "
+            + ",".join(f"{name}={size}" for name, size in mesh.items()),
         )
     group.axes = mesh
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -47,7 +48,7 @@ def of_ranks(ctx: C, ranks: Sequence[int]) -> C:
             f"subset: ranks = {members} cannot form a context",
             found=f"{members} of {ctx.world_size} ranks",
             expected=f"distinct ranks from 0 to {ctx.world_size - 1}",
-            fix="ctx.subset([0, 1])",
+            fix=f"ctx.subset({list(range(ctx.world_size))[:2]})",
         )
     world = new_subgroup(ctx.world, [members], f"subset {members}")
     return _with_members(ctx, members, (("data", len(members)),), ("data",), world)
@@ -97,7 +98,7 @@ def mesh_view(ctx: Guarded, dims: Sequence[Sequence[str]]) -> DeviceMesh:
                 f"the axes {wide} of the mesh are not adjacent",
                 found=f"mesh {dict(ctx.axes)}",
                 expected=f"one after the other those along which parameters are sharded together: {wide}",
-                fix="weft.start(mesh={" + ", ".join(f'"{name}": {ctx.axis_size(name)}' for name in wide) + ", ...})",
+                fix=f"weft.start(mesh={json.dumps({name: ctx.axis_size(name) for name in (*wide, *dict(ctx.axes))})})",
             )
         along_axes(ctx, wide)  # makes the groups
     whole: dict[str, int] = {}

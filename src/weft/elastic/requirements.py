@@ -65,7 +65,8 @@ def check_program(loader: Any, ctx: DistContext, state: Checkpoint) -> tuple[Rep
         )
     if plan.uneven not in ("balance", "empty"):
         found = f'uneven="{plan.uneven}" makes other samples of other numbers of replicas'
-        raise _unfit(found, 'uneven="balance" or "empty"', "loader, ctx = weft.shard_data(loader, ctx)")
+        fix = f'loader, ctx = weft.shard_data(loader, ctx)  # without uneven="{plan.uneven}"'
+        raise _unfit(found, 'uneven="balance" or "empty"', fix)
     strange = sorted({record.name for record in ctx.applied} - _FIT - {"checkpointable"})
     if strange:
         raise _unfit(

@@ -36,7 +36,7 @@ class Facts:
                 f"topology: {name} = {self.env[name]!r} is not a whole number",
                 found=f"{name}={self.env[name]!r}",
                 expected="a whole number >= 0",
-                fix=f"export {name}=0",
+                fix="start every rank with one launcher, e.g. `weft launch -n 2 script.py`",
             )
         return int(text)
 

@@ -41,7 +41,9 @@ class Mpi(NamedTuple):
                 f"topology: {self.source} runs on {num_nodes} nodes and does not say where rank 0 is",
                 found=f"{world_size} ranks, {local_world_size} on this node, MASTER_ADDR unset",
                 expected="MASTER_ADDR, the host name of rank 0, on every rank",
-                fix="mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 ... python script.py",
+                fix="mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 ... python script.py"
+                if self.source == "openmpi"
+                else "export MASTER_ADDR=<host of rank 0>",
             )
         return Topology(
             rank=rank,

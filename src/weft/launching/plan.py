@@ -187,32 +187,39 @@ def _nodes(value: Any) -> tuple[int, int]:
 
 def _check(values: Mapping[str, Any], least: int, most: int) -> None:
     wrong = None
-    node_rank = values["node_rank"]
+    node_rank, each = values["node_rank"], max(values["replica_ranks"], 1)
+    nodes = "-n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500"
+    replicas = f"-n {2 * each} --min-replicas 1" + (f" --replica-ranks {each}" if each > 1 else "")
     if values["nproc"] < 1 or least < 1 or not 0 <= (node_rank or 0) < most:
         found = f"-n {values['nproc']} --nnodes {values['nnodes']} --node-rank {node_rank}"
-        wrong = (found, "counts >= 1, 0 <= node rank < nodes")
+        wrong = (found, "counts >= 1, 0 <= node rank < nodes", "-n 2" if values["nproc"] < 1 or least < 1 else nodes)
     elif values["max_restarts"] < 0:
-        wrong = (f"--max-restarts {values['max_restarts']}", "0 or more")
+        wrong = (f"--max-restarts {values['max_restarts']}", "0 or more", "-n 2 --max-restarts 3")
     elif values["min_replicas"] is not None and not _are_replicas(most, **values):
         several = f" --replica-ranks {values['replica_ranks']}" if values["replica_ranks"] != 1 else ""
         several += f" --nnodes {values['nnodes']}" if most > 1 else ""
         found = f"-n {values['nproc']} --min-replicas {values['min_replicas']}{several}"
-        wrong = (found, "1 <= least replicas <= replicas, each of the same number of processes")
+        wrong = (found, "1 <= least replicas <= replicas, each of the same number of processes", replicas)
     elif values["min_replicas"] is None and values["replica_ranks"] != 1:
-        wrong = (f"--replica-ranks {values['replica_ranks']}, no --min-replicas", "both, for an elastic job")
+        wrong = (f"--replica-ranks {values['replica_ranks']}, no --min-replicas", "both, for an elastic job", replicas)
     elif values["min_replicas"] is None and values["events"] is not None:
-        wrong = (f"--events {values['events']}, no --min-replicas", "both, for an elastic job")
+        events = f"--events {values['events']}"
+        wrong = (f"{events}, no --min-replicas", "both, for an elastic job", f"{replicas} {events}")
     elif values["threads"] < 1:
-        wrong = (f"--threads {values['threads']}", "1 or more")
+        wrong = (f"--threads {values['threads']}", "1 or more", "-n 2 --threads 1")
     elif most > 1 and values["rdzv"] is None:
-        wrong = (f"--nnodes {values['nnodes']}, no --rdzv", "the address of the first node")
+        wrong = (f"--nnodes {values['nnodes']}, no --rdzv", "the address of the first node", nodes)
     elif values["rdzv"] is not None and not _is_address(values["rdzv"], most):
-        wrong = (f"--rdzv {values['rdzv']}", "host:port; port 0, a free one, for one node only")
+        expected = "host:port; port 0, a free one, for one node only"
+        wrong = (f"--rdzv {values['rdzv']}", expected, nodes if most > 1 else "-n 2")
     elif least < most and node_rank is not None:
-        wrong = (f"--nnodes {values['nnodes']} --node-rank {node_rank}", "no node rank where nodes come and go")
+        found = f"--nnodes {values['nnodes']} --node-rank {node_rank}"
+        some = f"-n 2 --nnodes {least}:{most} --rdzv first-node:29500"
+        wrong = (found, "no node rank where nodes come and go", some)
     if wrong is not None:
-        fix = "weft launch -n 2 --nnodes 2 --node-rank 0 --rdzv first-node:29500 train.py"
-        raise ContextError("launch: these options cannot be combined", found=wrong[0], expected=wrong[1], fix=fix)
+        found, expected, options = wrong
+        fix = f"weft launch {options} train.py"
+        raise ContextError("launch: these options cannot be combined", found=found, expected=expected, fix=fix)
 
 
 def _are_replicas(nodes: int, nproc: int, min_replicas: int, replica_ranks: int, **rest: Any) -> bool:

@@ -241,7 +241,7 @@ def _checked(ranks: int, mesh: Mapping[str, int] | None, rank: int, steps: int) 
             f"rehearse: rank {rank} of {ranks} cannot make {steps} steps",
             found=f"ranks={ranks}, rank={rank}, steps={steps}",
             expected="0 <= rank < ranks, and at least one step",
-            fix="weft.rehearse(program, 1024, rank=0, steps=2)",
+            fix="weft.rehearse(program, 1024, rank=0, steps=2), or --ranks 1024 --rank 0 --steps 2",
         )
     return dict(mesh_axes(mesh, None, ranks)[0])
 

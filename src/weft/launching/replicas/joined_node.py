@@ -137,7 +137,7 @@ class JoinedNode:
                 "launch: this is not the address of an elastic job",
                 found=f"{self._where}, where no launcher answers",
                 expected=f"a launcher with --min-replicas, and the same {SECRET_VARIABLE}, if any, on all nodes",
-                fix="the same options of weft launch on all nodes",
+                fix=f"the same options of weft launch, and the same {SECRET_VARIABLE}, on all nodes",
             )
 
     def _forget_ended(self) -> None:

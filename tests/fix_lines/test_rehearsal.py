@@ -1,0 +1,197 @@
+"""Rehearsals, and the estimate beside them: `weft.rehearsal`, `weft rehearse`."""
+
+import runpy
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import weft
+import weft.cli
+from tests.fix_lines.told import told
+from weft.rehearsal import Rehearsal
+from weft.rehearsal.estimate import estimate
+
+SCRIPT = """
+import sys, torch, weft
+with weft.start(device="cpu") as ctx:
+    model, ctx = weft.replicate(torch.nn.Linear(4, 4), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def rehearse(*words):
+    return weft.cli.main(["rehearse", "--ranks", "2", *words])
+
+
+def training(ctx):
+    model, ctx = weft.replicate(nn.Linear(4, 4), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_what_the_command_is_given(folder):
+    with told("cli/rehearse.py", "is not a size") as it:
+        rehearse("--limit", "80 apples", "train.py")
+    assert rehearse(*it.fix.split(), "train.py") == 0
+    with told("rehearsal/search.py", "rehearse: --vary {name} {problem}") as it:
+        rehearse("--vary", "batch=8,16", "train.py")
+    assert weft.cli.main(shlex.split(it.fix)[1:]) == 0
+    empty = folder / "empty.py"
+    empty.write_text("import weft\n")
+    with told("rehearsal/script.py", "rehearse: {script} makes") as it:
+        rehearse(str(empty))
+    assert it.fix == f"python {empty}  # does it train?"
+    runpy.run_path(str(empty), run_name="__main__")  # it does not
+    empty.write_text(SCRIPT)
+    assert rehearse(str(empty)) == 0
+    with told("rehearsal/result.py", "this is not a rehearsal") as it:
+        Rehearsal.from_json("{}")
+    assert weft.cli.main(shlex.split(it.fix)[1:]) == 0
+    assert Rehearsal.from_json((folder / "rehearsal.json").read_text()).world_size == 8
+
+
+def test_programs(folder):
+    with told("rehearsal/rehearse.py", "cannot make {steps} steps") as it:
+        weft.rehearse(training, 2, rank=2)
+    call, options = it.fix.split(", or ")
+    assert eval(call, {"weft": weft, "program": training}).world_size == 1024
+    assert weft.cli.main(["rehearse", *options.split(), "train.py"]) == 0
+    with told("rehearsal/rehearse.py", "the program does not return a step") as it:
+        weft.rehearse(lambda ctx: training(ctx)(), 2)
+    made = it.run(step=training)
+    assert callable(made["program"])
+
+
+def waits(sends):
+    def program(ctx):
+        number = torch.zeros(1, dtype=torch.int64)
+
+        def step():
+            if ctx.rank == 0:
+                torch.distributed.recv(number, 1)
+            else:
+                exec(sends, {"torch": torch, "tensor": number, "dst": 0})
+
+        return step
+
+    return program
+
+
+def test_messages_between_ranks():
+    with told("rehearsal/rehearse.py", "never sends") as it:
+        weft.rehearse(waits(""), 2)
+    line, where = it.fix.split(" on ")
+    assert where == "the other rank" and weft.rehearse(waits(line), 2)
+
+
+def reads(ctx):
+    model, ctx = weft.replicate(nn.Linear(4, 4), ctx)
+
+    def step():
+        loss = model(torch.ones(2, 4)).sum()
+        if loss.item() < 5:
+            loss.backward()
+
+    return step
+
+
+def selects(ctx):
+    layer = nn.Linear(4, 4)
+
+    def step():
+        x = layer(torch.ones(8, 4))
+        x[x.sum(1) > 0].sum().backward()
+
+    return step
+
+
+def routes(ctx):
+    router, expert = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def step():
+        x = torch.ones(8, 4)
+        chosen = router(x).argmax(1)
+        expert(x[chosen == 1]).sum().backward()
+
+    return step
+
+
+def packs(lengths):
+    def program(ctx):
+        layer = nn.LSTM(4, 4, batch_first=True)
+
+        def step():
+            x = torch.ones(2, 3, 4)
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths(x), batch_first=True)
+            layer(packed)[0].data.sum().backward()
+
+        return step
+
+    return program
+
+
+def test_values_that_are_read(folder):
+    for program in (reads, selects, routes):
+        with told("rehearsal/simulation/pretended_tensors.py", "the program reads a value") as it:
+            weft.rehearse(program, 2)
+        call, option = it.fix.split(", or --assume ")
+        found = eval(call.replace("...", "program, 2"), {"weft": weft, "program": program})
+        assert any(line.startswith(option.rpartition("=")[0]) for line in found.assumed)
+    (folder / "reads.py").write_text(SCRIPT.replace(".sum().backward()", ".sum().backward(); model.bias.sum().item()"))
+    with told("rehearsal/simulation/pretended_tensors.py", "the program reads a value") as it:
+        rehearse("reads.py")
+    assert rehearse(*shlex.split(it.fix.partition(", or ")[2]), "reads.py") == 0
+    with told("rehearsal/simulation/pretended_tensors.py", "the program reads a value") as it:
+        weft.rehearse(packs(lambda x: (x.sum((1, 2)) + 1).long()), 2)
+    kind, line = it.fix.split(", or ")
+    assert kind == "sizes from small tensors of integers, which have values: of a loader"
+    assert weft.rehearse(packs(lambda x: eval(line, {"torch": torch, "lengths": [3, 2]})), 2)
+
+
+def saves(write):
+    def program(ctx):
+        model, ctx = weft.replicate(nn.Linear(4, 4), ctx)
+        state, ctx = weft.checkpointable({"model": model}, ctx)
+        names = {"model": model, "state": state, "ctx": ctx, "weft": weft, "torch": torch, "save_file": save_file}
+        return lambda: exec(write, {**names, "folder": "saved", "step": 1})
+
+    return program
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by safetensors
+def test_values_that_are_written(folder):
+    for write in ("torch.save(model.state_dict(), 'model.pt')", "save_file(dict(model.state_dict()), 'model')"):
+        with told("rehearsal/simulation/pretended_tensors.py", "the program writes one to a file") as it:
+            weft.rehearse(saves(write), 2)
+    assert weft.rehearse(saves(it.fix), 2, steps=1).saved > 0
+
+
+def test_estimates():
+    found = estimate(nn.Linear(4, 4))
+    with told("rehearsal/estimate.py", "Estimate.training: ranks =") as it:
+        found.training(ranks=0)
+    assert found.training(ranks=it.run()["ranks"]).total
+    for name in ("optimizer", "dtype", "strategy"):
+        with told("rehearsal/estimate.py", "Estimate: {what} = {value!r} is not known") as it:
+            found.training(**{name: "some"})
+        assert found.training(**{name: it.run()[name]}).total
