@@ -1,8 +1,15 @@
-"""`zero_partition(engine="deepspeed")`: what is told, and followed. Ranks import DeepSpeed for seconds, so they do much."""
+"""`zero_partition(engine="deepspeed")`: what is told, and followed.
+
+Ranks import DeepSpeed for seconds, so they do much.
+"""
 
 import os
+import shutil
 import subprocess
 import sys
+import traceback
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -206,11 +213,33 @@ def _all(ctx, folder):
     for work in (_arguments, _models, _configurations, _loops, _groups):
         try:
             work(ctx, folder)
-        except Exception:
-            import traceback
-
+        except Exception:  # noqa: BLE001  (what fails is told to the test, and the others run)
             wrong.append(traceback.format_exc())
     return "\n".join(wrong)
+
+
+def test_arguments_models_configurations_and_loops(tmp_path):
+    for found in run_ranks(_all, 2, tmp_path):
+        assert not found, found
+
+
+def _to_a_disk(ctx, folder):
+    from deepspeed.accelerator import get_accelerator
+
+    builder = type(get_accelerator().create_op_builder("AsyncIOBuilder"))
+    with (
+        mock.patch.object(builder, "is_compatible", lambda self, verbose=False: False),
+        told("engines/deepspeed/library.py", "DeepSpeed cannot offload to a disk here") as it,
+    ):
+        _partitioned(ctx, stage=3, offload=folder)
+    if any(Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere")).glob("**/async_io.so")):
+        _trains(*_partitioned(ctx, stage=3, offload=folder))  # as where both are installed
+    return it.fix
+
+
+def test_to_a_disk(tmp_path):
+    for fix in run_ranks(_to_a_disk, 2, tmp_path):
+        assert fix in ("apt-get install g++ libaio-dev", "")
 
 
 # -- one process ---------------------------------------------------------------------------------------
@@ -268,7 +297,8 @@ import torch, weft
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 ctx = weft.adopt(device="cpu")
 model = torch.nn.Linear(4, 4)
-model, optimizer, ctx = weft.zero_partition(model, torch.optim.SGD(model.parameters()), ctx, stage=1, engine="deepspeed")
+optimizer = torch.optim.SGD(model.parameters())
+model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=1, engine="deepspeed")
 print("partitioned")
 ctx.close()
 torch.distributed.destroy_process_group()
@@ -277,9 +307,7 @@ torch.distributed.destroy_process_group()
 
 def _run(**more):
     command = [sys.executable, "-c", PROGRAM]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **more}
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **more})
 
 
 def test_another_accelerator():
@@ -290,6 +318,68 @@ def test_another_accelerator():
     assert "partitioned" in _run(**dict([setting.split("=")])).stdout
 
 
-def test_arguments_models_configurations_and_loops(tmp_path):
-    for found in run_ranks(_all, 2, tmp_path):
-        assert not found, found
+# -- folders of DeepSpeed -------------------------------------------------------------------------------
+
+
+def _saved_by_deepspeed(ctx, folder):
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        model = _net()
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+        for tag in ("first", "second"):
+            engine.backward(engine(_x()).sum())
+            engine.step()
+            engine.save_checkpoint(str(folder / "run"), tag=tag)
+        engine.destroy()
+    dist.destroy_process_group()
+    _imported(folder / "run", folder)
+
+
+def _imported(run, folder):
+    read, numbers = weft.interop.import_deepspeed, iter(range(99))
+
+    def follow(it, **names):
+        directory = folder / f"checkpoints-{next(numbers)}"
+        it.run(directory=directory, **names)
+        weft.load_weights(_net(), directory, weft.local())
+
+    with told("interop/deepspeed_checkpoint.py", "there is no checkpoint of DeepSpeed") as it:
+        read(folder / "nowhere", folder / "out")
+    follow(it, path=run)
+    with told("interop/deepspeed_checkpoint.py", "there is no checkpoint of DeepSpeed") as it:
+        read(run, folder / "out", tag="third")
+    follow(it)
+    with told("interop/deepspeed_checkpoint.py", "fix or ") as it:
+        read(run / "first", folder / "out")
+    assert 'tag="first"' in it.fix
+    follow(it)
+    (file,) = (run / "second").glob("*optim_states.pt")
+    state = torch.load(file, weights_only=False)
+    del state["optimizer_state_dict"]["param_slice_mappings"]  # as in older versions
+    torch.save(state, file)
+    with told("interop/deepspeed_checkpoint.py", "optimizer=False") as it:
+        read(run, folder / "out", tag="second")
+    follow(it)
+    file.write_bytes(file.read_bytes()[:100])
+    with told("interop/deepspeed_checkpoint.py", "fix or ") as it:
+        read(run, folder / "out")
+    follow(it)
+    whole = (run / "first" / file.name).read_bytes()
+    (run / "first" / file.name).write_bytes(b"")
+    shutil.rmtree(run / "second")
+    with told("interop/deepspeed_checkpoint.py", "fix or ") as it:
+        read(run, folder / "out", tag="first")
+    assert it.fix == "the files of all ranks in one folder, and whole"
+    (run / "first" / file.name).write_bytes(whole)
+    weft.interop.import_deepspeed(run, folder / "out", tag="first")
+
+
+def test_folders_of_deepspeed(tmp_path):
+    run_ranks(_saved_by_deepspeed, 1, tmp_path)
