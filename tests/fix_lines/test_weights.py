@@ -192,11 +192,11 @@ def test_a_checkpoint_with_other_modules(tmp_path):
     path = _saved(tmp_path / "run", policy=net)
     with told("weights/sources.py", "is no module in") as it:
         weft.load_weights(model := Net(), path, ctx)
-    it.run(model=model, ctx=ctx)
+    it.run(model=model, path=path, ctx=ctx)
     assert _same(model, net)
     with told("weights/sources.py", "is no module in") as it:
         weft.place(Net(), ctx, {"cpu": None}, weights=path)
-    it.run(out=tmp_path / "out")
+    it.run(path=path, out=tmp_path / "out")
     assert "read from out" in it.fix
     model, _ = weft.place(_meta(), ctx, {"cpu": None}, weights=tmp_path / "out")
     assert _same(model, net)
@@ -226,11 +226,11 @@ def test_one_option_too_many(tmp_path):
     save_model(net, path)
     with told("weights/sources.py", "has no effect here") as it:
         weft.load_weights(model := Net(), path, ctx, object="policy")
-    it.run(model=model, ctx=ctx)
+    it.run(model=model, path=path, ctx=ctx)
     assert _same(model, net)
     with told("weights/sources.py", "has no effect here") as it:
         weft.weights.read(path, object="policy")
-    assert it.run()
+    assert it.run(path=path)
 
 
 def test_a_path_without_weights(tmp_path):

@@ -120,7 +120,7 @@ def from_checkpoint(what: str, path: Path, key: str) -> Source:
             f"{what}: object = {key!r} is no module in {folder}",
             found=f"modules: {listed(map(repr, modules)) or 'none'}",
             expected="the name a module was given in weft.checkpointable",
-            fix=reading(call, f'"{folder}"', f"object={modules[0]!r}") + then
+            fix=reading(call, "path", f"object={modules[0]!r}") + then
             if modules
             else 'state, ctx = weft.checkpointable({"model": model}, ctx)  # and save again',
         )
@@ -180,7 +180,7 @@ def from_path(what: str, path: Path, key: str) -> Source:
             f"{what}: object = {key!r} has no effect here",
             found=f"{path} is no checkpoint",
             expected="object for checkpoints of weft, which may hold several modules",
-            fix=reading(what, f'"{path}"'),
+            fix=reading(what, "path"),
         )
     chosen = _in_folder(what, path) if path.is_dir() else path
     if chosen.suffix in _PICKLES:
