@@ -552,7 +552,7 @@ REFUSED = {
     "left out": ("ContractError", "not in the optimizer: 1.weight", "requires_grad_(False)"),
     "adafactor": ("ContractError", "Adafactor", "engine='torch'"),
     "adagrad": ("ContractError", "Adagrad", "engine='torch'"),
-    "double": ("ContractError", "float64", "module.float()"),
+    "double": ("ContractError", "float64", "model.float()"),
     "fp16": ("OrderError", "with_precision", "'bf16'"),
     "unknown key": ("ValueError", "no_such_key", "without them"),
     "no file": ("TypeError", "list", "JSON"),

@@ -1,12 +1,15 @@
 """Without the extra, zero_partition says what to install; with it, nothing of it is imported unasked."""
 
 import importlib.abc
+import shlex
 import sys
+import tomllib
 
-import pytest
 import torch
 
 import weft
+from tests.fix_lines.sites import ROOT
+from tests.fix_lines.told import told
 from weft.testing import run_ranks
 
 
@@ -30,16 +33,18 @@ def _partitioned(ctx):
     try:
         weft.zero_partition(*_model_and_optimizer(), ctx, stage=2)
         found = [name for name in sys.modules if name.startswith(ours)]
-        with pytest.raises(weft.errors.MissingExtra) as caught:
+        with told("engines/deepspeed/library.py", "MissingExtra(f'zero_partition: engine=") as it:
             weft.zero_partition(*_model_and_optimizer(), ctx, stage=2, engine="deepspeed")
     finally:
         sys.meta_path.remove(finder)
         sys.modules.update(imported)
-    return found, str(caught.value)
+    return found, str(it.error), it.fix
 
 
 def test_without_deepspeed_the_line_to_type_is_told():
-    ((found, text),) = run_ranks(_partitioned, 1)
+    ((found, text, fix),) = run_ranks(_partitioned, 1)
     assert found == []
     assert "found:    ModuleNotFoundError: No module named 'deepspeed'" in text
-    assert "fix:      DS_BUILD_OPS=0 pip install 'weft[deepspeed]'" in text
+    assert shlex.split(fix) == ["DS_BUILD_OPS=0", "pip", "install", "weft[deepspeed]"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(one.startswith("deepspeed>=0.19") for one in extras["deepspeed"])

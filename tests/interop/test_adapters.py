@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import weft
+from tests.fix_lines.told import told
 from weft.errors import CheckpointError
 from weft.testing import largest_difference, run_ranks
 
@@ -145,12 +146,16 @@ def _saved(model, folder):
 
 
 def test_one_of_two_adapters_is_named(tmp_path):
-    model = _adapted("lora", "first")
+    model, out = _adapted("lora", "first"), tmp_path / "adapter"
     model.add_adapter("second", CONFIGS["dora"]())
+    path = _saved(model, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"the adapter is ambiguous(?s:.*)'first'(?s:.*)'second'"):
-        weft.export(_saved(model, tmp_path / "run"), tmp_path / "adapter", peft=True)
-    with pytest.raises(CheckpointError, match="no adapter 'third'"):
-        weft.export(tmp_path / "run", tmp_path / "adapter", peft="third")
+        weft.export(path, out, peft=True)
+    with told("weights/adapter_files.py", "export: the adapter is ambiguous") as it:
+        weft.export(path, out, peft="third")
+    assert "no adapter 'third'" in str(it.error)
+    it.run(path=path, out=out)
+    assert json.loads((out / "adapter_config.json").read_text())["use_dora"] is False
     weft.export(tmp_path / "run", tmp_path / "adapter", peft="second")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
 
@@ -164,13 +169,25 @@ def test_adapters_that_transformers_added_are_read_by_peft(tmp_path):
 
 
 def test_without_an_adapter_both_ways_say_so(tmp_path):
-    with pytest.raises(CheckpointError, match="the adapter is ambiguous"):
-        weft.export(_saved(_base(), tmp_path / "run"), tmp_path / "adapter", peft=True)
+    path, out = _saved(_base(), tmp_path / "run"), tmp_path / "out"
+    with told("weights/adapter_files.py", "export: the adapter is ambiguous") as it:
+        weft.export(path, out, peft=True)
+    assert [file.name for file in weft.export(path, out)] == ["model.safetensors"]
+    assert it.fix == "weft.export(path, out)"
     _adapted().save_pretrained(tmp_path / "peft")
-    with pytest.raises(CheckpointError, match="holds an adapter, and the module has none"):
+    with told("weights/adapter_files.py", "and the module has none that is active") as it:
         weft.load_weights(_base(), tmp_path / "peft", weft.local())
-    with pytest.raises(ValueError, match="peft= says which tensors"):
-        weft.export(tmp_path / "run", tmp_path / "adapter", peft=True, filter="**")
+    model = it.run(model=_base(), folder=tmp_path / "peft", peft=peft)["model"]
+    weft.load_weights(model, tmp_path / "peft", weft.local())
+    assert largest_difference(_logits(model), _logits(_adapted())) < 1e-6  # PEFT made the adapter in fp32
+    path, out = _saved(_adapted(), tmp_path / "adapted"), tmp_path / "adapter"
+    with told("weights/adapter_files.py", "peft= says which tensors") as it:
+        weft.export(path, out, peft=True, filter="**")
+    it.run(path=path, out=out)
+    with told("weights/adapter_files.py", "peft = {peft!r:.80}") as it:
+        weft.export(path, out, peft=1)
+    it.run(path=path, out=out)
+    assert (out / "adapter_config.json").exists()
 
 
 def test_an_adapter_with_a_tensor_missing_is_refused(tmp_path):

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import weft
-from weft.errors import CheckpointError, OrderError
+from tests.fix_lines.told import told
+from weft.errors import CheckpointError
 from weft.testing import largest_difference, run_ranks
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -233,8 +234,72 @@ def test_bad_requests_change_nothing(folder):
         weft.quantized(_on_meta(), ctx, "nf4")
     model, ctx = weft.quantized(_model(), ctx, "nf4", skip=("lm_head", "self_attn"))
     assert sum("4bit" in type(part).__name__ for part in model.modules()) == 6
-    with pytest.raises(OrderError, match="already quantized"):
-        weft.quantized(model, ctx, "nf4")
+
+
+def _bits(model):
+    return sum("4bit" in type(part).__name__ for part in model.modules())
+
+
+def test_the_lines_that_are_told_work(folder, monkeypatch, tmp_path):
+    ctx = weft.local()
+    with told("weights/quantization/quantize.py", "check_module") as it:
+        weft.quantized(_model().state_dict(), ctx, "nf4")
+    found = it.run(model=_model(), ctx=ctx)
+    assert _bits(found["model"]) == 14
+    with told("weights/quantization/quantize.py", "is already quantized") as it:
+        weft.quantized(found["model"], found["ctx"], "nf4")
+    assert _bits(it.run(model=_model(), ctx=ctx)["model"]) == 14
+    with told("weights/quantization/quantize.py", "is under") as it:
+        weft.quantized(*weft.replicate(_model(), ctx), "nf4")
+    found = it.run(model=_model(), ctx=ctx)
+    weft.replicate(found["model"], found["ctx"])
+    with told("weights/quantization/quantize.py", "is on meta") as it:
+        weft.quantized(_on_meta(), ctx, "nf4")
+    _model().save_pretrained(tmp_path / "one")
+    monkeypatch.chdir(tmp_path / "one")
+    assert _bits(it.run(model=_on_meta(), ctx=ctx)["model"]) == 14
+    for skip in (("head",), ("**",)):
+        with told("weights/quantization/quantize.py", "names nothing") as it:
+            weft.quantized(_model(), ctx, "nf4", skip=skip)
+        assert _bits(weft.quantized(_model(), ctx, "nf4", skip=it.run()["skip"])[0]) == 15
+    with told("weights/quantization/quantize.py", "names nothing") as it:
+        weft.quantized(nn.Sequential(nn.Conv1d(2, 2, 1)), ctx, "nf4")
+    assert it.fix == "leave weft.quantized out"  # of the program
+    tied = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    tied[2].weight = tied[0].weight
+    with told("weights/quantization/quantize.py", "weights shared with other parts") as it:
+        weft.quantized(tied, ctx, "nf4")
+    assert _bits(weft.quantized(tied, ctx, "nf4", skip=it.run()["skip"])[0]) == 1
+
+
+def test_names_of_files_that_do_not_fit(tmp_path):
+    from safetensors.torch import save_file
+
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    save_file({f"model.{name}": tensor for name, tensor in net.state_dict().items()}, tmp_path / "x.safetensors")
+    with told("weights/assign.py", "does not fit the module") as it:
+        weft.quantized(net, weft.local(), "nf4", weights=tmp_path / "x.safetensors")
+    it.run(model=net, path=tmp_path / "x.safetensors", ctx=weft.local())
+    plain = net.state_dict()
+    assert _bits(weft.quantized(net, weft.local(), "nf4")[0]) == 2  # as the line says, without weights=
+    with told("weights/sources.py", "{path} cannot be used") as it:
+        weft.quantized(_model(), weft.local(), "nf4", weights=tmp_path / "y.safetensors")
+    save_file(plain, tmp_path / "x.safetensors")
+    it.run(model=nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ctx=weft.local(), scheme="nf4")
+
+
+def test_a_library_that_cannot_do_it_here(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no kernel")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torchao.quantization, "Float8WeightOnlyConfig", fails)
+        with told("weights/quantization/quantized_layers.py", "another of") as it:
+            weft.quantized(_model(), weft.local(), "float8")
+        schemes = it.fix.removeprefix("another of: ").split(", ")
+        for scheme in schemes:
+            weft.quantized(_model(), weft.local(), scheme)
+    assert len(schemes) == 3
 
 
 def test_a_damaged_file_leaves_the_module_on_meta(folder):

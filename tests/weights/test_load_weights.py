@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import weft
+from tests.fix_lines.told import told
 from weft.errors import CheckpointError, ContextError, OrderError, PeerError
 from weft.testing import run_ranks
 
@@ -628,8 +629,9 @@ def _fails(ctx, path, odd):
     with pytest.raises(ContextError, match="the ranks do not agree" + LINES):
         weft.load_weights(_net(2, Plain), path, ctx, strict=ctx.rank == 0)
     model, _, _ = _built(ctx, "fully_shard")
-    with pytest.raises(ContextError, match="sharded over ranks that the context does not have" + LINES):
+    with told("weights/assign.py", "sharded over ranks that the context does not have") as it:
         weft.load_weights(model, path, weft.local())
+    it.run(model=model, path=path, ctx=ctx)
     with pytest.raises(ValueError, match="the dtype can no longer be changed" + LINES):
         weft.load_weights(model, path, ctx, dtype="bf16")
     weft.load_weights(model, path, ctx)  # and the same ranks can go on
@@ -723,6 +725,6 @@ def test_the_fix_for_other_shapes_leaves_out_what_does_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match=r"in the module: 0.weight: float32 \(7, 2\)") as caught:
         weft.load_weights(model, path, weft.local())
     line = str(caught.value).rpartition("fix:")[2].strip()
-    eval(line.replace("module, ...", "model, path, ctx"), {"weft": weft, "model": model, "path": path, "ctx": ctx})
+    eval(line, {"weft": weft, "model": model, "path": path, "ctx": ctx})
     assert torch.equal(model[0].weight, before)
     assert torch.equal(model[1].weight, state.objects["model"][1].weight)

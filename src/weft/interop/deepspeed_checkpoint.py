@@ -7,6 +7,7 @@ into equal slices, one per rank, and the last one is padded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -67,7 +68,7 @@ def import_deepspeed(
         weft.errors.CheckpointError: import_deepspeed: there is no checkpoint of DeepSpeed in nowhere
           found:    no folder
           expected: the folder that was given to engine.save_checkpoint
-          fix:      weft.interop.import_deepspeed("runs", "checkpoints", tag="global_step1000")
+          fix:      weft.interop.import_deepspeed(path, directory)  # path as in save_checkpoint
     """
     folder = Path(path)
     if not folder.is_dir() or (tag is not None and not (folder / tag).is_dir()):
@@ -75,7 +76,7 @@ def import_deepspeed(
             f"import_deepspeed: there is no checkpoint of DeepSpeed in {folder}",
             found="no folder" if not folder.is_dir() else f"no folder {tag}",
             expected="the folder that was given to engine.save_checkpoint",
-            fix='weft.interop.import_deepspeed("runs", "checkpoints", tag="global_step1000")',
+            fix=_other(folder, tag) or "weft.interop.import_deepspeed(path, directory)  # path as in save_checkpoint",
         )
     guest("deepspeed").deepspeed()
     found = read_folder(folder, tag, optimizer=optimizer)
@@ -167,23 +168,40 @@ def read_folder(folder: Path, tag: str | None, *, optimizer: bool) -> Folder:
         step, shapes = int(model["global_steps"]), model["param_shapes"]
         del model
     except (OSError, ValueError, LookupError, AssertionError, RuntimeError) as error:
-        what = "DeepSpeed cannot merge the checkpoint"
-        raise _unreadable(folder, what, error, 'tag="global_step1000"') from error
+        what, fix = "DeepSpeed cannot merge the checkpoint", _other(folder, tag)
+        raise _unreadable(folder, what, error, fix or "the files of all ranks in one folder, and whole") from error
     if not optimizer:
         return Folder(step, weights, [])
     try:
         ranks = [load(file, "cpu")["optimizer_state_dict"] for file in merging.get_optim_files(place)]
         return Folder(step, weights, _groups(shapes, ranks))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise _unreadable(folder, "the optimizer's state cannot be read", error, "optimizer=False") from error
+        what = "the optimizer's state cannot be read"
+        raise _unreadable(folder, what, error, _call(folder, tag, "optimizer=False")) from error
 
 
-def _unreadable(folder: Path, what: str, error: BaseException, option: str) -> CheckpointError:
+def _other(folder: Path, tag: str | None) -> str:
+    """The call for another checkpoint in a folder; for the folder, if it is one itself; or nothing."""
+    if any(folder.glob("*_states.pt")):
+        return _call(folder.parent, folder.name)
+    with contextlib.suppress(OSError):
+        tag = tag or (folder / "latest").read_text().strip()
+    files = sorted(folder.glob("*/*_model_states.pt"), key=lambda file: file.stat().st_mtime)
+    tags = [file.parent.name for file in files if file.parent.name != tag]
+    return _call(folder, tags[-1]) if tags else ""
+
+
+def _call(folder: Path, tag: str | None, *options: str) -> str:
+    options = options if tag is None else (f'tag="{tag}"', *options)
+    return f'weft.interop.import_deepspeed("{folder}", directory, {", ".join(options)})'
+
+
+def _unreadable(folder: Path, what: str, error: BaseException, fix: str) -> CheckpointError:
     return CheckpointError(
         f"import_deepspeed: {what} in {folder}",
         found=f"{type(error).__name__}: {error}",
         expected="the files of all ranks, as engine.save_checkpoint of DeepSpeed's ZeRO wrote them",
-        fix=f"weft.interop.import_deepspeed({str(folder)!r}, out, {option})",
+        fix=fix,
     )
 
 

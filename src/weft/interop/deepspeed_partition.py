@@ -82,9 +82,9 @@ def zero_partition(
             raise ContextError(
                 "zero_partition: DeepSpeed needs a process group to offload, also for one rank",
                 found=f"a context without one, and offload to {listed(places.values())}",
-                expected="a program started by a launcher, or a group of one rank",
-                fix="torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
-                "world_size=1); ctx = weft.adopt()",
+                expected="a group of one rank",
+                fix="torch.distributed.init_process_group("
+                "'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\nctx = weft.adopt()",
             )
         place_module("zero_partition", module, ctx)
         return None
@@ -165,7 +165,7 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "zero_partition: DeepSpeed cannot be combined with with_precision in fp16",
             found="with_precision(model, ctx, 'fp16'), which scales losses, before zero_partition",
             expected="bf16, then zero_partition: DeepSpeed averages gradients before they could be scaled back",
-            fix="weft.with_precision(model, ctx, 'bf16')",
+            fix="model, ctx = weft.with_precision(model, ctx, 'bf16')",
         )
 
     def refusal(found: str, expected: str, fix: str) -> ContractError:
@@ -177,18 +177,18 @@ def _check_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         expected = "all parameters on every rank: DeepSpeed partitions neither stages of a pipeline nor single experts"
         raise refusal(f"on other ranks: {listed(elsewhere)}", expected, "engine='torch'")
     if not trained:
-        raise refusal("no parameter with requires_grad", "something to train", "module.requires_grad_()")
+        raise refusal("no parameter with requires_grad", "something to train", "model.requires_grad_()")
     if left_out:
         expected = "every trained parameter in the optimizer: DeepSpeed averages the gradients of its own only"
         fix = "requires_grad_(False) on them before zero_partition"
         raise refusal(f"not in the optimizer: {listed(left_out)}", expected, fix)
     if dtypes not in (["float32"], ["bfloat16"]):
         expected = "float32, or bfloat16: DeepSpeed steps in float32"
-        raise refusal(f"parameters of {listed(dtypes)}", expected, "module.float(), or engine='torch'")
+        raise refusal(f"parameters of {listed(dtypes)}", expected, "model.float()  # or engine='torch'")
     if not known or kind is torch.optim.Adagrad:
         expected = "an optimizer that treats each element by itself: DeepSpeed steps on pieces of parameters"
         expected += ", and makes an Adagrad anew" if kind is torch.optim.Adagrad else ""
-        raise refusal(kind.__name__, expected, "torch.optim.AdamW(...), or engine='torch'")
+        raise refusal(kind.__name__, expected, "optimizer = torch.optim.AdamW(model.parameters())  # or engine='torch'")
 
 
 def _places(offload: Offload, stage: int) -> dict[str, str]:
@@ -204,7 +204,7 @@ def _places(offload: Offload, stage: int) -> dict[str, str]:
             f"zero_partition: offload = {offload!r} cannot be used",
             found=listed(bad) or "nothing",
             expected="'cpu', or a directory on a fast disk, for the optimizer; or a mapping for both",
-            fix="offload={'optimizer': '/local_nvme', 'parameters': 'cpu'}",
+            fix="offload='cpu'  # or '/local_nvme'; or {'optimizer': '/local_nvme', 'parameters': 'cpu'}",
         )
     places = {key: os.fspath(value) for key, value in given.items()}
     early = [key for key, place in places.items() if key == "parameters" or place != "cpu"]
@@ -213,6 +213,6 @@ def _places(offload: Offload, stage: int) -> dict[str, str]:
             f"zero_partition: stage {stage} does not support this kind of offload",
             found=listed(f"{key} to {places[key]!r}" for key in early),
             expected="stage 3 for parameters, and for a disk; the optimizer's state to 'cpu' in every stage",
-            fix="weft.zero_partition(..., stage=3, engine='deepspeed', offload=...)",
+            fix="stage=3",
         )
     return places

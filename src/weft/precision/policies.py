@@ -69,7 +69,7 @@ class LossScaling:
                 f"LossScaling: {listed(wrong)} cannot be used",
                 found=listed(wrong),
                 expected="powers of two; growth >= 1, backoff < 1; growth_every a whole number >= 1",
-                fix="LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
+                fix="weft.precision.LossScaling(init=2.0**16, growth=2.0, backoff=0.5, growth_every=2000)",
             )
 
 
@@ -112,7 +112,7 @@ class Precision:
                 "Precision: scaling is no LossScaling",
                 found=repr(self.scaling),
                 expected="a weft.precision.LossScaling or None",
-                fix="Precision(compute=torch.float16, scaling=weft.precision.LossScaling())",
+                fix="weft.Precision(compute=torch.float16, scaling=weft.precision.LossScaling())",
             )
         fields = {"param": self.param, "compute": self.compute, "reduce": self.reduce}
         fields |= {"buffer": self.buffer, "output": self.output}
@@ -122,35 +122,35 @@ class Precision:
                 f"Precision: {listed(wrong)} cannot be used",
                 found=listed(wrong),
                 expected="floating-point dtypes of 16 bits or more",
-                fix="Precision(param=torch.float32, compute=torch.bfloat16)",
+                fix="weft.Precision(param=torch.float32, compute=torch.bfloat16)",
             )
         if self.matmul is not None and (self.matmul is not torch.float8_e4m3fn or self.scaling or self.gather):
             raise value_error(
                 f"Precision: matmul = {self.matmul} cannot be used",
                 found=f"matmul={self.matmul}, scaling={self.scaling}, gather={self.gather}",
                 expected="matmul=torch.float8_e4m3fn, without a loss scale and without gather",
-                fix="Precision(param=torch.float32, compute=torch.bfloat16, matmul=torch.float8_e4m3fn)",
+                fix="weft.Precision(param=torch.float32, compute=torch.bfloat16, matmul=torch.float8_e4m3fn)",
             )
         if self.storage is not None and (self.storage not in STORAGE or self.compute is None):
             raise value_error(
                 "Precision: weights cannot be stored in this dtype",
                 found=f"storage={self.storage}, compute={self.compute}",
                 expected=f"{listed(map(str, STORAGE))}, and the dtype to compute in",
-                fix="Precision(storage=torch.float8_e4m3fn, compute=torch.bfloat16)",
+                fix="weft.Precision(storage=torch.float8_e4m3fn, compute=torch.bfloat16)",
             )
         if self.gather is not None and (self.gather is not self.compute or self.compute not in LOW):
             raise value_error(
                 "Precision: parameters cannot be gathered in another dtype than autocast casts them to",
                 found=f"gather={self.gather}, compute={self.compute}",
                 expected="gather and compute both torch.bfloat16, or both torch.float16; or no gather",
-                fix="Precision(param=torch.float32, compute=torch.bfloat16, gather=torch.bfloat16)",
+                fix="weft.Precision(param=torch.float32, compute=torch.bfloat16, gather=torch.bfloat16)",
             )
         if self.scaling is not None and self.compute is not torch.float16:
             raise value_error(
                 "Precision: a loss scale has no effect here",
                 found=f"compute={self.compute}",
                 expected="compute=torch.float16 with scaling, or no scaling",
-                fix="Precision(param=torch.float32, compute=torch.float16, scaling=LossScaling())",
+                fix="weft.Precision(compute=torch.float16, scaling=weft.precision.LossScaling())",
             )
 
 

@@ -39,5 +39,5 @@ class PowerSGD:
                 f"PowerSGD: {listed(wrong)} cannot be used",
                 found=listed(wrong),
                 expected="whole numbers: rank >= 1, start_step >= 2, min_rate >= 1",
-                fix="PowerSGD(rank=2, start_step=1000)",
+                fix="weft.precision.PowerSGD(rank=2, start_step=1000)",
             )

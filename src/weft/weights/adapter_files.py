@@ -69,6 +69,6 @@ def names_in_module(module: nn.Module, folder: Path) -> dict[str, str]:
             f"load_weights: {folder} holds an adapter, and the module has none that is active",
             found=f"{type(module).__name__} with adapters: {listed(map(repr, there)) or 'none'}",
             expected="a module of PEFT with an adapter of the same kind",
-            fix="model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder)), before the transforms",
+            fix="model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))  # before the transforms",
         )
     return there[name].names

@@ -31,7 +31,7 @@ from weft.errors import CheckpointError, ContextError, listed, value_error
 from weft.sharding import check_optimizers
 from weft.tensors.dtensor import is_sharded, local
 from weft.tensors.elsewhere import is_elsewhere
-from weft.weights.sources import Source
+from weft.weights.sources import Source, reading
 from weft.weights.targets import Memory, Target, targets, waits_for_values
 
 __all__ = ["Placement", "compare", "renamed"]
@@ -79,13 +79,14 @@ class Placement:
         strict: bool,
         dtype: torch.dtype | None,
         within: Collection[str] | None = None,
+        what: str = "load_weights",
     ) -> None:
         self.path = source.path
         self._ctx = ctx
         self._source = source
         self._module = module
-        held = targets(module, elsewhere)
-        self.missing, self.unexpected = compare("load_weights", module, source, held, strict=strict, within=within)
+        held = targets(module, elsewhere, what=what)
+        self.missing, self.unexpected = compare(what, module, source, held, strict=strict, within=within)
         self._dtypes = {id(one.tensor): one.tensor.dtype for one in held}
         if dtype is not None:
             self._dtypes |= {id(one.tensor): dtype for one in held if one.tensor.is_floating_point()}
@@ -197,7 +198,7 @@ def compare(
         f"{what}: {source.path} does not fit the module",
         found="; ".join(found),
         expected="the names, shapes and kinds of numbers of the module",
-        fix=_tie(module, missing) or f"weft.{what}(module, ..., {_hint(wrong, missing, unexpected)})",
+        fix=_tie(module, missing) or reading(what, "path", _hint(wrong, missing, unexpected)),
     )
 
 
@@ -312,7 +313,7 @@ def _along_copies(name: str, tensor: torch.Tensor, index: int, ctx: DistContext)
             f"load_weights: {name} is sharded over ranks that the context does not have",
             found=f"global ranks {listed(sorted(outside))} besides {listed(ctx.ranks)}",
             expected="the context the module was sharded with",
-            fix="weft.load_weights(module, path, ctx)  # of weft.start()",
+            fix="weft.load_weights(model, path, ctx)  # ctx of weft.start()",
         )
     copies = [dim for dim, one in enumerate(cut.placements) if one.is_replicate() and mesh.size(dim) > 1]
     return tuple((mesh.get_group(dim), index % mesh.size(dim)) for dim in copies)

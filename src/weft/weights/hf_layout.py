@@ -158,7 +158,7 @@ def chosen_tensors(what: str, source: Source, filter: Names | None, *, option: s
                 f"{what}: {option} = {filter!r:.80} cannot be used",
                 found=listed(sorted({type(one).__name__ for one in patterns if not isinstance(one, str)})),
                 expected="a pattern, several patterns, or a function of the name",
-                fix=f'{option}="**.weight"; {option}=lambda name: "lora_" in name',
+                fix=f'{option}="**.weight"  # or lambda name: "lora_" in name',
             )
         names = [name for name in source.tensors if any(fits_pattern(name, pattern) for pattern in patterns)]
         idle = [one for one in patterns if not any(fits_pattern(name, one) for name in names)]
@@ -168,7 +168,7 @@ def chosen_tensors(what: str, source: Source, filter: Names | None, *, option: s
             f"{what}: no tensors remain",
             found=f"{len(source.tensors)} tensors: {listed(source.tensors) or 'none'}",
             expected="tensors, with at least one match for each pattern",
-            fix=f'{option}="**.weight"; {option}=lambda name: "lora_" in name',
+            fix=f"{option}={next(iter(source.tensors))!r}" if source.tensors else "path or object= with tensors in it",
         )
     first: dict[str, str] = {}
     for name in names:

@@ -54,9 +54,9 @@ def published(out: Path, source: Path, name: str) -> Iterator[Path]:
 
 def _check(out: Path, source: Path, name: str) -> None:
     ours = re.compile(re.escape(name) + r"(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?|" + re.escape(CONFIG))
-    foreign = None
+    foreign, other = None, out
     if out == source or source in out.parents:
-        foreign = "a checkpoint, which is never changed"
+        foreign, other = "a checkpoint, which is never changed", source
     elif out.exists() and not out.is_dir():
         foreign = "a file"
     elif out.exists():
@@ -67,7 +67,7 @@ def _check(out: Path, source: Path, name: str) -> None:
             f"export: {out} is not replaced",
             found=foreign,
             expected=f"no folder yet, an empty one, or one with an earlier export called {name!r}",
-            fix=f'weft.export(path, "{out.with_name(out.name + "-weights")}")',
+            fix=f'out = "{other.with_name(other.name + "-weights")}"',
         )
 
 

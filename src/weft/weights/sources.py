@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -19,12 +20,33 @@ from weft.checkpoint.storage.directory import Directory
 from weft.checkpoint.storage.find import check_files, complete
 from weft.errors import CheckpointError, listed, value_error
 
-__all__ = ["INDEX", "MAX_INDEX_BYTES", "Source", "floating_dtype", "from_checkpoint", "from_path"]
+__all__ = ["INDEX", "MAX_INDEX_BYTES", "Source", "floating_dtype", "from_checkpoint", "from_path", "reading"]
 
 INDEX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 2**28
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PART = r"-\d+-of-\d+"  # in the names of files that have a part of the weights each
+_CALLS = {
+    "export": "weft.export({}, out)",
+    "read": "weft.weights.read({})",
+    "place": "model, ctx = weft.place(model, ctx, plan, weights={})",
+    "quantized": "model, ctx = weft.quantized(model, ctx, scheme, weights={})",
+    "estimate": "weft estimate {}",
+}
+
+
+def reading(what: str, path: str, option: str = "") -> str:
+    """The line that calls a function with a path to read from, for the texts of errors.
+
+    Example:
+        >>> reading("read", '"model.safetensors"')
+        'weft.weights.read("model.safetensors")'
+    """
+    if option and what == "quantized":  # which has none
+        return f"{reading('load_weights', path, option)}  # then weft.quantized, without weights="
+    call = _CALLS.get(what, "weft.load_weights(model, {}, ctx)").format(path)
+    return f"{call[:-1]}, {option})" if option else call
 
 
 class Source(NamedTuple):
@@ -73,7 +95,7 @@ def floating_dtype(what: str, dtype: torch.dtype | str | None) -> torch.dtype | 
             f"{what}: dtype = {dtype!r} cannot be used",
             found=repr(dtype),
             expected="a floating-point dtype: only tensors of these are converted",
-            fix=f"weft.{what}(..., dtype=torch.bfloat16)",
+            fix="dtype=torch.bfloat16",
         )
     return found
 
@@ -92,11 +114,15 @@ def from_checkpoint(what: str, path: Path, key: str) -> Source:
     check_place(folder, manifest)
     modules = [name for name, value in manifest.values.items() if isinstance(value, dict) and "extra" in value]
     if key not in modules:
+        chooses = what in ("export", "load_weights", "read")
+        call, then = (what, "") if chooses else ("export", "  # and read from out")
         raise CheckpointError(
             f"{what}: object = {key!r} is no module in {folder}",
             found=f"modules: {listed(map(repr, modules)) or 'none'}",
             expected="the name a module was given in weft.checkpointable",
-            fix=f"weft.{what}(..., object={modules[0]!r})" if modules else "save the module: {'model': model}",
+            fix=reading(call, "path", f"object={modules[0]!r}") + then
+            if modules
+            else 'state, ctx = weft.checkpointable({"model": model}, ctx)  # and save again',
         )
     tensors = {
         name.removeprefix(f"{key}/"): Stored(entry.same_as or name, manifest.tensors[entry.same_as or name])
@@ -114,13 +140,20 @@ def _checkpoint_folder(what: str, path: Path) -> Path:
     if newest:
         return path / newest[0][0]
     near = [path.parent, *(sorted(path.iterdir()) if path.is_dir() else [])]
-    meant = next((one for one in near if one.is_dir() and ((one / NAME).exists() or Directory(one).names())), None)
+    meant = next((one for one in near if one.is_dir() and _is_complete(one)), None)
     raise CheckpointError(
         f"{what}: there is no complete checkpoint in {path}",
         found=listed(directory.names()) or _content(path),
         expected=f"the folder of a checkpoint, with {NAME}, or a directory of such folders",
-        fix=f'weft.{what}("{meant}", ...)' if meant else f'weft.{what}(directory / "step-00000010", ...)',
+        fix=reading(what, f'"{meant}"') if meant else f"{reading(what, 'directory')}  # that of weft.save",
     )
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether this is a complete checkpoint, or a directory with one."""
+    if not (path / NAME).exists():
+        return bool(complete(Directory(path), most=1))
+    return path.name in dict(complete(Directory(path.parent)))
 
 
 def _content(path: Path) -> str:
@@ -147,7 +180,7 @@ def from_path(what: str, path: Path, key: str) -> Source:
             f"{what}: object = {key!r} has no effect here",
             found=f"{path} is no checkpoint",
             expected="object for checkpoints of weft, which may hold several modules",
-            fix=f'weft.{what}(module, "{path}", ctx)',
+            fix=reading(what, "path"),
         )
     chosen = _in_folder(what, path) if path.is_dir() else path
     if chosen.suffix in _PICKLES:
@@ -172,7 +205,7 @@ def _in_folder(what: str, folder: Path) -> Path:
     pickles = sorted(name for name in names if Path(name).suffix in _PICKLES)
     chosen = usual or indices or files
     if pickles and not chosen:
-        _refuse_pickle(what, folder / pickles[0])
+        _refuse_pickle(what, folder / min(pickles, key=lambda name: ("model" not in name, name)))
     if len(chosen) != 1:
         _refuse(what, folder, _content(folder))
     return folder / chosen[0]
@@ -231,21 +264,26 @@ def _place(what: str, folder: Path, name: str) -> Path:
 
 
 def _refuse(what: str, path: Path, found: str, cause: BaseException | None = None) -> NoReturn:
+    folder = path if path.is_dir() else path.parent
+    whole = [one for one in sorted(folder.glob("*.safetensors")) if one != path and not re.search(_PART, one.name)]
+    usable = [one for one in whole if one.is_file()]
     raise CheckpointError(
         f"{what}: {path} cannot be used",
         found=found,
         expected="a whole .safetensors file; an index with its files beside it; a folder with one of these; "
         "or a checkpoint of weft",
-        fix=f'weft.{what}(module, "model.safetensors", ctx)',
+        fix=reading(what, f'"{usable[0] if usable else "model.safetensors"}"'),
     ) from cause
 
 
 def _refuse_pickle(what: str, path: Path) -> NoReturn:
+    parts = path.with_name(re.sub(_PART, "-*", path.name))
+    files, file = ("", f'"{path}"') if parts == path else (f'f in glob("{parts}") for ', "f")
     raise CheckpointError(
         f"{what}: {path} is a pickle, which may run any code when it is read",
         found=path.name,
         expected="safetensors",
         # Without their modules: a test looks for names of functions that unpickle, in all of the package.
-        fix=f'save_file(load("{path.name}", weights_only=True), "model.safetensors")'
-        "  # of torch and safetensors.torch, if you trust it",
+        fix=f"save_file({{k: t.clone() for {files}k, t in load({file}, weights_only=True).items()}}, "
+        f'"{path.with_name("model.safetensors")}")  # of torch and safetensors.torch, if you trust it',
     )

@@ -61,12 +61,16 @@ def targets(module: nn.Module, elsewhere: Mapping[int, torch.Tensor], *, what: s
                 f"{what}: {name} cannot be loaded",
                 found=f"{type(value).__name__} in state_dict(), no parameter or buffer of the module",
                 expected="parameters and buffers",
-                fix="load it by the load_state_dict of the module",
+                fix=f"model.load_state_dict(weft.weights.read(path){_assigned(module)})",
             )
     check_not_lazy(what, module)
     for names, value in found.values():
         check_memory(what, names[0], value)
     return [Target(tuple(names), elsewhere.get(one, value), one) for one, (names, value) in found.items()]
+
+
+def _assigned(module: nn.Module) -> str:
+    return ", assign=True" if any(p.is_meta for p in module.parameters()) else ""
 
 
 def waits_for_values(tensor: torch.Tensor) -> bool:

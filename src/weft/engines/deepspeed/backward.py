@@ -189,7 +189,7 @@ def raise_unused(class_name: str, names: Sequence[str]) -> NoReturn:
         f"zero_partition: {len(names)} parameter(s) of {class_name} got no gradient",
         found=listed(names),
         expected="a gradient for every trained parameter: DeepSpeed steps on all of them together",
-        fix='requires_grad_(False) on them before zero_partition, or engine="torch"',
+        fix='requires_grad_(False) on them before zero_partition, or engine="torch", unused="zero"',
     )
 
 

@@ -33,14 +33,14 @@ class RecomputedOnXla:
                 "recompute: save cannot be used on xla",
                 found="operations whose results are to be kept",
                 expected="whole blocks that are computed again: torch-xla knows no other way",
-                fix="weft.recompute(model, ctx, blocks=...)  # smaller blocks keep more",
+                fix="save=()  # and smaller blocks, which keep more",
             )
         if options.offload:
             raise value_error(
                 "recompute: offload cannot be used on xla",
                 found="offload=True",
                 expected="inputs that stay on the device: a copy to the host would end the traced step",
-                fix="weft.recompute(model, ctx, blocks=...)",
+                fix="offload=False",
             )
         self._removable = Removable()
         never = Schedule("off", list(blocks))  # what is compared is read, which would end the traced step

@@ -50,7 +50,7 @@ def place(module: nn.Module, device: torch.device) -> None:
                 f"{type(module).__name__} cannot be brought to xla",
                 found=f"{name}: {error}".split("\n", 1)[0],
                 expected="parameters that no graph of an earlier forward pass holds",
-                fix="bring the module to the device before its first forward pass",
+                fix="weft.to_device(model, ctx)  # before its first forward pass",
             ) from error
     for optimizer in optimizers_of([p for p in there.values() if isinstance(p, nn.Parameter)]):
         for parameter, state in optimizer.state.items():

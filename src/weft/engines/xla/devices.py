@@ -139,12 +139,7 @@ class XlaDevices(TorchDevices):
     def check_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Raise if this is no random state of XLA."""
         if state.shape != (8,):
-            raise value_error(
-                "this is no random state of xla",
-                found=f"{state.numel()} bytes",
-                expected="8 bytes: the one number that XLA draws from",
-                fix="weft.checkpointable(objects, ctx, rng=False)",
-            )
+            raise ValueError(f"{state.numel()} bytes, where the one number that XLA draws from has 8")
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Resume from a random state."""

@@ -95,7 +95,7 @@ class XlaEngine(XlaDevices, TorchEngine):
             "pipeline: not supported on xla",
             found=f"schedule {options.schedule!r} for {type(module).__name__}",
             expected="an engine whose ranks send tensors to each other",
-            fix="weft.fully_shard(model, ctx)",
+            fix="model, ctx = weft.fully_shard(model, ctx)",
         )
 
     def whole_step(

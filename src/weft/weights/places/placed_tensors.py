@@ -110,7 +110,7 @@ class PlacedTensors:
                 f"place: values are missing for this {type(self._module).__name__}",
                 found=f"on meta and in no file: {listed(lost)}" if lost else f"to be placed on disk: {listed(unsaved)}",
                 expected="weights= with files that contain everything that is on meta or placed on disk",
-                fix='weft.place(model, ctx, plan, weights="model.safetensors")',
+                fix='model, ctx = weft.place(model, ctx, plan, weights="model.safetensors")',
             )
 
     def _verify(self) -> None:

@@ -207,31 +207,30 @@ def plan_placement(
     sizes = {place: _number(limit) for place, limit in limits.items()}
     choice = choose_places(found, sizes, balance)
     if choice is None:
-        _raise_full(module, found, sizes, balance, keep)
+        _raise_full(module, found, limits, balance, keep)
     placed = (PlacedUnit(u.names, choice.places[i], u.parameters, u.buffers) for i, u in enumerate(found))
     return PlacementPlan(tuple(placed), tuple(limits.items()), tuple(choice.room.items()))
 
 
 def _raise_full(
-    module: nn.Module, found: list[PlaceUnit], sizes: dict[str, int], balance: str, keep: Selection
+    module: nn.Module, found: list[PlaceUnit], limits: dict[str, int | None], balance: str, keep: Selection
 ) -> NoReturn:
     """Raise, with the smallest budget of the first place that would do, and units with which a smaller one does."""
+    sizes = {place: _number(limit) for place, limit in limits.items()}
     first, least = next(iter(sizes)), _least(found, sizes, balance)
     total, largest = sum(unit.size for unit in found), max(found, key=lambda unit: unit.slot)
-    smaller = ""
+    more = [] if "disk" in sizes else ['or "disk": None beside it']
     with contextlib.suppress(ValueError):  # these cannot be units
         classes = classes_within(module, largest)
         less = _least(place_units("plan_placement", module, classes, keep), sizes, balance)
         if less < least:
-            smaller = f"; or units={classes}: {less} bytes"
+            more.append(f"or units={classes}: {less} bytes")
     raise value_error(
         "plan_placement: the module does not fit",
         found=f"{total} bytes, the largest unit {largest.slot} ({listed(largest.names) or 'the module'}); "
         f"{', '.join(f'{place}: {size}' for place, size in sizes.items() if size < _ENDLESS)}",
         expected=f"{least} bytes for {first!r}, with the other budgets as they are",
-        fix=f'weft.weights.plan_placement(model, {{"{first}": {least}, ...}})'
-        + ("" if "disk" in sizes else '; or "disk": None beside it')
-        + smaller,
+        fix=f"budgets = {limits | {first: least}}" + (f"  # {'; '.join(more)}" if more else ""),
     )
 
 

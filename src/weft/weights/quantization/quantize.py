@@ -88,7 +88,7 @@ def quantized(
           expected: 'nf4', 'fp4', 'int8' or 'float8'
           fix:      quantized(..., scheme='nf4')
     """
-    check_module("quantized", module, fix='weft.quantized(model, ctx, "nf4")')
+    check_module("quantized", module, fix='model, ctx = weft.quantized(model, ctx, "nf4")')
     check_not_pretended("quantized: making weights of few bits", ctx.world.group, "weft estimate MODEL  # int8, int4")
     compute = floating_dtype("quantized", dtype)
     how = on_all("quantized", ctx, lambda: quantizer(scheme, engine, double=double))
@@ -120,21 +120,21 @@ def _chosen(
             f"quantized: {type(module).__name__} is under {listed(record.name for record in ctx.records(module))}",
             found="parameters that are already replicated, sharded or watched",
             expected="quantized, adapters, then the strategy",
-            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}"), before the transforms',
+            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}")  # before the transforms',
         )
     if quantized_parts(module):
         raise OrderError(
             f"quantized: {type(module).__name__} is already quantized",
             found=listed(quantized_parts(module)),
             expected="weights of full precision",
-            fix="skip=, with the names of these layers, or one call for all",
+            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}")  # once, for all layers',
         )
     if weights is None and any(p.is_meta for p in module.parameters()):
         raise value_error(
             f"quantized: {type(module).__name__} is on meta",
             found="parameters without values",
             expected="weights to read",
-            fix=f'weft.quantized(model, ctx, "{scheme}", weights="model.safetensors")',
+            fix=f'model, ctx = weft.quantized(model, ctx, "{scheme}", weights="model.safetensors")',
         )
     kept = _kept(module) if skip is None else set()
     linear = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
@@ -149,7 +149,7 @@ def _chosen(
             f"quantized: skip = {skip!r:.80} names nothing" if idle else "quantized: no layer is left",
             found=listed(idle) if idle else f"{len(linear)} linear layers: {listed(linear) or 'none'}",
             expected="names of layers, or patterns" if idle else "torch.nn.Linear layers that are not skipped",
-            fix='skip=("lm_head",)',
+            fix=f"skip=()  # or some of: {listed(linear)}" if linear else "leave weft.quantized out",
         )
     shared = [name for name, part in chosen.items() if _is_shared(part, module)]
     if shared:
@@ -196,7 +196,7 @@ def _load(
 
     def settle() -> tuple[Source, Placement]:
         source = as_named_now(from_path("quantized", path, "model"), module)
-        return source, Placement(module, source, ctx, elsewhere={}, strict=True, dtype=compute)
+        return source, Placement(module, source, ctx, elsewhere={}, strict=True, dtype=compute, what="quantized")
 
     source, fitting = on_all("quantized", ctx, settle)
     ctx.agree("quantized", fitting.facts())

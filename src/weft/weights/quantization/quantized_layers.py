@@ -127,5 +127,5 @@ def _try(scheme: str, made: Quantizer) -> None:
             f'quantized: {made.engine} cannot do "{scheme}" here',
             found=f"{type(error).__name__}: {error}",
             expected="a small layer that is quantized, and computes",
-            fix=f"another of: {', '.join(_ENGINES)}",
+            fix=f"another of: {', '.join(one for one in _ENGINES if one != scheme)}",
         ) from error
