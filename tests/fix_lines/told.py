@@ -72,10 +72,6 @@ def told(file, words):
             it.error = error
             peer = isinstance(error, weft.errors.PeerError)
             assert peer or any(fix in str(error) for fix in lines) or isinstance(error, SystemExit), str(error)
-        finally:
-            for module in [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "weft"]:
-                if vars(module).get("message") is record and module not in modules:
-                    module.message = original  # it was imported in the block
     for one in caught:
         if not any(fix in str(one.message) for fix in lines):
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -365,7 +365,9 @@ def test_a_scale_without_fp16_or_of_another_type_raises():
     ids=str,
 )  # fmt: skip
 def test_a_scaling_outside_its_limits_raises(options):
-    with pytest.raises(ValueError, match=f"(?s)found:    {next(iter(options))}=.*powers of two.*fix:      weft.precision.LossScaling"):
+    with pytest.raises(
+        ValueError, match=f"(?s)found:    {next(iter(options))}=.*powers of two.*fix:      weft.precision.LossScaling"
+    ):
         LossScaling(**options)
 
 

@@ -213,7 +213,7 @@ class WholeUnits:
             for number, (found, expected, cut) in enumerate(pairs):
                 what = f"output {number}" if len(pairs) > 1 else "the output"
                 fix = self._fix_of_output(name, found, expected)
-                yield Compared(what, found, cut(expected), limit=limit, fix=fix)
+                yield Compared(what, found, cut(expected), 0.0, limit, fix)
             if gradients and all(found.shape == cut(expected).shape for found, expected, cut in pairs):
                 yield from self._gradients(name, pairs, (given, mine), (given_whole, whole))
 
