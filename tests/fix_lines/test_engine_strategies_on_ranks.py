@@ -74,15 +74,24 @@ def _gradients_of_gradients(ctx):
     model, optimizer, _ = under(weft.replicate, ctx)
     with told("engines/torch/ddp/reducer.py", "create_graph=True through") as it:
         model(x_of(ctx)).square().mean().backward(create_graph=True)
-    assert it.fix == "torch.autograd.grad(..., create_graph=True)  # for a penalty; then loss.backward()"
-    model, optimizer, _ = under(weft.replicate, ctx)
-    for inputs in ([x := x_of(ctx).requires_grad_()], list(model.parameters())):
-        loss = model(x).square().mean()
-        slopes = torch.autograd.grad(loss, inputs, create_graph=True)
-        (loss + sum(one.square().sum() for one in slopes)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    train(model, optimizer, ctx)
+    assert 'gradient = weft.reduce(gradient, ctx, "mean", grad=True)' in it.fix
+    whole = weft.gather(x_of(ctx), ctx)
+    weights = []
+    for here, x in ((None, whole), (ctx, x_of(ctx))):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model = model if here is None else weft.replicate(model, ctx)[0]
+        for of in ("inputs", "parameters"):
+            loss = model(x.requires_grad_()).square().mean()
+            slopes = torch.autograd.grad(loss, [x] if of == "inputs" else list(model.parameters()), create_graph=True)
+            if here is not None and of == "parameters":
+                slopes = [weft.reduce(gradient, ctx, "mean", grad=True) for gradient in slopes]
+            penalty = sum(one.square().sum() for one in slopes) * (len(x) if of == "inputs" else 1)
+            (loss + penalty).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*weights, atol=1e-6)
 
 
 def _two_backward_passes(ctx):
