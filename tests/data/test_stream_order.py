@@ -203,6 +203,20 @@ def test_what_the_program_changes_in_a_stream_stays():
         assert [batch.tolist() for batch, _ in loader] == [[20, 21], [22]]
 
 
+class Counted(torch.utils.data.IterableDataset):
+    epoch = 0  # of the class, until it counts
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter([self.epoch])
+
+
+@pytest.mark.filterwarnings("ignore:shard_data. .* changes while it is read")
+def test_a_count_that_begins_in_the_class_is_put_back_as_well():
+    loader, _ = weft.shard_data(torch.utils.data.DataLoader(Counted(), batch_size=None), weft.local())
+    assert [list(loader) for _ in range(3)] == [[1], [1], [1]]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_state_that_was_loaded_is_that_of_one_epoch(persistent):
     positions = _epochs(_loader(Stateful, weft.local(), 1, persistent), 1)[1]

@@ -100,6 +100,8 @@ def _checked(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
         fix = "preempted = weft.on_preemption(ctx)  # on the main thread; other threads may ask it"
     elif wrong is None and not chosen:
         wrong = ("no signals", "at least one")
+    elif {"SIGKILL", "SIGSTOP"} & {each.name for each in chosen}:
+        wrong = (listed(each.name for each in chosen), "signals that a process can catch: not SIGKILL and SIGSTOP")
     if wrong is not None:
         raise value_error("on_preemption: cannot watch", found=wrong[0], expected=wrong[1], fix=fix)
     watched = [each.name for each in chosen if isinstance(getattr(signal.getsignal(each), "__self__", 0), Preemption)]

@@ -95,7 +95,10 @@ class Rehearsal:
         Raises:
             ValueError: The text is something else.
         """
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
             raise value_error(
                 "Rehearsal.from_json: this is not a rehearsal",
