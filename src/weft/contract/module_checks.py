@@ -77,7 +77,7 @@ def check_not_streamed(what: str, module: object) -> None:
             f"{what}: parts of this {type(module).__name__} are streamed",
             found=f"{listed(streamed)}: on meta between calls",
             expected="a module that has its values",
-            fix="model, ctx = weft.undo(model, ctx)",
+            fix="model, ctx = weft.undo(model, ctx)  # and if it was on meta: weft.load_weights(model, path, ctx)",
         )
 
 
@@ -94,7 +94,7 @@ def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
             f"{what}: methods = {list(methods)} cannot be used",
             found=listed(repr(name) for name in [*wrong, *twice]),
             expected=f"methods of {type(module).__name__} other than forward, each once",
-            fix=f"weft.{what}(module, ctx, methods=())",
+            fix=f"weft.{what}(..., methods=())",
         )
 
 
@@ -118,7 +118,7 @@ def _check_not_wrapped(what: str, module: nn.Module) -> None:
                 f"{what}: torch's {wrapper} already reduces these gradients",
                 found=f"{name or 'the module itself'} is a {wrapper}",
                 expected=f"the plain module: {what} takes the place of {wrapper}",
-                fix=f"model, ctx = weft.{what}(model{'.' + name if name else ''}.module, ctx)",
+                fix=f"leave {wrapper}(...) out",
             )
 
 

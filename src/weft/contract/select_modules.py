@@ -186,12 +186,12 @@ def _said(choice: Any) -> str:
 def _raise_nothing(what: str, module: nn.Module, said: str) -> NoReturn:
     inner = [(name, part) for name, part in module.named_modules() if name]
     kinds = dict.fromkeys(type(part).__name__ for _, part in inner)
+    called = [(name, part) for name, part in inner if _has_forward(part)]
     largest = max((sum(p.numel() for p in part.parameters()) for _, part in inner), default=0)
     raise value_error(
         f"{what}: no part of {type(module).__name__} is chosen by {said}",
         found=f"classes: {listed(kinds) or 'none'}; names: {listed(name for name, _ in inner) or 'none'}; "
         f"largest part: {largest} parameters",
         expected="each choice chooses at least one part",
-        fix=f"{next(iter(kinds), type(module).__name__)}, or a pattern such as "
-        f'"{inner[0][0] if inner else "blocks.*"}"',
+        fix=f'"{type(called[0][1]).__name__}", or a pattern such as "{called[0][0]}"' if called else "the module itself",
     )
