@@ -428,3 +428,277 @@ def test_layers_and_experts_cannot_be_divided():
     run_ranks(stages_are_given_wrongly, 2, mesh={"pipeline": 2})
     run_ranks(experts_cannot_be_found, 2, mesh={"expert": 2})
     run_ranks(experts_cannot_be_divided, 2, mesh={"expert": 2})
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------
+
+
+def cut(module, ctx, x=None, **options):
+    """Layers are cut, and the module is trained."""
+    options = {"plan": MLP, **options}
+    trains(weft.tensor_parallel(module, ctx, **options)[0], x=x)
+
+
+def tokens():
+    return torch.zeros(2, 8, dtype=torch.long)
+
+
+def entries(fix):
+    """What a line `plan={..., "name": "style"}` adds to a plan."""
+    return eval(fix.removeprefix("plan=").replace("{..., ", "{"))
+
+
+class Attention(nn.Module):
+    """Attention of torch, or with `split` of four linear layers."""
+
+    def __init__(self, *, split=False):
+        super().__init__()
+        self.split = split
+        if split:
+            self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
+        else:
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        if not self.split:
+            return self.attention(x, x, x)[0]
+        q, k, v = (y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def embeds(**options):
+    return nn.Sequential(nn.Embedding(8, 4, **options), *net())
+
+
+def planned():
+    model = net()
+    model._tp_plan = {"0": "colwise", "2": "rowwise"}
+    return model
+
+
+def test_a_plan_cannot_be_made():
+    ctx = weft.local()
+    with told("sharding/layers/tensor_plan.py", "check_module") as it:
+        weft.tensor_plan([net()])
+    it.run(model=planned())
+    for model in (net(), nn.Sequential(nn.Conv1d(2, 4, 1))):
+        with told("sharding/layers/tensor_plan.py", "has no plan for tensor parallelism") as it:
+            weft.tensor_plan(model)
+        it.run(model=model, ctx=ctx)
+    for plan, model in ((None, net()), ("own", planned()), ({}, planned()), ({}, nn.Sequential(nn.Conv1d(2, 4, 1)))):
+        with told("sharding/layers/tensor_checks.py", "plan = {plan!r} cannot be used") as it:
+            weft.tensor_parallel(model, ctx, plan=plan)
+        it.run(model=model, ctx=ctx)
+
+
+def plans_are_wrong(ctx):
+    with told("sharding/layers/tensor_checks.py", "the style of {pattern!r} is unknown") as it:
+        weft.tensor_parallel(net(), ctx, plan={"0": "columns", "2": "row"})
+    cut(net(), ctx, plan={**MLP, **entries(it.fix)})
+    with told("sharding/layers/tensor_checks.py", "matches no part of") as it:
+        weft.tensor_parallel(net(), ctx, plan={"0.weight": "column", "2": "row"})
+    cut(net(), ctx, plan={eval(it.fix): "column", "2": "row"})
+    with told("sharding/layers/tensor_checks.py", "matches no part of") as it:
+        weft.tensor_parallel(net(), ctx, plan={"up": "column", "2": "row"})
+    it.run(model=net())
+    with told("sharding/layers/tensor_checks.py", "is never called") as it:
+        weft.tensor_parallel(Attention(), ctx, plan={"attention.out_proj": "row"})
+    assert it.fix == "an attention of four linear layers and scaled_dot_product_attention"
+    cut(Attention(split=True), ctx, torch.ones(2, 3, 4), plan={"[qkv]": "column", "out": "row"})
+    with told("sharding/layers/tensor_checks.py", "cannot be cut as") as it:
+        weft.tensor_parallel(embeds(max_norm=1.0), ctx, plan={"0": "vocab", "1": "column", "3": "row"})
+    assert it.fix == "leave '0' out of the plan: it stays whole on every rank"
+    cut(embeds(max_norm=1.0), ctx, tokens(), plan={"1": "column", "3": "row"})
+    with told("sharding/layers/tensor_checks.py", "cannot be cut as") as it:
+        weft.tensor_parallel(embeds(), ctx, plan={"0": "column", "1": "column", "3": "row"})
+    cut(embeds(), ctx, tokens(), plan={"1": "column", "3": "row", **entries(f"{{{it.fix}}}")})
+    with told("sharding/layers/tensor_checks.py", "have two styles") as it:
+        weft.tensor_parallel(net(), ctx, plan={"0": "column", "[02]": "row"})
+    assert it.fix == "patterns that do not overlap"
+    cut(net(), ctx)
+    model = LM()
+    tied = {name: style for name, style in PLAN.items() if name != "head"}
+    with told("sharding/layers/tensor_checks.py", "a tied parameter has different styles") as it:
+        weft.tensor_parallel(model, ctx, plan=tied)
+    cut(model, ctx, tokens(), plan={**tied, **entries(it.fix)})
+    after = weft.tensor_parallel(net(), ctx, plan=MLP)
+    with told("sharding/layers/tensor_checks.py", "parts of the plan are already sharded") as it:
+        weft.tensor_parallel(nn.Sequential(after[0], net()), after[1], plan={"*.0": "column", "*.2": "row"})
+    assert it.fix == "leave them out of the plan, or load the model without a plan of its own"
+    cut(nn.Sequential(after[0], net()), after[1], plan={"1.0": "column", "1.2": "row"})
+
+
+def sizes_are_not_divisible(ctx):
+    small = nn.Sequential(nn.Embedding(1, 4), *net())
+    with told("sharding/layers/tensor_checks.py", "has too few rows for the ranks") as it:
+        weft.tensor_parallel(small, ctx, plan={"0": "vocab", "1": "column", "3": "row"})
+    assert it.fix == "leave it out of the plan: it stays whole on every rank"
+    cut(small, ctx, tokens(), plan={"1": "column", "3": "row"})
+    odd = nn.Sequential(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4)), net())
+    with told("sharding/layers/tensor_checks.py", "is not divisible by the") as it:
+        weft.tensor_parallel(odd, ctx, plan={"*.0": "column", "0.1": "row", "1.2": "row"})
+    assert it.fix == "leave it out of the plan"
+    cut(odd, ctx, plan={"1.0": "column", "1.2": "row"})
+    with told("sharding/layers/tensor_layers.py", "batches differ along") as it:
+        weft.tensor_parallel(net(), weft.start(), plan=MLP, axis="data")
+    cut(net(), it.run()["ctx"])
+
+
+def heads_are_not_divisible(ctx):
+    model = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 4))
+    with told("sharding/layers/tensor_checks.py", "is not divisible by the") as it:
+        weft.tensor_parallel(model, ctx, plan=MLP)
+    cut(model, it.run()["ctx"])
+
+
+def sequences_are_not_covered(ctx):
+    plan = {name: style for name, style in PLAN.items() if name != "blocks.*.norm?"}
+    with told("sharding/layers/tensor_checks.py", "needs one list of blocks") as it:
+        weft.tensor_parallel(net(), ctx, plan=MLP, sequence=True)
+    filled(it.fix, "model, ctx, plan=plan", model=net(), ctx=ctx, plan=MLP)
+    with told("sharding/layers/tensor_checks.py", "may need the whole sequence") as it:
+        weft.tensor_parallel(LM(), ctx, plan=plan, sequence=True)
+    assert entries(it.fix) == {"blocks.*.norm1": "sequence", "blocks.*.norm2": "sequence"}
+    cut(LM(), ctx, tokens(), plan={**plan, **entries(it.fix)}, sequence=True)
+    model = LM()
+    model.config = type("Config", (), {"output_hidden_states": True})()
+    with told("sharding/layers/tensor_checks.py", "may need the whole sequence") as it:
+        weft.tensor_parallel(model, ctx, plan=PLAN, sequence=True)
+    cut(model, ctx, tokens(), plan=PLAN, **eval(f"dict({it.fix})"))
+
+
+@pytest.mark.slow
+def test_layers_cannot_be_cut():
+    for mistakes in (plans_are_wrong, sizes_are_not_divisible, sequences_are_not_covered):
+        run_ranks(mistakes, 2, mesh={"tensor": 2})
+    run_ranks(heads_are_not_divisible, 4, mesh={"tensor": 4})
+
+
+class OneProcess(weft.engines.TorchEngine):
+    """An engine of which one process drives all devices; it has one."""
+
+    name = "mine"
+    check_dtype = values_replaced = apply_layout = lambda *_: None
+
+    def num_devices(self):
+        return 1
+
+    def on_mesh(self, axes, data_axes, world_size):
+        return self, axes
+
+    def begin(self, device, seed):
+        return type("Held", (), {"release": lambda _: None})()
+
+    def fetch(self, tensors):
+        return tensors
+
+
+def test_an_engine_cannot_cut_layers():
+    ctx = weft.local(engine=OneProcess())
+    with told("sharding/layers/tensor_layers.py", "not supported by this engine") as it:
+        weft.tensor_parallel(net(), ctx, plan=MLP)
+    trains(it.run(model=net(), ctx=ctx)["model"])
+
+
+@pytest.mark.slow
+def test_an_adapter_cannot_be_cut():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(planned(), peft.LoraConfig(r=2, target_modules=["0"], use_dora=True))
+    with told("sharding/layers/adapter_layers.py", "an adapter in {name} cannot be cut") as it:
+        weft.tensor_parallel(model, weft.local())
+    trains(it.run(model=model, ctx=weft.local())["model"])
+
+
+# -- units, and owners of parameters ---------------------------------------------------------------
+
+
+def test_units_are_chosen_wrongly():
+    ctx = weft.local()
+    with told("sharding/units.py", "units are never called") as it:
+        weft.fully_shard(Blocks(), ctx, units="blocks")
+    filled(it.fix, model=Blocks(), ctx=ctx)
+
+
+class Summed:
+    """The gradient of one parameter is summed over fewer ranks than the others."""
+
+    def layout(self, name):
+        return weft.contract.Layout(reduce_over=("data",)) if name == "1.weight" else None
+
+
+class OfTheirOwn(Summed):
+    def layout(self, name):
+        return weft.contract.Layout(reduce_over=("data",)) if name.startswith("2.") else None
+
+
+@weft.transform()
+def with_experts(module, ctx, *, offer):
+    return module, ctx.offering(offer)
+
+
+def experts_are_beside_others(ctx):
+    with told("sharding/units.py", "are to be sharded over different ranks") as it:
+        weft.fully_shard(*with_experts(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), ctx, offer=Summed()))
+    assert it.fix == "put the experts into a module of their own"
+    trains(weft.fully_shard(*with_experts(net(), ctx, offer=OfTheirOwn()))[0])
+
+
+def matrices():
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+
+
+def parameters_cannot_have_owners(ctx):
+    from torch.distributed.tensor import DTensor, Shard
+
+    leave = 'leave by="owner" out of the call of gather_step'
+    model, after = weft.fully_shard(net(), ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with told("sharding/owner_step.py", "has no effect on") as it:
+        weft.gather_step(optimizer, after, by="owner")
+    assert it.fix == leave
+    trains(model, weft.gather_step(optimizer, after)[0])
+    model = matrices()
+    model, optimizer, apart = weft.local_steps(model, torch.optim.Muon(model.parameters()), ctx, every=2)
+    with told("sharding/owner_step.py", "cannot have one owner each") as it:
+        weft.gather_step(optimizer, apart, by="owner")
+    assert it.fix == leave
+    trains(model, weft.gather_step(optimizer, apart)[0])
+    optimizer = torch.optim.Muon((model := matrices()).parameters())
+    optimizer.eval = lambda: None
+    with told("sharding/owner_step.py", "outside step, by its state") as it:
+        weft.gather_step(optimizer, ctx, by="owner")
+    assert it.fix == leave
+    trains(model, weft.gather_step(optimizer, ctx)[0])
+    rows = torch.ones(1 if ctx.rank else 3, 4)
+    model[1].weight = nn.Parameter(DTensor.from_local(rows, ctx.mesh, [Shard(0)], shape=(4, 4), stride=(4, 1)))
+    with told("sharding/owner_step.py", "is not cut in chunks") as it:
+        weft.gather_step(torch.optim.Muon(model.parameters()), ctx, by="owner")
+    found = it.run(model=matrices(), ctx=ctx)
+    optimizer, _ = weft.gather_step(torch.optim.Muon(found["model"].parameters()), found["ctx"], by="owner")
+    trains(found["model"], optimizer)
+
+
+@torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes a minute
+def states_cannot_be_divided(ctx):
+    from torchao.optim import AdamW8bit
+
+    def made():
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+        return model, AdamW8bit(model.parameters(), lr=0.01)
+
+    model, optimizer = made()
+    with told("sharding/owner_step.py", "cannot be divided among ranks") as it:
+        weft.gather_step(optimizer, ctx)
+    trains(model, it.run(optimizer=optimizer, ctx=ctx)["optimizer"], x=torch.ones(2, 64))
+    model, optimizer = made()
+    with told("sharding/owner_step.py", "cannot be divided among ranks") as it:
+        weft.zero_partition(model, optimizer, ctx, stage=2)
+    trains(model, it.run(model=model, optimizer=optimizer, ctx=ctx)["optimizer"], x=torch.ones(2, 64))
+
+
+@pytest.mark.slow
+def test_parameters_cannot_lie_so():
+    run_ranks(experts_are_beside_others, 4, mesh={"data": 2, "expert": 2})
+    run_ranks(parameters_cannot_have_owners, 2)
+    pytest.importorskip("torchao")
+    run_ranks(states_cannot_be_divided, 2)
