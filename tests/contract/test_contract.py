@@ -150,7 +150,7 @@ def test_right_order_and_other_objects_are_accepted():
 def test_a_stale_context_names_what_it_misses():
     first = weft.local()
     model, ctx = plain(_net(), first)
-    text = r"middle: the context does not know.*not in ctx.applied: plain\n.*module, ctx = plain\(module, ctx\)  # pass this"
+    text = r"middle: the context does not know.*not in ctx.applied: plain\n.*module, ctx = plain\(module, ctx\)  # pass"
     with pytest.raises(StaleContext, match=r"(?s)" + text):
         middle(model, first)
     with pytest.raises(StaleContext, match=r"not in ctx.applied: plain"):

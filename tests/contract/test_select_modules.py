@@ -127,7 +127,9 @@ def test_size_of_parameters_without_shape_is_refused():
 
 
 def test_a_module_without_parts_chooses_nothing():
-    with pytest.raises(ValueError, match=r"found:    classes: none; names: none; .*\n.*\n  fix:      the module itself"):
+    with pytest.raises(
+        ValueError, match=r"found:    classes: none; names: none; .*\n.*\n  fix:      the module itself"
+    ):
         select("f", nn.Linear(1, 1), "blocks.*")
 
 

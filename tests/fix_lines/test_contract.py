@@ -55,7 +55,7 @@ def test_a_transform_breaks_a_rule():
     # `def frozen(module, ctx): ...; return module, ctx`
     names = {"__name__": __name__}
     exec(f"def frozen(module, ctx):\n    {it.fix}", names)
-    model, ctx = weft.transform()(names["frozen"])(net(), weft.local())
+    _, ctx = weft.transform()(names["frozen"])(net(), weft.local())
 
     @weft.transform()
     def doubled(module, ctx):
@@ -206,7 +206,7 @@ def leave_axes_out(ctx):
         weft.replicate(net(), ctx, axis="shard")
     first, _, second = it.fix.partition(", or ")
     eval(first.replace("...", "model, ctx"), names)
-    ctx = eval(second.partition(" if ")[0].replace("...", "mesh={'replica': 2, 'shard': 1}"), names)
+    ctx = eval(second.partition(" for ")[0].replace("...", "mesh={'replica': 2, 'shard': 1}"), names)
     weft.replicate(net(), ctx, axis="shard")
     ctx = weft.start(mesh={"data": 1, "context": 2})
     model, ctx = in_parts(net(), ctx)
@@ -360,7 +360,7 @@ def test_a_batch_cannot_be_without_rows():
         list(loader)
     loader = it.run(loader=DataLoader(range(5), batch_size=2, collate_fn=Rows), ctx=ctx)["loader"]
     assert len(list(loader)) == 1
-    assert "a collate_fn that returns a dict of tensors" in it.fix
+    assert "a collate_fn of a dict of tensors" in it.fix
     loader = DataLoader(range(5), batch_size=2, collate_fn=lambda rows: {"x": torch.tensor(rows)})
     assert len(list(weft.shard_data(loader, ctx, uneven="empty")[0])) == 2
 

@@ -135,7 +135,7 @@ def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
                     f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
                     found=str(mark.record),
                     expected=f"{what} on parameters that exist between steps: {why}",
-                    fix='model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=3)  # of engine="torch"',
+                    fix='model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=3)  # engine="torch"',
                 )
 
 
@@ -176,7 +176,7 @@ def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Seque
             f"weft.local_steps before it, to average parameters along {missing}"
             if are_data
             else "a strategy over the data axes and those along which batches are in parts",
-            fix=f"weft.{what}(..., axis=({needed})), or weft.start(..., data_axes=({given},)) if these batches are the same"
+            fix=f"weft.{what}(..., axis=({needed})), or weft.start(..., data_axes=({given},)) for equal batches"
             if are_data
             else f"weft.{what}(...) without axis: by default over all of them",
         )

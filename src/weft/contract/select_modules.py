@@ -193,5 +193,7 @@ def _raise_nothing(what: str, module: nn.Module, said: str) -> NoReturn:
         found=f"classes: {listed(kinds) or 'none'}; names: {listed(name for name, _ in inner) or 'none'}; "
         f"largest part: {largest} parameters",
         expected="each choice chooses at least one part",
-        fix=f'"{type(called[0][1]).__name__}", or a pattern such as "{called[0][0]}"' if called else "the module itself",
+        fix=f'"{type(called[0][1]).__name__}", or a pattern such as "{called[0][0]}"'
+        if called
+        else "the module itself",
     )

@@ -208,7 +208,11 @@ def check_sizes(module: nn.Module, styles: Styles, axis: str, ranks: int) -> Non
 def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
     if count % ranks:
         divisors = [n for n in range(2, ranks) if count % n == ranks % n == 0]
-        fits = f'ctx = weft.start(mesh={{"data": -1, "{axis}": {divisors[-1]}}})' if divisors else "leave it out of the plan"
+        fits = (
+            f'ctx = weft.start(mesh={{"data": -1, "{axis}": {divisors[-1]}}})'
+            if divisors
+            else "leave it out of the plan"
+        )
         raise ContextError(
             f"{_WHAT}: {what} is not divisible by the {ranks} ranks along {axis!r}",
             found=f"{count} {unit}, {ranks} ranks",
