@@ -140,9 +140,10 @@ def test_parts_are_chosen_wrongly():
         weft.recompute(Blocks(), ctx, blocks=["blocks.*", nn.Linear])
     for one in chosen(it.fix):
         weft.recompute(Blocks(), ctx, blocks=one)
-    with told("contract/select_modules.py", "chosen parts are never called") as it:
-        weft.recompute(Blocks(), ctx, blocks=nn.ModuleList)
-    weft.recompute(Blocks(), ctx, blocks=eval(it.fix))
+    for model in (Blocks(), nn.ModuleDict({"blocks": nn.ModuleList(nn.ModuleList([net()]) for _ in range(2))})):
+        with told("contract/select_modules.py", "chosen parts are never called") as it:
+            weft.recompute(model, ctx, blocks="blocks")
+        weft.recompute(model, ctx, blocks=eval(it.fix))
     with told("contract/select_modules.py", "chooses no parts of a module") as it:
         weft.fully_shard(Blocks(), ctx, ignored=1.5)
     weft.fully_shard(Blocks(), ctx, ignored=eval(it.fix))

@@ -110,10 +110,11 @@ def divided(model, ctx, **options):
 
 
 def experts_cannot_be_found(ctx):
-    model = Mixture(name="branches")
+    model = nn.Sequential(Mixture(name="branches"), Mixture(name="branches"))
     with told("sharding/find_experts.py", "there are no experts in this") as it:
         weft.expert_parallel(model, ctx)
     model, _ = filled(it.fix, model=model, ctx=ctx)
+    assert [sum(p.is_meta for p in part.parameters()) for part in model] == [4, 4]
     model(torch.ones(2, 4))
     with told("sharding/find_experts.py", "there are no experts in this") as it:
         weft.expert_parallel(net(), ctx)

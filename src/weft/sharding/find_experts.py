@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -102,7 +101,8 @@ def _innermost_lists(module: nn.Module) -> list[str]:
     """Patterns of the lists of several modules in which there is no other list."""
     lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1}
     inner = [name for name in lists if not any(other.startswith(f"{name}.") for other in lists)]
-    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in inner))
+    pieces = [name.split(".") for name in inner]
+    return [".".join(["*" if piece.isdigit() else piece for piece in outer] + [own]) for *outer, own in pieces]
 
 
 def _raise_unknown(what: str, name: str, part: nn.Module) -> NoReturn:

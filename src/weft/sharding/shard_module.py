@@ -210,7 +210,7 @@ def sharding_axes(
             f"{what}: axis = {names} cannot be sharded over",
             found=f"{len(names)} axes: {listed(names) or 'none'}",
             expected='one axis, or two: ("replica", "shard")',
-            fix=f'ctx = weft.start(mesh={{"replica": {ctx.axes[0][1]}, "shard": -1}})'
+            fix=f'ctx = weft.start(mesh={{"replica": {ctx.axis_size(ctx.data_axes[0])}, "shard": -1}})'
             if len(ctx.data_axes) > 2
             else f"weft.{what}(...) without axis: by default over all of them",
         )
