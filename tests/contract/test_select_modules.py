@@ -110,7 +110,7 @@ def test_what_chooses_nothing_is_refused(chosen, said):
     text = str(caught.value)
     assert "found:    classes: Embedding, ModuleList, Block, Linear, WideBlock; names: embed, blocks" in text
     assert "largest part: 224 parameters" in text
-    assert 'fix:      Embedding, or a pattern such as "embed"' in text
+    assert 'fix:      "Embedding", or a pattern such as "embed"' in text
 
 
 @pytest.mark.parametrize("chosen", [None, 1.5, True, 0, -3, int, [Block, None]])
@@ -127,7 +127,9 @@ def test_size_of_parameters_without_shape_is_refused():
 
 
 def test_a_module_without_parts_chooses_nothing():
-    with pytest.raises(ValueError, match=r"found:    classes: none; names: none; .*\n.*\n  fix:      Linear"):
+    with pytest.raises(
+        ValueError, match=r"found:    classes: none; names: none; .*\n.*\n  fix:      the module itself"
+    ):
         select("f", nn.Linear(1, 1), "blocks.*")
 
 

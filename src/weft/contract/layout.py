@@ -157,7 +157,7 @@ def _axes_along(ranks: list[int], ctx: DistContext) -> tuple[str, ...]:
         f"a parameter is sharded over ranks {ranks}, which form no axis of the context",
         found=f"a mesh of torch whose ranks are {ranks} here; axes {', '.join(f'{n}={s}' for n, s in ctx.axes)}",
         expected="meshes whose ranks lie along an axis of the context, in its order",
-        fix='weft.start(mesh={"data": -1, "tensor": 2}); parallelize_module(model, ctx.mesh["tensor"], plan)',
+        fix='ctx = weft.start(mesh={"data": -1, "tensor": 2}); parallelize_module(model, ctx.mesh["tensor"], plan)',
     )
 
 

@@ -42,6 +42,7 @@ class Mark(NamedTuple):
 
     record: Applied
     rules: Rules
+    line: str  # the call, in a program
     offers: tuple[object, ...]
 
 
@@ -149,12 +150,12 @@ def check_known(obj: object, ctx: DistContext, names: Collection[str] | None = N
         >>> import weft
         >>> check_known(nn.Linear(2, 2), weft.local())
     """
-    records = [mark.record for mark in marks_of(obj) if names is None or mark.record.name in names]
-    missing = [record.name for record in records if not any(known is record for known in ctx.applied)]
+    marks = [mark for mark in marks_of(obj) if names is None or mark.record.name in names]
+    missing = [mark for mark in marks if not any(known is mark.record for known in ctx.applied)]
     if missing:
         raise StaleContext(
             f"the context does not know what was done to this {type(obj).__name__}",
-            found=f"missing in ctx.applied: {listed(missing)}",
+            found=f"missing in ctx.applied: {listed(mark.rules.name for mark in missing)}",
             expected="the context that the last transform returned",
-            fix="pass that context on",
+            fix=f"{missing[-1].line}  # pass this ctx on",
         )

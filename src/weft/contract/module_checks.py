@@ -77,7 +77,7 @@ def check_not_streamed(what: str, module: object) -> None:
             f"{what}: parts of this {type(module).__name__} are streamed",
             found=f"{listed(streamed)}: on meta between calls",
             expected="a module that has its values",
-            fix="model, ctx = weft.undo(model, ctx)",
+            fix="model, ctx = weft.undo(model, ctx)  # and if it was on meta: weft.load_weights(model, path, ctx)",
         )
 
 
@@ -94,7 +94,7 @@ def check_methods(what: str, module: nn.Module, methods: Sequence[str]) -> None:
             f"{what}: methods = {list(methods)} cannot be used",
             found=listed(repr(name) for name in [*wrong, *twice]),
             expected=f"methods of {type(module).__name__} other than forward, each once",
-            fix=f"weft.{what}(module, ctx, methods=())",
+            fix=f"weft.{what}(..., methods=())",
         )
 
 
@@ -118,7 +118,7 @@ def _check_not_wrapped(what: str, module: nn.Module) -> None:
                 f"{what}: torch's {wrapper} already reduces these gradients",
                 found=f"{name or 'the module itself'} is a {wrapper}",
                 expected=f"the plain module: {what} takes the place of {wrapper}",
-                fix=f"model, ctx = weft.{what}(model{'.' + name if name else ''}.module, ctx)",
+                fix=f"leave {wrapper}(...) out",
             )
 
 
@@ -135,7 +135,7 @@ def check_not_elsewhere(what: str, module: nn.Module, why: str) -> None:
                     f"{what}: cannot be combined with {mark.record.name} on one {type(part).__name__}",
                     found=str(mark.record),
                     expected=f"{what} on parameters that exist between steps: {why}",
-                    fix='weft.zero_partition(model, optimizer, ctx, stage=3, engine="torch")',
+                    fix='model, optimizer, ctx = weft.zero_partition(model, optimizer, ctx, stage=3)  # engine="torch"',
                 )
 
 
@@ -159,7 +159,8 @@ def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Seque
             f"{what}: local_steps averages parameters along {' and '.join(map(repr, apart))}, and gradients are not",
             found=f"axis={', '.join(map(repr, names)) or None}; mesh {sizes}",
             expected=f"{what} over other axes, or local_steps without a strategy",
-            fix=f'weft.start(mesh={{"replica": 2, "shard": -1}}), local_steps(axis="replica"), {what}(axis="shard")',
+            fix='ctx = weft.start(mesh={"replica": 2, "shard": -1})  # '
+            f'local_steps(axis="replica"), then {what}(axis="shard")',
         )
     left_out = [name for name in gradient_axes(module, ctx) if name not in names and sizes[name] > 1]
     if left_out:
@@ -171,13 +172,13 @@ def check_data_axes(what: str, module: nn.Module, ctx: DistContext, names: Seque
             if are_data
             else f"{what}: the ranks along {missing} see different parts, where gradients would not be averaged",
             found=f"axis={given}; data axes {', '.join(map(repr, ctx.data_axes))}",
-            expected="a strategy over all data axes: one copy of the model, and every batch counts"
+            expected="a strategy over all data axes: one copy of the model, and every batch counts; or "
+            f"weft.local_steps before it, to average parameters along {missing}"
             if are_data
             else "a strategy over the data axes and those along which batches are in parts",
-            fix=f"weft.{what}(..., axis=({needed})), or weft.start(mesh=..., data_axes=({given},)) if the batches "
-            f"along {missing} are the same; or weft.local_steps before it, to average parameters along {missing}"
+            fix=f"weft.{what}(..., axis=({needed})), or weft.start(..., data_axes=({given},)) for equal batches"
             if are_data
-            else f"weft.{what}(model, ctx)  # by default over all of them",
+            else f"weft.{what}(...) without axis: by default over all of them",
         )
 
 
@@ -235,7 +236,7 @@ def check_strategy_module(what: str, module: nn.Module, ctx: DistContext, names:
             f"{what}: parameters of {type(module).__name__} are DTensors over {listed(dict.fromkeys(taken.values()))}",
             found=listed(taken),
             expected=f"parameters that lie along no axis of {what}: {', '.join(map(repr, names))}",
-            fix="parallelize_module(model, ctx.mesh['tensor'], plan), over an axis of its own",
+            fix='ctx = weft.start(mesh={"data": -1, "tensor": 2}); parallelize_module(model, ctx.mesh["tensor"], plan)',
         )
 
 
@@ -253,17 +254,21 @@ def check_quantized_weights(what: str, module: nn.Module, refused: Mapping[str, 
     parts = quantized_parts(module)
     trained = [name for name in parts if getattr(module.get_submodule(name).weight, "requires_grad", False)]
     wrong = [name for name, kind in parts.items() if kind in refused]
-    if trained or wrong:
+    if wrong:
         kinds = sorted({kind for kind in parts.values() if kind in refused})
+        none = "4 bits" in refused
         raise value_error(
-            f"{what}: quantized weights of {type(module).__name__} cannot be {'trained' if trained else 'taken'}",
-            found=f"{listed(trained)}: requires_grad"
-            if trained
-            else f"{listed(wrong)}: " + "; ".join(f"{kind}: {refused[kind]}" for kind in kinds),
-            expected="quantized weights that are frozen, with adapters that are trained" if trained else "4 bits",
-            fix="peft.get_peft_model(model, peft.LoraConfig(...))"
-            if trained
-            else 'model, ctx = weft.quantized(model, ctx, "nf4")',
+            f"{what}: quantized weights of {type(module).__name__} cannot be taken",
+            found=f"{listed(wrong)}: " + "; ".join(f"{kind}: {refused[kind]}" for kind in kinds),
+            expected="weights that are not quantized, or a strategy that takes 4 bits" if none else "4 bits",
+            fix='model, ctx = weft.quantized(model, ctx, "nf4")' + "; model, ctx = weft.fully_shard(model, ctx)" * none,
+        )
+    if trained:
+        raise value_error(
+            f"{what}: quantized weights of {type(module).__name__} cannot be trained",
+            found=f"{listed(trained)}: requires_grad",
+            expected="quantized weights that are frozen, with adapters that are trained",
+            fix='model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))',
         )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.errors import listed, type_error, value_error
 
-__all__ = ["Choice", "Names", "Selection", "fits_pattern", "select", "select_apart"]
+__all__ = ["Choice", "Names", "Selection", "called_inside", "fits_pattern", "select", "select_apart"]
 
 Choice: TypeAlias = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | nn.Module
 Selection: TypeAlias = Choice | Iterable[Choice]
@@ -98,7 +98,7 @@ def select_apart(what: str, module: nn.Module, chosen: Selection) -> dict[str, n
             f"{what}: chosen parts are never called",
             found=listed(f"{name!r} ({type(parts[name]).__name__})" for name in uncalled),
             expected="parts that have a forward",
-            fix=f'"{uncalled[0]}.*"',
+            fix=f'"{called_inside(uncalled[0], parts[uncalled[0]])}"',
         )
     return parts
 
@@ -106,6 +106,14 @@ def select_apart(what: str, module: nn.Module, chosen: Selection) -> dict[str, n
 def _has_forward(part: nn.Module) -> bool:
     """A list of modules has none: it is never called, and nothing can be done around its call."""
     return type(part).forward is not nn.Module.forward
+
+
+def called_inside(name: str, part: nn.Module) -> str:
+    """The pattern of what is called in a list of modules, or in a list of lists."""
+    pattern, inner = f"{name}.*", list(part.children())
+    while inner and not any(map(_has_forward, inner)):
+        pattern, inner = f"{pattern}.*", [child for one in inner for child in one.children()]
+    return pattern
 
 
 def _choices(chosen: Any) -> list[Any]:
@@ -186,12 +194,14 @@ def _said(choice: Any) -> str:
 def _raise_nothing(what: str, module: nn.Module, said: str) -> NoReturn:
     inner = [(name, part) for name, part in module.named_modules() if name]
     kinds = dict.fromkeys(type(part).__name__ for _, part in inner)
+    called = [(name, part) for name, part in inner if _has_forward(part)]
     largest = max((sum(p.numel() for p in part.parameters()) for _, part in inner), default=0)
     raise value_error(
         f"{what}: no part of {type(module).__name__} is chosen by {said}",
         found=f"classes: {listed(kinds) or 'none'}; names: {listed(name for name, _ in inner) or 'none'}; "
         f"largest part: {largest} parameters",
         expected="each choice chooses at least one part",
-        fix=f"{next(iter(kinds), type(module).__name__)}, or a pattern such as "
-        f'"{inner[0][0] if inner else "blocks.*"}"',
+        fix=f'"{type(called[0][1]).__name__}", or a pattern such as "{called[0][0]}"'
+        if called
+        else "the module itself",
     )

@@ -29,6 +29,7 @@ P = ParamSpec("P")
 
 R = TypeVar("R")
 T = TypeVar("T")
+_SHORT = 40  # characters of an option that is written out in a line to paste
 
 
 def transform(
@@ -86,7 +87,8 @@ def transform(
         @functools.wraps(fn)
         def applied(*args: P.args, **kwargs: P.kwargs) -> R:
             bound = _bound(call, signature, args, kwargs)
-            ctx, objects, options = _split(rules.name, given, bound.arguments)
+            line = _line(call, signature, given, bound.arguments)
+            ctx, objects, options = _split(rules.name, line, given, bound.arguments)
             if rules.collective:
                 ctx.check_unrestricted(rules.name)  # the peers are not here: nothing is reported to them
             meetings = ctx.world.meetings
@@ -102,10 +104,9 @@ def transform(
                 if rules.collective and ctx.world.meetings == meetings:
                     disagree(ctx.world, error)
                 raise
-            ctx = _record(rules, options, objects, returned, next_ctx)
+            ctx = _record(rules, line, options, objects, returned, next_ctx)
             result = Transformed((*returned, ctx))
-            result.made_by = rules.name
-            result.fix = f"{', '.join(given)}, ctx = {call}({', '.join(given)}, ctx)"
+            result.made_by, result.fix = rules.name, line
             return cast("R", result)
 
         return applied
@@ -192,8 +193,18 @@ def _objects_before_ctx(name: str, signature: inspect.Signature) -> list[str]:
     return names[: names.index("ctx")]
 
 
+def _line(call: str, signature: inspect.Signature, given: Sequence[str], arguments: Mapping[str, Any]) -> str:
+    """A call as a line of a program, with the options that have no default."""
+    options = []
+    for name, parameter in signature.parameters.items():
+        if parameter.default is parameter.empty and name not in (*given, "ctx"):
+            text = _text(arguments[name])
+            options.append(f"{name}={text if len(text) < _SHORT else name}")
+    return f"{', '.join(given)}, ctx = {call}({', '.join([*given, 'ctx', *options])})"
+
+
 def _split(
-    name: str, given: Sequence[str], arguments: Mapping[str, Any]
+    name: str, line: str, given: Sequence[str], arguments: Mapping[str, Any]
 ) -> tuple[DistContext, list[object], dict[str, Any]]:
     """Sort a call's arguments into the context, the objects before it and the options after it."""
     ctx = arguments["ctx"]
@@ -204,7 +215,7 @@ def _split(
             f"{name}: ctx = {ctx!r} is not a context",
             found=type(ctx).__name__,
             expected="the DistContext that weft.start() or the transform before returned",
-            fix=f"{name}(..., ctx)",
+            fix=f"{line}  # with the ctx of weft.start()",
         )
     whole = [arguments[key] for key in given if isinstance(arguments[key], Transformed)]
     if whole:
@@ -254,13 +265,13 @@ def _check(rules: Rules, obj: object, ctx: DistContext) -> None:
                 expected=f"{rules.name}, then {other.name}",
                 fix=f"move the call of {rules.name} before that of {other.name}",
             )
-    missing = [mark.record for mark in marks if not any(known is mark.record for known in ctx.applied)]
+    missing = [mark for mark in marks if not any(known is mark.record for known in ctx.applied)]
     if missing:
         raise StaleContext(
             f"{rules.name}: the context does not know what was done to this {kind}",
-            found=f"applied to the object: {listed(done)}; not in ctx.applied: {listed(r.name for r in missing)}",
+            found=f"applied to the object: {listed(done)}; not in ctx.applied: {listed(m.rules.name for m in missing)}",
             expected="the context that the last transform returned",
-            fix=f"obj, ctx = {missing[-1].name}(obj, ctx); obj, ctx = {rules.name}(obj, ctx)",
+            fix=f"{missing[-1].line}  # pass this ctx on",
         )
 
 
@@ -278,7 +289,7 @@ def _results(name: str, given: Sequence[str], result: object) -> tuple[Any, ...]
 
 
 def _record(
-    rules: Rules, options: dict[str, Any], given: list[object], returned: list[Any], ctx: DistContext
+    rules: Rules, line: str, options: dict[str, Any], given: list[object], returned: list[Any], ctx: DistContext
 ) -> DistContext:
     """Write the application into the context and onto the returned objects."""
     objects = [obj for obj in _objects(returned) if hasattr(obj, "__dict__")]
@@ -289,7 +300,7 @@ def _record(
         refs=tuple(weakref.ref(obj) for obj in objects),
         chosen="; ".join(offer.chosen for offer in ctx.handed_over if isinstance(offer, Chooses) and offer.chosen),
     )
-    mark = Mark(record, rules, (*ctx.handed_over, *_probers(rules.name, objects, ctx)))
+    mark = Mark(record, rules, line, (*ctx.handed_over, *_probers(rules.name, objects, ctx)))
     for offer in ctx.handed_over:
         if isinstance(offer, Holder):
             ctx.world.root.holders.add(offer)

@@ -63,7 +63,9 @@ def find_experts(what: str, module: nn.Module, chosen: Selection, ranks: int) ->
             found=f"classes: {listed(dict.fromkeys(type(part).__name__ for part in module.modules()))}",
             expected="modules with stacked parameters [experts, ...] and forward(hidden_states, top_k_index, "
             "top_k_weights), as in transformers; or a torch.nn.ModuleList with 'expert' in its name",
-            fix=f'weft.{what}(..., experts="layers.*.moe.branches")  # which list',
+            fix=f'weft.{what}(..., experts="{inner[-1]}")  # if these are they'
+            if (inner := _innermost_lists(module))
+            else f"leave {what} out: there is nothing to divide",
         )
     for name, part in packed.items():
         _check_divisible(what, name, _stacked(part), ranks)
@@ -95,6 +97,14 @@ def _auto(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if name and fits(name, part)}
 
 
+def _innermost_lists(module: nn.Module) -> list[str]:
+    """Patterns of the lists of several modules in which there is no other list."""
+    lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1}
+    inner = [name for name in lists if not any(other.startswith(f"{name}.") for other in lists)]
+    pieces = [name.split(".") for name in inner]
+    return [".".join(["*" if piece.isdigit() else piece for piece in outer] + [own]) for *outer, own in pieces]
+
+
 def _raise_unknown(what: str, name: str, part: nn.Module) -> NoReturn:
     raise value_error(
         f"{what}: how {name or 'the module itself'!r} computes its experts is not known",
@@ -112,7 +122,7 @@ def _check_divisible(what: str, name: str, experts: int, ranks: int) -> None:
             f"{what}: the experts of {name!r} cannot be divided among the ranks",
             found=f"{experts} experts, {ranks} ranks along the axis",
             expected="the same number of experts on each rank",
-            fix=f'weft.start(mesh={{"data": -1, "expert": {_divisor(experts, ranks)}}})',
+            fix=f'ctx = weft.start(mesh={{"data": -1, "expert": {_divisor(experts, ranks)}}})',
         )
 
 

@@ -90,6 +90,8 @@ class Source:
             for name, tensor in own_tensors(part)
             if tensor.is_meta and id(tensor) not in self._given and id(tensor) not in drawn
         ]
+        unsaved = any(name not in kept for name in lost)
+        call = "fully_shard" if what == "zero_partition" else what  # which takes no weights
         if lost or wrong:
             raise value_error(
                 f"{what}: weights do not fit the {type(module).__name__} on meta",
@@ -101,8 +103,9 @@ class Source:
                 ),
                 expected="in `weights` a value for each, of its shape; without them, or for what is not saved, "
                 "reset_parameters() in its module",
-                fix=f'weft.{what}(..., weights="later"), then weft.load_weights(model, path, ctx); buffers that '
-                "are not saved: with weft.weights.on_meta(): model = ..., which keeps buffers real",
+                fix="with weft.weights.on_meta(): model = ...  # its buffers are real, also those that are not saved"
+                if unsaved
+                else f"weft.{call}(..., weights=weights)  # names and shapes as in model.state_dict()",
             )
 
     def make_real(self, unit: nn.Module) -> None:

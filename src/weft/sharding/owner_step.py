@@ -69,9 +69,9 @@ def check_divides_state(what: str, optimizer: torch.optim.Optimizer) -> None:
             f"{what}: the state of {type(optimizer).__name__} cannot be divided among ranks",
             found="an optimizer of torchao, which keeps state in tensors of its own classes",
             expected='by="owner", with which the state of a parameter lies whole on one rank',
-            fix='weft.gather_step(optimizer, ctx, by="owner")'
+            fix='optimizer, ctx = weft.gather_step(optimizer, ctx, by="owner")'
             if what == "gather_step"
-            else f'weft.{what}(model, optimizer, ctx, stage=2, by="owner")',
+            else f'model, optimizer, ctx = weft.{what}(model, optimizer, ctx, stage=2, by="owner")',
         )
 
 

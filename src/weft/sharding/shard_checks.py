@@ -49,20 +49,23 @@ def check_weights(what: str, module: nn.Module, weights: WeightSource) -> None:
         TypeError: `weights` is of another kind.
         ValueError: The module is not on meta.
     """
-    if not (weights is None or weights == "later" or callable(weights)) and not isinstance(weights, Mapping):
+    are_here = callable(weights) or isinstance(weights, Mapping)
+    if weights is not None and not is_meta(module):
+        raise value_error(
+            f"{what}: weights are for a module on meta",
+            found=f"{type(module).__name__} with real parameters",
+            expected="with weft.weights.on_meta(): model = ...",
+            fix=f"model.load_state_dict(weights{'()' if callable(weights) else ''})"
+            if are_here
+            else "weft.load_weights(model, path, ctx)",
+        )
+    if not (weights is None or weights == "later" or are_here):
         raise type_error(
             f"{what}: weights = {weights!r} cannot be used",
             found=type(weights).__name__,
             expected='tensors by name, a function that reads them, or "later"; files are read by load_weights, of '
             "which each rank reads its own part",
-            fix=f'model, ctx = weft.{what}(model, ctx, weights="later"); weft.load_weights(model, path, ctx)',
-        )
-    if weights is not None and not is_meta(module):
-        raise value_error(
-            f"{what}: weights are for a module on meta",
-            found=f"{type(module).__name__} with real parameters",
-            expected="with torch.device('meta'): model = ...",
-            fix="weft.load_weights(model, path, ctx)" if weights == "later" else "model.load_state_dict(weights)",
+            fix=f'model, ctx = weft.{what}(..., weights="later"); weft.load_weights(model, path, ctx)',
         )
 
 
@@ -118,7 +121,7 @@ def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> Non
             f"{what}: hooks on parameters of {type(module).__name__} would be lost",
             found=listed(hooked),
             expected="no hooks: the parameters are exchanged for shards, on which torch calls none",
-            fix=f"weft.{what}(..., ignored=...) for the modules that own them, or remove the hooks",
+            fix="remove the hooks, or weft.fully_shard(..., ignored=...) the modules that own them",
         )
     unit_of = {id(part): number for number, group in enumerate(options.units, 1) for part in group}
     owner = owner_units(module, [part for group in options.units for part in group])
@@ -135,7 +138,7 @@ def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> Non
             f"{what}: parameters of one unit have different dtypes",
             found=listed(mixed),
             expected="one dtype for the trained parameters of a unit, which travel together",
-            fix=f'weft.with_precision(model, ctx, "bf16") before {what}, or other units',
+            fix=f'model, ctx = weft.with_precision(model, ctx, "bf16")  # before {what}; or other units',
         )
 
 

@@ -210,7 +210,9 @@ def sharding_axes(
             f"{what}: axis = {names} cannot be sharded over",
             found=f"{len(names)} axes: {listed(names) or 'none'}",
             expected='one axis, or two: ("replica", "shard")',
-            fix=f'weft.{what}(..., axis="{ctx.axes[-1][0]}")',
+            fix=f'ctx = weft.start(mesh={{"replica": {ctx.axis_size(ctx.data_axes[0])}, "shard": -1}})'
+            if len(ctx.data_axes) > 2
+            else f"weft.{what}(...) without axis: by default over all of them",
         )
     check_data_axes(what, module, ctx, (*names, *more))
     last = tuple(name for name, _ in ctx.axes if name in (*names[-1:], *more))

@@ -91,13 +91,14 @@ def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | Pipe
     given = stages.stages if isinstance(stages, PipelinePlan) else stages
     names = {id(part): name for name, part in module.named_modules()}
     known = {*names.values(), *(name for name, _ in module.named_parameters(remove_duplicate=False))} - {""}
-    found = [[_name(what, one, names, known) for one in stage] for stage in given]
+    fix = f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, {n}))"
+    found = [[_name(what, one, names, known, fix) for one in stage] for stage in given]
     if len(found) != n or not all(found):
         raise value_error(
             f"{what}: the number of stages does not fit",
             found=f"{len(found)} stage(s) with {', '.join(str(len(stage)) for stage in found)} layer(s)",
             expected=f"{n} stages with at least one layer each",
-            fix=f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, {n}))",
+            fix=fix,
         )
     places = _places(module, found)
     lost = [name for name, stages in places.items() if not stages]
@@ -107,7 +108,7 @@ def plan_of(what: str, module: nn.Module, stages: Sequence[Sequence[Any]] | Pipe
             f"{what}: each parameter belongs to one stage",
             found=f"in no stage: {listed(lost) or 'none'}; in several: {listed(twice) or 'none'}",
             expected="stages that hold all layers with parameters, each once",
-            fix=f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, {n}))",
+            fix=fix,
         )
     _check_tied(what, module, {name: stages[0] for name, stages in places.items()})
     sizes = [0] * n
@@ -187,7 +188,7 @@ def _balanced(sizes: Sequence[int], n: int) -> list[int]:
 # -- what was given ----------------------------------------------------------------------------------
 
 
-def _name(what: str, one: Any, names: Mapping[int, str], known: set[str]) -> str:
+def _name(what: str, one: Any, names: Mapping[int, str], known: set[str], fix: str) -> str:
     if isinstance(one, nn.Module) and id(one) in names:
         return names[id(one)]
     if not isinstance(one, (str, nn.Module)):
@@ -195,14 +196,14 @@ def _name(what: str, one: Any, names: Mapping[int, str], known: set[str]) -> str
             f"{what}: stages holds something else than layers",
             found=type(one).__name__,
             expected="for each stage a list of names of layers, or of layers",
-            fix=f'weft.{what}(model, ctx, stages=[["embed", "layers.0"], ["layers.1", "head"]])',
+            fix=fix,
         )
     if one not in known:
         raise value_error(
             f"{what}: a stage holds a layer that the module has not",
             found=repr(one) if isinstance(one, str) else type(one).__name__,
             expected=f"names such as {listed(sorted(known))}",
-            fix=f"weft.{what}(model, ctx, stages=weft.plan_pipeline(model, 2))",
+            fix=fix,
         )
     return str(one)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.contract import offered
-from weft.contract.select_modules import Selection, select
+from weft.contract.select_modules import Selection, called_inside, select
 from weft.errors import ContractError, listed, value_error
 from weft.precision import LOW, PrecisionOffer
 
@@ -46,7 +46,7 @@ def units_of(
                 f"{what}: units are never called",
                 found=listed(f"{name!r} ({type(found[name]).__name__})" for name in uncalled),
                 expected="parts that have a forward, around which they are gathered and freed",
-                fix=f'weft.{what}(..., units="{uncalled[0]}.*")',
+                fix=f'weft.{what}(..., units="{called_inside(uncalled[0], found[uncalled[0]])}")',
             )
     parts += [part for part in own if not any(part is one for one in parts)]
     read = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}

@@ -47,8 +47,7 @@ class Elsewhere(torch.Tensor):
             "tensors that another rank has cannot be pickled",
             found=f"torch.save or pickle of a tensor {list(self.shape)} that this rank does not have",
             expected="all ranks save what they have, or the weights are made whole",
-            fix="weft.save(state, directory, step, ctx); weft.export(path, folder)  # safetensors; or on all ranks:\n"
-            "            model, ctx = weft.undo(model, ctx)",
+            fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)  # or weft.save(state, directory, step, ctx)",
         )
 
 

@@ -268,5 +268,5 @@ def _emptied(path: Path, leaf: Any, rows: int) -> Any:
         f"a batch without rows cannot be made: {'.'.join(path) or 'the batch'} has rows that cannot be taken out",
         found=type(leaf).__name__,
         expected="tensors, arrays and lists with one row per sample, or an object of which `[:0]` has no row",
-        fix='weft.shard_data(loader, ctx, uneven="drop")  # or a collate_fn that returns a dict of tensors',
+        fix='loader, ctx = weft.shard_data(loader, ctx, uneven="drop")  # or a collate_fn of a dict of tensors',
     ) from cause

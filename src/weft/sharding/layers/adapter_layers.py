@@ -49,7 +49,7 @@ def styles_inside(name: str, part: nn.Module, style: str) -> dict[str, str]:
             f"tensor_plan: an adapter in {name} cannot be cut",
             found=f"{kind} in a layer of style {style!r}",
             expected="LoRA of linear layers",
-            fix="weft.fully_shard(model, ctx) takes every adapter",
+            fix="model, ctx = weft.fully_shard(model, ctx)  # takes every adapter",
         )
     halves = {f"{name}.{half}.*": inside for half, inside in _HALVES[style].items()}
     return {f"{name}.base_layer": style, **halves}

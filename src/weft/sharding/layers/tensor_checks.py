@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from weft.contract.select_modules import fits_pattern
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
 from weft.sharding.layers.forward_source import only_feeds
-from weft.sharding.layers.tensor_plan import STYLES, parts_of
+from weft.sharding.layers.tensor_plan import STYLES, parts_of, pattern_of, plan_line
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Styles", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]
@@ -30,7 +31,7 @@ _HEADS = {
 _HEAD_SIZES = {"head_dim", "head_size", "dim_head", "d_head", "attention_head_size", "hd"}
 
 
-def styles_of(module: nn.Module, plan: Mapping[str, Any]) -> Styles:
+def styles_of(module: nn.Module, plan: Mapping[str, Any] | str) -> Styles:
     """The style of each part that a plan names, in the order of the module.
 
     Raises:
@@ -40,10 +41,10 @@ def styles_of(module: nn.Module, plan: Mapping[str, Any]) -> Styles:
     """
     if not isinstance(plan, Mapping) or not plan:
         raise type_error(
-            f"{_WHAT}: plan = {plan!r} is none",
+            f"{_WHAT}: plan = {plan!r} cannot be used",
             found=type(plan).__name__,
             expected='"auto", or patterns of names with a style each',
-            fix=f'weft.{_WHAT}(model, ctx, plan={{"blocks.*.up": "column", "blocks.*.down": "row"}})',
+            fix=plan_line(module),
         )
     chosen: dict[str, list[tuple[str, Any]]] = {}
     attentions = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
@@ -76,7 +77,7 @@ def _check_style(pattern: str, style: Any) -> None:
             f"{_WHAT}: the style of {pattern!r} is unknown",
             found=repr(style),
             expected=f"{', '.join(map(repr, STYLES))}, or a ParallelStyle of torch",
-            fix=f'weft.{_WHAT}(model, ctx, plan={{..., "{pattern}": "column"}})',
+            fix=f'plan={{..., "{pattern}": "{get_close_matches(str(style), STYLES, 1, 0)[0]}"}}',
         )
 
 
@@ -88,7 +89,9 @@ def _raise_no_match(module: nn.Module, pattern: str) -> None:
         if parameters
         else f"parts: {listed(name for name, _ in module.named_modules() if name)}",
         expected="each pattern to match a part, whose parameters are then sharded",
-        fix=f"{parameters[0].rpartition('.')[0]!r}" if parameters else "print(weft.tensor_plan(model))",
+        fix=f"{parameters[0].rpartition('.')[0]!r}"
+        if parameters
+        else "print([name for name, _ in model.named_modules()])",
     )
 
 
@@ -204,8 +207,12 @@ def check_sizes(module: nn.Module, styles: Styles, axis: str, ranks: int) -> Non
 
 def _check_divides(what: str, count: int, axis: str, ranks: int, unit: str) -> None:
     if count % ranks:
-        divisors = [n for n in range(2, ranks) if count % n == 0]
-        fits = f'weft.start(mesh={{"data": -1, "{axis}": {divisors[-1]}}})' if divisors else "leave it out of the plan"
+        divisors = [n for n in range(2, ranks) if count % n == ranks % n == 0]
+        fits = (
+            f'ctx = weft.start(mesh={{"data": -1, "{axis}": {divisors[-1]}}})'
+            if divisors
+            else "leave it out of the plan"
+        )
         raise ContextError(
             f"{_WHAT}: {what} is not divisible by the {ranks} ranks along {axis!r}",
             found=f"{count} {unit}, {ranks} ranks",
@@ -278,18 +285,19 @@ def check_sequence(module: nn.Module, styles: Styles, lists: Mapping[str, list[s
             f"{_WHAT}: sequence=True needs one list of blocks",
             found=f"lists with parts of the plan in them: {listed(lists) or 'none'}",
             expected="one ModuleList or Sequential, whose first block is given the sequence and whose last returns it",
-            fix=f"weft.{_WHAT}(model, ctx, sequence=False)",
+            fix=f"weft.{_WHAT}(..., sequence=False)",
         )
     config: Any = getattr(module, "config", None)
     asked = [key for key in ("output_hidden_states", "output_router_logits") if getattr(config, key, False) is True]
     left = _uncovered(module, styles, lists)
+    more = dict.fromkeys(f'"{pattern_of(module, name.rpartition(".")[0])}": "sequence"' for name in left)
     if asked or left:
         raise ContractError(
             f"{_WHAT}: sequence=True, and parts of {type(module).__name__} may need the whole sequence",
             found=listed([*(f"config.{key}" for key in asked), *left]),
             expected='a style for every part of the blocks that has parameters: "sequence" if it treats each position '
             "by itself",
-            fix=f'plan={{..., "{left[0].rpartition(".")[0]}": "sequence"}}' if left else "sequence=False",
+            fix=f"plan={{..., {', '.join(more)}}}" if left else "sequence=False",
         )
 
 

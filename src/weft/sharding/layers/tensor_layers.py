@@ -16,7 +16,7 @@ from weft.contract import agree_on_parameters, check_quantized_weights
 from weft.engines import Spmd
 from weft.engines.options import TensorOptions
 from weft.engines.results import TensorParallel
-from weft.errors import ContextError, value_error
+from weft.errors import ContextError
 from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
 from weft.sharding.layers.tensor_checks import (
@@ -74,7 +74,7 @@ def cut_layers(
     packed = "weights in blocks that do not follow rows or columns"
     check_quantized_weights(_WHAT, module, {"4 bits": packed, "8 bits": packed, "torchao": packed})
     ranks = 1 if ctx.world_size == 1 else ctx.axis_size(axis)
-    styles = styles_of(module, _plan(module, plan))
+    styles = styles_of(module, tensor_plan(module) if plan == "auto" else plan)
     check_ties(module, styles)
     check_weights(_WHAT, module, weights)
     check_optimizers(_WHAT, module, ctx, rebind)
@@ -120,7 +120,7 @@ def _check_axis(ctx: DistContext, axis: str) -> None:
             f"{_WHAT}: not supported by this engine",
             found=f"engine {ctx.engine.name!r}",
             expected="the torch engine",
-            fix='weft.start(engine="torch")',
+            fix="model, ctx = weft.fully_shard(model, ctx)",
         )
     if ctx.world_size == 1:
         return
@@ -130,21 +130,8 @@ def _check_axis(ctx: DistContext, axis: str) -> None:
             f"{_WHAT}: batches differ along {axis!r}",
             found=f"data axes {', '.join(map(repr, ctx.data_axes))}",
             expected="an axis whose ranks see the same batch, and compute one model together",
-            fix='weft.start(mesh={"data": -1, "tensor": 2})',
+            fix='ctx = weft.start(mesh={"data": -1, "tensor": 2})',
         )
-
-
-def _plan(module: nn.Module, plan: Mapping[str, Any] | str) -> Any:
-    if not isinstance(plan, str):
-        return plan
-    if plan != "auto":
-        raise value_error(
-            f"{_WHAT}: plan = {plan!r} is unknown",
-            found=repr(plan),
-            expected='"auto", or patterns of names with a style each',
-            fix=f'weft.{_WHAT}(model, ctx, plan="auto")',
-        )
-    return tensor_plan(module)
 
 
 def _options(module: nn.Module, styles: Styles, *, sequence: bool) -> TensorOptions:

@@ -24,7 +24,7 @@ from weft.contract.select_modules import fits_pattern
 from weft.errors import listed, value_error
 from weft.sharding.layers.adapter_layers import styles_inside
 
-__all__ = ["STYLES", "TensorPlan", "parts_of", "tensor_plan"]
+__all__ = ["STYLES", "TensorPlan", "parts_of", "pattern_of", "plan_line", "tensor_plan"]
 
 STYLES = ("column", "row", "sequence", "vocab", "replicate", "gather")
 
@@ -111,7 +111,13 @@ def tensor_plan(module: nn.Module) -> TensorPlan:
         elif parts or any(fits_pattern(name, pattern) for name, _ in module.named_parameters()):
             left_out[pattern] = word
     if not styles:
-        _raise_no_plan(module, left_out)
+        words = f"; what it names cannot be translated: {listed(left_out)}" if left_out else ""
+        raise value_error(
+            f"tensor_plan: {type(module).__name__} has no plan for tensor parallelism",
+            found=f"no `_tp_plan` in it or in a part of it{words}",
+            expected="a plan of your own: which linear layers are sharded, and where their outputs are gathered",
+            fix=plan_line(module, own=False),
+        )
     styles |= _embedding_of(module, styles)
     styles |= _positionwise(module, styles)
     return TensorPlan(styles, left_out)
@@ -180,7 +186,7 @@ def _positionwise(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str
                 full = f"{block}.{name}"
                 whole = any(True for _ in part.parameters()) and not any(_inside(one, full) for one in cut)
                 if whole and (type(part).__name__.endswith("Norm") or _is_mixture(part)):
-                    found[_pattern(module, full)] = "sequence"
+                    found[pattern_of(module, full)] = "sequence"
     return found
 
 
@@ -188,7 +194,7 @@ def _is_mixture(part: nn.Module) -> bool:
     return any("Experts" in type(one).__name__ or "Router" in type(one).__name__ for one in part.modules())
 
 
-def _pattern(module: nn.Module, name: str) -> str:
+def pattern_of(module: nn.Module, name: str) -> str:
     """A name with `*` for the number of a block."""
     pieces = name.split(".")
     outer = [module.get_submodule(".".join(pieces[: at + 1])) for at in range(len(pieces))]
@@ -199,17 +205,14 @@ def _pattern(module: nn.Module, name: str) -> str:
 # -- a proposal ------------------------------------------------------------------------------------
 
 
-def _raise_no_plan(module: nn.Module, left_out: Mapping[str, str]) -> None:
+def plan_line(module: nn.Module, *, own: bool = True) -> str:
+    """The call for a module: with its own plan unless that is no good, with a proposal, or of another transform."""
+    if own and _own_plan(module):
+        return 'model, ctx = weft.tensor_parallel(model, ctx, plan="auto")'
     proposal = _proposed(module)
-    words = f"; what it names cannot be translated: {listed(left_out)}" if left_out else ""
-    raise value_error(
-        f"tensor_plan: {type(module).__name__} has no plan for tensor parallelism",
-        found=f"no `_tp_plan` in it or in a part of it{words}",
-        expected="a plan of your own: which linear layers are sharded, and where their outputs are gathered",
-        fix=f"weft.tensor_parallel(model, ctx, plan={proposal})  # a guess from shapes alone: check it"
-        if proposal
-        else 'weft.tensor_parallel(model, ctx, plan={"blocks.*.up": "column", "blocks.*.down": "row"})',
-    )
+    if not proposal:
+        return "model, ctx = weft.fully_shard(model, ctx)  # which takes any module"
+    return f"model, ctx = weft.tensor_parallel(model, ctx, plan={proposal})  # a guess from shapes alone: check it"
 
 
 def _proposed(module: nn.Module) -> dict[str, str]:
@@ -228,12 +231,12 @@ def _proposed(module: nn.Module) -> dict[str, str]:
             if before and any(first.out_features == one.in_features for first in before):
                 for other, first in layers[:place]:
                     if first in before:
-                        found[_pattern(module, f"{prefix}.{other}" if prefix else other)] = "column"
-                found[_pattern(module, f"{prefix}.{name}" if prefix else name)] = "row"
+                        found[pattern_of(module, f"{prefix}.{other}" if prefix else other)] = "column"
+                found[pattern_of(module, f"{prefix}.{name}" if prefix else name)] = "row"
                 break
     embeddings = {one.num_embeddings: name for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
     for name, one in module.named_modules():
-        pattern = _pattern(module, name) if name else name
+        pattern = pattern_of(module, name) if name else name
         if isinstance(one, nn.Linear) and one.out_features in embeddings and pattern not in found:
             found[embeddings[one.out_features]] = "vocab"
             found[pattern] = "gather"

@@ -110,7 +110,9 @@ class PlacedTensors:
                 f"place: values are missing for this {type(self._module).__name__}",
                 found=f"on meta and in no file: {listed(lost)}" if lost else f"to be placed on disk: {listed(unsaved)}",
                 expected="weights= with files that contain everything that is on meta or placed on disk",
-                fix='model, ctx = weft.place(model, ctx, plan, weights="model.safetensors")',
+                fix="with weft.weights.on_meta(): model = ...  # its buffers are real, also those that are not saved"
+                if lost and self._source is not None
+                else "model, ctx = weft.place(model, ctx, plan, weights=path)  # a file, a folder or a checkpoint",
             )
 
     def _verify(self) -> None:
