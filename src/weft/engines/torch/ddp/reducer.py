@@ -256,6 +256,6 @@ def _raise_creates_graph(what: str, class_name: str) -> NoReturn:
         f"{what}: a backward pass with create_graph=True through {class_name}",
         found="gradients in `.grad` that may be differentiated again",
         expected="loss.backward(): `.grad` is averaged over the ranks in place, which autograd does not see",
-        fix='torch.autograd.grad(..., create_graph=True), for a penalty; of parameters, it takes the mean first:\n'
+        fix="torch.autograd.grad(..., create_graph=True), for a penalty; of parameters, it takes the mean first:\n"
         '            gradient = weft.reduce(gradient, ctx, "mean", grad=True)',
     )
