@@ -335,7 +335,7 @@ def test_a_loader_with_a_position_of_its_own_kind_goes_on_between_windows(make):
     carrying = windowed(remainder="carry")
     assert len([list(window) for window in carrying]) == 4
     with pytest.raises(
-        weft.errors.ContractError, match=r"(?s)found:    1 of the last epoch, in memory.*fix:.*shard_data"
+        weft.errors.ContractError, match=r"(?s)found:    1 of the last epoch, in memory.*weft.shard_data.*fix:"
     ):
         carrying.state_dict()
 

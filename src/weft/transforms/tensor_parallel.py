@@ -95,7 +95,7 @@ def tensor_parallel(
             ranks, or a part computes something else on its share, as with dropout, a view with a fixed number of
             heads, or an output that is taken apart; in a backward pass, a gradient comes to what each rank has for
             itself, as to weights of its heads. In the first backward pass: gradients of whole parameters differ.
-        TypeError: `module` is not a module, or a part is of a kind that its style cannot cut.
+        TypeError: `module` is not a module, the plan is no mapping, or a part is of a kind that its style cannot cut.
         ValueError: A pattern matches nothing, a style is unknown, a parameter has two; the model has no plan.
         PeerError: Another rank failed.
 
