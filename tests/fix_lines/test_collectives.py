@@ -14,7 +14,7 @@ import zoneinfo
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from tests.fix_lines.told import told
@@ -211,8 +211,8 @@ def _on_ranks(ctx, folder):
     it.fix = it.fix.replace("...", "-1")
     it.run(logits=logits, target=target, ctx=ctx)
     with told("collectives/vocab_loss.py", "are not logits and class indices") as it:
-        vocab_cross_entropy(value, target.abs(), ctx)
-    it.run(logits=value, target=target.abs(), ctx=ctx)
+        vocab_cross_entropy(value.redistribute(placements=[Replicate()]), target.abs(), ctx)
+    it.run(logits=value.redistribute(placements=[Replicate()]), target=target.abs(), ctx=ctx, Shard=Shard)
 
 
 @pytest.mark.slow

@@ -67,7 +67,8 @@ def vocab_cross_entropy(
     """
     check_choice(_CALL, "reduction", reduction, ("mean", "sum", "none"))
     held: Any = logits
-    if is_sharded(logits) and len(held.placements) == 1 and held.placements[0].is_shard(logits.dim() - 1):
+    over_axis = is_sharded(logits) and held.device_mesh.mesh_dim_names == (axis,)
+    if over_axis and held.placements[0].is_shard(held.dim() - 1):
         logits = held.to_local()
     _check(logits, target)
     sub = ctx if ctx.world_size == 1 else ctx.on(axis)
@@ -92,7 +93,7 @@ def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
             f"{_WHAT}: the arguments are not logits and class indices",
             found=f"{type(logits).__name__} {logits.dtype}, {type(target).__name__} {target.dtype}",
             expected='logits of a head of style "vocab", or this rank\'s as a plain tensor; classes of int64',
-            fix=f"{_CALL}(logits.to_local(), target, ctx)"
+            fix=f"{_CALL}(logits.redistribute(placements=[Shard(-1)]), target, ctx)  # over this axis alone"
             if is_sharded(logits)
             else f"{_CALL}(logits.float(), target.long(), ctx)",
         )
