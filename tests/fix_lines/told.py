@@ -31,7 +31,7 @@ def site_of(file, words):
 
 def _exchange(old, new):
     """Let the modules of the package have another `message`; also those that were imported in the block."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # another thread may import
         if name.partition(".")[0] == "weft" and vars(module).get("message") is old:
             module.message = new
 
