@@ -88,7 +88,7 @@ def test_nobody_waits_for_a_value_that_a_stranger_has_removed(store, board):
     with told("peers/board.py", "holds a value that no rank has written") as it:
         board.read("a")
     assert "found:    nothing" in str(it.error)
-    assert board.pop("q", 0.05) is None and time.monotonic() - begin < 5
+    assert board.pop("q", 0.05) is None and time.monotonic() - begin < 60
     assert it.fix == "give each job a store of its own: another MASTER_PORT, closed to others"
     own = Board(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), limit_s=10, secret=SECRET)
     own.set("a", "1")

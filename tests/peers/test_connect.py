@@ -66,8 +66,8 @@ def test_nobody_comes(caplog):
     assert check == "check the name and the port" and interface.endswith("_SOCKET_IFNAME choose the interface")
     assert "nobody listens" in check_network(asked).text
     with _server(port):
-        assert "answers in" in check_network(asked).text
         reach("127.0.0.1", port, who="test", limit_s=20)
+        assert "answers in" in check_network(asked).text
     (said,) = [record.getMessage() for record in caplog.records]
     assert re.match(rf"test waits for 127.0.0.1:{port} \(nobody listens there, from .*\); next: weft doctor", said)
 
