@@ -1,4 +1,4 @@
-"""That each line has a test is seen in the ordinary suite; the tests run in the slow one, or in that of their engine."""
+"""That each line has a test is seen in the ordinary suite; the tests run in the slow one, or in their engine's."""
 
 import pytest
 
