@@ -159,23 +159,6 @@ def test_optimizers_of_torchao(tmp_path):
     weft.save(state, tmp_path, 1, ctx)
 
 
-@pytest.mark.slow
-def test_what_torchao_has_quantized(tmp_path):
-    bitsandbytes, torchao = pytest.importorskip("bitsandbytes"), pytest.importorskip("torchao.optim")
-    model = nn.Linear(64, 64)
-    with told("checkpoint/state/collect.py", "of torchao, whose state") as it:
-        _state(model=model, optimizer=torchao.AdamW8bit(model.parameters()))
-    it.run(model=model, bitsandbytes=bitsandbytes)
-    plain = nn.Sequential(nn.Linear(64, 64))
-    model, ctx = weft.quantized(nn.Sequential(nn.Linear(64, 64)), weft.local(), "int8", engine="torchao")
-    state, ctx = _state(ctx, model=model)
-    with told("checkpoint/state/json_values.py", "of torchao, whose numbers") as it:
-        weft.save(state, tmp_path, 1, ctx)
-    model, ctx = eval(it.fix, {"weft": weft, "model": plain, "ctx": weft.local()})
-    state, ctx = _state(ctx, model=model)
-    weft.save(state, tmp_path, 1, ctx)
-
-
 # -- arguments and moments -----------------------------------------------------------------------------
 
 

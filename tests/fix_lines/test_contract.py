@@ -255,40 +255,10 @@ def cut_over_the_wrong_ranks(ctx):
 
 
 @pytest.mark.slow
-def test_weights_are_quantized():
-    for name in ("bitsandbytes", "peft", "torchao"):
-        pytest.importorskip(name)
-    run_ranks(quantized_weights, 1)
-
-
-@pytest.mark.slow
 def test_ranks_hold_a_module_in_two_ways():
     run_ranks(leave_axes_out, 2, mesh={"replica": 2, "shard": 1})
     run_ranks(share_parameters_twice, 2)
     run_ranks(cut_over_the_wrong_ranks, 2)
-
-
-def eight_bits(ctx, kind="int8", **options):
-    return weft.quantized(nn.Sequential(nn.Linear(64, 64)), ctx, kind, **options)
-
-
-def quantized_weights(ctx):
-    import bitsandbytes
-    import peft
-
-    model, ctx = eight_bits(weft.local(), engine="torchao")
-    with told("contract/module_checks.py", "quantized weights of {type(module).__name__} cannot be taken") as it:
-        weft.replicate(model, ctx)
-    found = it.run(model=nn.Sequential(nn.Linear(64, 64)), ctx=ctx)
-    weft.replicate(found["model"], found["ctx"])[0](torch.ones(2, 64))
-    with told("contract/module_checks.py", "quantized weights of {type(module).__name__} cannot be taken") as it:
-        weft.tensor_parallel(*eight_bits(ctx, "nf4"), plan={"0": "column"})
-    it.run(model=nn.Sequential(nn.Linear(64, 64)), ctx=ctx)["model"](torch.ones(2, 64))
-    model = nn.Sequential(bitsandbytes.nn.Linear8bitLt(64, 64))
-    with told("contract/module_checks.py", "cannot be trained") as it:
-        weft.replicate(model, ctx)
-    model = it.run(model=model, peft=peft)["model"]
-    weft.replicate(model, ctx)
 
 
 def partitioned(ctx, **options):

@@ -277,10 +277,6 @@ def test_split_sequence():
     with told("data/split_sequence.py", "have sequences of different lengths") as it:
         weft.data.split_sequence(batch[0], ctx)
     it.run(batch=batch[0], ctx=ctx)
-    table = pytest.importorskip("tensordict").TensorDict({"x": batch}, batch_size=[2])
-    with told("data/split_sequence.py", "cannot be split along a sequence") as it:
-        weft.data.split_sequence(table, ctx)
-    it.run(batch=table, ctx=ctx)
 
 
 def nested(rows):

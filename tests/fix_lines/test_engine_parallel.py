@@ -276,53 +276,10 @@ def _attention_mistakes(ctx):
     assert torch.equal(model(x), copy.deepcopy(model)(x))
 
 
-def _qwen(**options):
-    import transformers
-
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa", **options}
-    torch.manual_seed(0)
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
-
-
-def _transformers_mistakes(ctx):
-    ids = torch.arange(32).view(2, 16)
-    batch = {"input_ids": ids, "labels": ids}
-    model, ctx = weft.context_parallel(
-        _qwen(use_sliding_window=True, max_window_layers=1, sliding_window=8, attention_dropout=0.0), ctx
-    )
-    part = weft.data.split_sequence(batch, ctx)
-    with told("engines/torch/parallel/sequence_inputs.py", "attends to a window") as it:
-        model(**part)
-    it.run(model=model)
-    expected = _qwen()(**batch).loss
-    assert weft.reduce(model(**part).loss.detach(), ctx, "mean").item() == pytest.approx(expected.item(), rel=1e-6)
-
-    batch["attention_mask"] = torch.ones(2, 16, dtype=torch.int64)
-    batch["attention_mask"][1, 12:] = 0
-    batch["labels"] = ids.clone()
-    batch["labels"][1, 12:] = -100
-    expected = _qwen()(**batch).loss
-    with told("engines/torch/parallel/sequence_inputs.py", "cannot be split") as it:
-        model(**part, attention_mask=batch["attention_mask"][:, 8:])
-    it.run(tokenizer=SimpleNamespace(padding_side="left"), batch=batch)
-    found = model(**weft.data.split_sequence(batch, ctx)).loss
-    assert weft.reduce(found.detach(), ctx, "mean").item() == pytest.approx(expected.item(), rel=1e-6)
-
-    with told("engines/torch/parallel/split_attention.py", "computed without") as it:
-        weft.context_parallel(_qwen(attn_implementation="eager"), ctx)[0](**part)
-    with told("engines/torch/parallel/split_attention.py", "drops weights") as dropping:
-        weft.context_parallel(_qwen(attention_dropout=0.1), ctx)[0](**part)
-    assert it.fix.startswith('attn_implementation="sdpa", or ')
-    assert dropping.fix.startswith("attention_dropout=0.0 in the config, or")
-    weft.context_parallel(_qwen(attn_implementation="sdpa", attention_dropout=0.0), ctx)[0](**part)
-
-
 @pytest.mark.slow
 def test_sequences():
     run_ranks(_sequence_mistakes, 2, mesh={"context": 2})
     run_ranks(_attention_mistakes, 2, mesh={"context": 2})
-    run_ranks(_transformers_mistakes, 2, mesh={"context": 2})
 
 
 # -- layers that are cut -----------------------------------------------------------------------------

@@ -327,27 +327,7 @@ def parameters_cannot_have_owners(ctx):
     trains(found["model"], optimizer)
 
 
-@torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes a minute
-def states_cannot_be_divided(ctx):
-    from torchao.optim import AdamW8bit
-
-    def made():
-        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-        return model, AdamW8bit(model.parameters(), lr=0.01)
-
-    model, optimizer = made()
-    with told("sharding/owner_step.py", "cannot be divided among ranks") as it:
-        weft.gather_step(optimizer, ctx)
-    trains(model, it.run(optimizer=optimizer, ctx=ctx)["optimizer"], x=torch.ones(2, 64))
-    model, optimizer = made()
-    with told("sharding/owner_step.py", "cannot be divided among ranks") as it:
-        weft.zero_partition(model, optimizer, ctx, stage=2)
-    trains(model, it.run(model=model, optimizer=optimizer, ctx=ctx)["optimizer"], x=torch.ones(2, 64))
-
-
 @pytest.mark.slow
 def test_parameters_cannot_lie_so():
     run_ranks(experts_are_beside_others, 4, mesh={"data": 2, "expert": 2})
     run_ranks(parameters_cannot_have_owners, 2)
-    pytest.importorskip("torchao")
-    run_ranks(states_cannot_be_divided, 2)

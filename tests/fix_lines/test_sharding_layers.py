@@ -355,12 +355,3 @@ def test_an_engine_cannot_cut_layers():
     with told("sharding/layers/tensor_layers.py", "not supported by this engine") as it:
         weft.tensor_parallel(net(), ctx, plan=MLP)
     trains(it.run(model=net(), ctx=ctx)["model"])
-
-
-@pytest.mark.slow
-def test_an_adapter_cannot_be_cut():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(planned(), peft.LoraConfig(r=2, target_modules=["0"], use_dora=True))
-    with told("sharding/layers/adapter_layers.py", "an adapter in {name} cannot be cut") as it:
-        weft.tensor_parallel(model, weft.local())
-    trains(it.run(model=model, ctx=weft.local())["model"])
