@@ -206,6 +206,14 @@ FUNCTIONS = {
     "number of features": (lambda h: h / h.shape[-1], lambda h: h / h.shape[0]),
     "fourier transform": (spectrum(-1), spectrum(0)),
     "list of functions": (sequence_of(centered(1)), sequence_of(centered(0))),
+    "number of rows, in the program": (
+        lambda h: h.view(ROWS, -1).softmax(-1),
+        lambda h: h.view(ROWS, -1).softmax(0),
+    ),
+    "number for each row": (
+        lambda h: h.softmax(-1) * torch.linspace(1, 2, ROWS, dtype=h.dtype)[:, None],
+        lambda h: h.softmax(0) * torch.linspace(1, 2, ROWS, dtype=h.dtype)[:, None],
+    ),
     "product of matrices": (lambda h: h @ h.mT @ h, lambda h: (h.mT[:, :, None] * h.mT[:, None]).sum(-1).mT * h),
 }
 
@@ -611,6 +619,19 @@ def test_a_failed_probe_ends_the_ranks_with_the_part_and_the_fix():
         text = str(error)
         assert "tensor_parallel" in text and "Feedforward" in text
         assert "one process" in text and "out of the plan" in text
+
+
+def rows_computed(ctx, rows):
+    seen = []
+    model, ctx = weft.tensor_parallel(Feedforward(lambda h: seen.append(tuple(h.shape)) or h), ctx, plan=PLAN)
+    model(torch.ones(rows, 5))
+    return [n for n, width in seen if width == HIDDEN]
+
+
+@pytest.mark.parametrize(("rows", "whole"), [(12, 6), (3, 2), (2, 2), (1, 1)])
+def test_each_rank_computes_few_rows_with_all_features(rows, whole):
+    found = run_ranks(rows_computed, 2, rows, mesh={"tensor": 2})
+    assert found == [[whole]] * 2
 
 
 @pytest.mark.parametrize("name", one_in(4, PAIRS))

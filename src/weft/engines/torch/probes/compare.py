@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,15 +38,25 @@ def returned(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.
 
 def difference(one: Compared) -> float:
     """The norm of the difference, relative to that of what is expected; infinite for other shapes or one NaN."""
-    found, expected = one.found.detach().double(), one.expected.detach().double()
+    found, expected = _real(one.found.detach()), _real(one.expected.detach())
     if found.shape != expected.shape:
         return float("inf")
-    off = found - expected
-    both = (found == expected) | (found.isnan() & expected.isnan())  # infinities and NaN of both are equal
-    off = off.masked_fill(both, 0.0)
-    norm = float(expected.nan_to_num(0.0, 0.0, 0.0).norm())
-    relative = float(off.norm()) / max(norm, one.floor, 1e-300)
+    off, norm = _norm(found - expected), _norm(expected)
+    if not math.isfinite(off + norm):
+        both = (found == expected) | (found.isnan() & expected.isnan())  # infinities and NaN of both are equal
+        off, norm = _norm((found - expected).masked_fill(both, 0.0)), _norm(expected.nan_to_num(0.0, 0.0, 0.0))
+    relative = off / max(norm, one.floor, 1e-300)
     return relative if relative == relative else float("inf")
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.double()
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def digest(value: Any) -> torch.Tensor:

@@ -129,6 +129,7 @@ class Prober:
         if module is None or skips or _is_simulated(args, kwargs):
             return call(*args, **kwargs)
         number = self._all_due = self._calls.is_due("", _kind(module, args, kwargs))
+        self._called.clear()  # before the hooks of the module, which may be a unit itself
         if number and already_compiled(module):
             self._rehearse(module, *copied((args, kwargs)))
             self._all_due = 0
@@ -147,7 +148,6 @@ class Prober:
         if not number or module is None or any(map(is_elsewhere, module.parameters())):
             return call(*args, **kwargs)
         given = copied((args, kwargs))
-        self._called.clear()
         output = call(*args, **kwargs)
         if self._probe.units.keys() - self._called:
             self._measure("", given, number)

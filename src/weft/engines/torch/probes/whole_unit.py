@@ -36,6 +36,7 @@ _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles g
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
 _OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")
 _LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
+_FEW = 2  # rows of a batch: one alone would be broadcast
 _LOW = (torch.bfloat16, torch.float16)
 _Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -165,6 +166,26 @@ class WholeUnits:
         return _same
 
     def measure(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
+    ) -> Iterator[Compared]:
+        """Compare outputs, and gradients of arguments and parameters: of a few rows, or of all.
+
+        Yields:
+            One pair after the other.
+        """
+        try:
+            few = self._few_rows(args, kwargs)
+            pairs = None if few is None else list(self._measured(name, *few, gradients=gradients))
+        except (RuntimeError, ValueError, TypeError, IndexError):  # it says how many there are, or holds some of them
+            pairs = None
+        yield from self._measured(name, args, kwargs, gradients=gradients) if pairs is None else pairs
+
+    def _few_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """As many rows of all arguments as are enough; None: all."""
+        del args, kwargs
+        return None
+
+    def _measured(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
     ) -> Iterator[Compared]:
         """Compare in 32 bits where the unit computes in 16, whose rounding is larger than some mistakes.
@@ -345,6 +366,16 @@ class TensorUnits(WholeUnits):
         columns = [module.get_submodule(name) for name, word in styles.items() if word in _COLUMNS]
         rows = [module.get_submodule(name) for name, word in styles.items() if word in _ROWS]
         return watched(columns, rows, refuse)
+
+    def _few_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Two, or one for each rank, which computes them whole."""
+        rows = next((t.shape[0] for t in tensors((args, kwargs)) if t.ndim > 1), 0)
+        few = max(_FEW, -(-rows // self._mesh.size()))
+        return (
+            map_tensors(lambda t: t[:few] if t.ndim and t.shape[0] == rows else t, (args, kwargs))
+            if few < rows
+            else None
+        )
 
     def _undivided(self, name: str) -> AbstractContextManager[None]:
         return hooks_off(self._unit(name), lambda _, hook: id(hook) in self._own_hooks)
