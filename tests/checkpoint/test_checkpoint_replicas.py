@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import weft
 from weft.checkpoint.compare_replicas import _SMALL, _fingerprint
@@ -175,6 +177,29 @@ def test_tensors_that_differ_have_other_numbers(dtype):
         found = [int(_fingerprint(one)) for one in (zeros, ones, last, first)[: 2 if size == 1 else 4]]
         assert len(set(found)) == len(found), (dtype, size)
         assert int(_fingerprint(ones.clone())) == found[1]
+
+
+def _of_other_ranks(ctx, folder):
+    """A tensor of rank 0 alone, as a DTensor of a mesh without the others."""
+    mesh = DeviceMesh("cpu", [0])
+
+    def made(values):
+        part = torch.full((3,), float(values)) if ctx.rank == 0 else torch.empty(0)
+        model = nn.Linear(2, 2)
+        model.register_buffer(
+            "own", DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=(3,), stride=(1,))
+        )
+        return model, weft.checkpointable({"model": model}, ctx)[0]
+
+    weft.save(made(5)[1], folder, 1, ctx)
+    model, state = made(0)
+    weft.restore(state, folder, ctx)
+    return model.own.to_local().tolist(), model.weight.tolist()
+
+
+def test_a_tensor_of_other_ranks_is_theirs_to_save_and_to_restore(tmp_path):
+    (first, weights), (second, others) = run_ranks(_of_other_ranks, 2, tmp_path)
+    assert first == [5.0] * 3 and second == [] and weights == others
 
 
 @settings(max_examples=50, deadline=None)

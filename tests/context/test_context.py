@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import weft
@@ -443,3 +444,9 @@ def test_a_timeout_fires_and_names_who_is_missing():
     (seconds, text), _ = run_ranks(_timeout, 2)
     assert 2 < seconds < 6
     assert "rank 1 did not arrive within 3 s" in text
+
+
+@pytest.mark.parametrize("mesh", [3, "data", ["data"], {1: 2}, DeviceMesh])
+def test_a_mesh_is_names_and_sizes(mesh):
+    with pytest.raises(ContextError, match="(?s)cannot be used.*names of axes with their sizes"):
+        weft.start(mesh=mesh)

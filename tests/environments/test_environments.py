@@ -86,6 +86,9 @@ PLACES = {
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 1, 2, 1, 2, 0, 1, "127.0.0.1", 29500, "torchrun",
     ),
     "torchrun": (TORCHRUN, 5, 8, 1, 4, 1, 2, "node-a", 1234, "torchrun"),
+    "torchrun beats what another number means": (
+        {**TORCHRUN, "TPU_WORKER_ID": "x"}, 5, 8, 1, 4, 1, 2, "node-a", 1234, "torchrun",
+    ),
     "torchrun beats slurm": ({**SLURM, **TORCHRUN}, 5, 8, 1, 4, 1, 2, "node-a", 1234, "torchrun"),
     "kubeflow": (
         {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},

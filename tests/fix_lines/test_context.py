@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.run import config_from_args, get_args_parser
 
 import weft
@@ -332,6 +333,10 @@ def own_group(**options):
 
 
 def test_groups_that_are_adopted():
+    with told("context/start.py", "engine is not an engine") as it:
+        weft.start(engine="torch")
+    with eval(it.fix, {"weft": weft}) as ctx:
+        assert ctx.world_size == 1
     with told("context/start.py", "there is no process group to adopt") as it:
         weft.adopt()
     it.run()
@@ -360,6 +365,13 @@ def _ranks_disagree(ctx):
         it.run(group=group, dist=dist)
     else:
         weft.adopt(group, device="cpu")
+    mesh = DeviceMesh("cpu", [0])
+    if ctx.rank == 1:
+        with told("context/start.py", "this process is not in the mesh") as it:
+            weft.adopt(mesh, device="cpu")
+        it.run(mesh=mesh)
+    else:
+        assert weft.adopt(mesh, device="cpu").world_size == 1
     with told("peers/agreement.py", "compare(what, entries, fix=fix)") as it:
         ctx.agree("my_transform", {"width": 8 + ctx.rank})
     with told("peers/agreement.py", "the ranks do not agree") as same:

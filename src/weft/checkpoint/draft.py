@@ -131,7 +131,8 @@ def _share(content: Content, ranks: Mapping[str, Sequence[int]], ctx: DistContex
         if not held.is_sharded and held.name not in content.buffers and len(ranks[held.name]) == ctx.world_size
     }
     chosen = writers(sizes, ctx.world_size)
-    return [one for one in tensors if chosen.get(one.name, ranks[one.name][0]) == ctx.rank and one.block.size]
+    first = {name: chosen.get(name, there[0]) for name, there in ranks.items() if there}
+    return [one for one in tensors if first.get(one.name) == ctx.rank and one.block.size]
 
 
 def _digests(brought: Outline) -> dict[str, str]:

@@ -229,6 +229,9 @@ def _check_ranges(values: Mapping[str, Any]) -> None:
         wrong = ("seed", f"{type(seed).__name__} {seed!r}", "a whole number, 0 <= seed < 2**63", 0)
     if values["probes"] not in PROBE_MODES:
         wrong = ("probes", repr(values["probes"]), f"one of {', '.join(map(repr, PROBE_MODES))}", '"auto"')
+    mesh = values["mesh"]
+    if mesh is not None and not (isinstance(mesh, Mapping) and all(isinstance(name, str) for name in mesh)):
+        wrong = ("mesh", repr(mesh), "names of axes with their sizes; a DeviceMesh is for weft.adopt", '{"data": -1}')
     if wrong is not None:
         name, found, expected, example = wrong
         problem, fix = f"start: {name} = {values[name]!r} cannot be used", f"weft.start({name}={example})"

@@ -135,7 +135,7 @@ def start(
         return _replica(place, settings, elastic, engine)
     if _initialized():
         return _adopted(dist.group.WORLD, None, settings, engine)
-    chosen = engine or engine_for(settings.device)
+    chosen = _chosen(engine, settings)
     where = chosen.device(settings.device, _in_environment().local_rank, place.world_size)
     chosen, mesh_of_ranks = _on_mesh(chosen, settings.mesh, settings.data_axes, place.world_size)
     chosen.select(where)
@@ -243,7 +243,7 @@ def local(
         True
     """
     settings = resolve({"device": device, "seed": seed, "debug": debug, "probes": probes}, {}, "local")
-    chosen = engine or engine_for(settings.device)
+    chosen = _chosen(engine, settings)
     where = chosen.device(settings.device, 0, 1)
     chosen, mesh = _on_mesh(chosen, None, None, 1)
     world = World(ranks=(0,), rank=0, timeout_s=settings.timeout_s)
@@ -293,7 +293,7 @@ def _replica(place: Topology, settings: Settings, axis: str, engine: Engine | No
     size = place.world_size // most
     facts = _replica_facts()
     board = _board_of_replicas(place, settings, size, facts) if place.world_size > 1 or facts else None
-    chosen = engine or engine_for(settings.device)
+    chosen = _chosen(engine, settings)
     where = chosen.device(settings.device, _in_environment().local_rank, place.world_size)
     inner = dict(axes[1:]) or {"data": 1}
     data_axes = None if settings.data_axes is None else [name for name in settings.data_axes if name != axis]
@@ -444,6 +444,18 @@ def _joined(world: World) -> None:
     world.joined = True
 
 
+def _chosen(engine: Engine | None, settings: Settings) -> Engine:
+    """The engine that was given, or that of the device."""
+    if engine is not None and not callable(getattr(engine, "backend", None)):
+        raise ContextError(
+            "start: engine is not an engine",
+            found=f"{engine!r}",
+            expected="an object with the methods of weft.engines.Engine, or none: plain torch, or XLA on its devices",
+            fix="weft.start()",
+        )
+    return engine or engine_for(settings.device)
+
+
 def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -> DistContext:
     names = mesh.mesh_dim_names or (("data",) if mesh.ndim == 1 else None)
     if names is None:
@@ -452,6 +464,13 @@ def _adopted_mesh(mesh: DeviceMesh, settings: Settings, engine: Engine | None) -
             found=f"a mesh of shape {tuple(mesh.shape)}",
             expected="a DeviceMesh with mesh_dim_names",
             fix='init_device_mesh(..., mesh_dim_names=("replica", "shard"))',
+        )
+    if mesh.get_coordinate() is None:
+        raise ContextError(
+            "adopt: this process is not in the mesh",
+            found=f"global rank {dist.get_rank()}, a mesh of ranks {mesh.mesh.flatten().tolist()}",
+            expected="a mesh this process belongs to",
+            fix="if mesh.get_coordinate() is not None: ctx = weft.adopt(mesh)",
         )
     axes = dict(zip(names, mesh.shape, strict=True))
     if mesh.ndim == 1:
@@ -475,7 +494,7 @@ def _adopted(
             expected="a group this process belongs to",
             fix="if group is not dist.GroupMember.NON_GROUP_MEMBER: ctx = weft.adopt(group)",
         )
-    chosen = engine or engine_for(settings.device)
+    chosen = _chosen(engine, settings)
     pretended = group if isinstance(group, PretendedGroup) else None
     if pretended is None:
         check_same_settings(group, settings)

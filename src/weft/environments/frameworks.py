@@ -80,7 +80,7 @@ def read_kubeflow(facts: Facts) -> Topology:
 
 def has_tpu(facts: Facts) -> bool:
     """Whether this is a host of a TPU pod; a single TPU machine is a world of one."""
-    return facts.has("TPU_WORKER_HOSTNAMES") or (facts.number("TPU_WORKER_ID") or 0) > 0
+    return facts.has("TPU_WORKER_HOSTNAMES") or facts.text("TPU_WORKER_ID") not in (None, "", "0")
 
 
 def read_tpu(facts: Facts) -> Topology:

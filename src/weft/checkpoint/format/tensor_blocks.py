@@ -112,6 +112,8 @@ def holders(tensors: Iterable[Held], ctx: DistContext) -> dict[str, tuple[int, .
 
 
 def _holders(mesh: Any, copied: tuple[bool, ...], ctx: DistContext) -> tuple[int, ...]:
+    if mesh.get_coordinate() is None:  # a tensor of other ranks
+        return ()
     members = set(mesh.mesh.flatten().tolist())
     place = zip(copied, mesh.get_coordinate(), strict=True)
     alike = mesh.mesh[tuple(slice(None) if is_copied else at for is_copied, at in place)].flatten().tolist()
