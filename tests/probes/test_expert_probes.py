@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import weft
 from tests.variants import one_in
+from weft.errors import ProbeFailed
 from weft.testing import run_ranks
 
 from .attempts import STEPS, attempt, check_exact, check_refused, fit
@@ -171,9 +172,24 @@ STACKED = {
         lambda h: torch.func.vmap(lambda one: one / (1 + one.norm()))(h),
     ),
 }
+
+
+def with_hooks(axis):
+    """Each expert has a hook of its own, also those of other ranks."""
+
+    def make():
+        layer = Listed(lambda: Expert(lambda h: h))
+        for expert in layer.experts:
+            expert.register_forward_hook(lambda module, args, output: output - output.mean(axis, keepdim=True))
+        return layer
+
+    return make
+
+
 PAIRS = {
     **{name: tuple((lambda mix=one: Listed(lambda: Expert(mix))) for one in pair) for name, pair in LISTED.items()},
     **{name: tuple((lambda mix=one: Stacked(mix)) for one in pair) for name, pair in STACKED.items()},
+    "hooks": (with_hooks(0), with_hooks(1)),
     "counter": (lambda: Listed(lambda: Counting(0)), lambda: Listed(lambda: Counting(1))),
 }
 
@@ -214,3 +230,28 @@ def test_an_expert_that_mixes_tokens_is_refused(name):
     found = run_ranks(both, 2, name, mesh={"expert": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
+
+
+def cannot_be_empty(h):
+    if not len(h):
+        raise RuntimeError("no tokens")
+    return h
+
+
+def refused_on_all_ranks(ctx):
+    """An expert of which some ranks have no token, where one process has one."""
+    model = made(lambda: Listed(lambda: Expert(cannot_be_empty)))
+    with torch.no_grad():
+        model.layer.router.bias.copy_(torch.tensor([0.6, 0.5, 0.3, 0.2]))
+    model, ctx = weft.expert_parallel(model, ctx)
+    x = torch.randn(2 if ctx.rank else 32, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    try:
+        model(x)
+    except ProbeFailed as error:
+        return str(error)
+
+
+def test_a_layer_that_one_rank_cannot_compute_alone_is_refused_on_all():
+    found = run_ranks(refused_on_all_ranks, 4, mesh={"expert": 4})
+    assert all("RuntimeError: " in text and "a call that one process can make as well" in text for text in found)
+    assert any("no tokens" in text for text in found)

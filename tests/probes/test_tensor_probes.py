@@ -210,6 +210,10 @@ FUNCTIONS = {
         lambda h: h.view(ROWS, -1).softmax(-1),
         lambda h: h.view(ROWS, -1).softmax(0),
     ),
+    "number of rows, and as it was": (
+        lambda h: h.view(ROWS, -1).softmax(-1).view(h.shape),
+        lambda h: h.view(ROWS, -1).softmax(0).view(h.shape),
+    ),
     "number for each row": (
         lambda h: h.softmax(-1) * torch.linspace(1, 2, ROWS, dtype=h.dtype)[:, None],
         lambda h: h.softmax(0) * torch.linspace(1, 2, ROWS, dtype=h.dtype)[:, None],

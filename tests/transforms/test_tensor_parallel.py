@@ -115,6 +115,30 @@ def test_a_second_backward_pass_adds_to_what_was_added_up(sequence):
         assert difference(expected, found) < 1e-12
 
 
+def observed(ctx, early):
+    """What a hook on a row layer sees."""
+    module, seen = model(), []
+    down = next(part for name, part in module.named_modules() if name.endswith("down"))
+    for step in ("hook", "cut") if early else ("cut", "hook"):
+        if step == "hook":
+            down.register_forward_hook(lambda part, args, output: seen.append(output.detach().clone()))
+        else:
+            cut, _ = weft.tensor_parallel(module, ctx, plan=PLAN)
+    cut(samples(4)[:, :-1])
+    return [type(one) for one in seen], [one.sum() for one in seen]
+
+
+@pytest.mark.parametrize("early", [True, *slow(False)])
+def test_a_hook_on_a_row_layer_sees_what_one_process_returns(early):
+    module, seen = model(), []
+    next(part for name, part in module.named_modules() if name.endswith("down")).register_forward_hook(
+        lambda part, args, output: seen.append(output.detach().clone())
+    )
+    module(samples(4)[:, :-1])
+    for types, sums in run_ranks(observed, 2, early, mesh={"tensor": 2}):
+        assert types == [torch.Tensor] and abs(sums[0] - seen[0].sum()) < 1e-12
+
+
 def left(ctx):
     """Gradients of a window that was left after one of two batches, and of the one after it."""
     module, ctx = weft.tensor_parallel(model(), ctx, plan=PLAN, sequence=True)

@@ -22,10 +22,10 @@ class Probed(Undoable, Protocol):
     """What is measured as well.
 
     Attributes:
-        probe: That measures it.
+        probes: That measure it.
     """
 
-    probe: Probe
+    probes: tuple[Probe, ...]
 
 
 class Held(Protocol):

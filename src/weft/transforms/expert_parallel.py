@@ -128,7 +128,7 @@ def expert_parallel(
     old = dict(module.named_parameters())
     divided = ctx.engine.divide_experts(module, found.packed, list(found.lists), ctx.mesh[axis])
     exchange_parameters(module, ctx, old, optimizers)
-    return module, ctx.offering(divided, placement, divided.probe)
+    return module, ctx.offering(divided, placement, *divided.probes)
 
 
 def _check_axis(ctx: DistContext, axis: str) -> None:

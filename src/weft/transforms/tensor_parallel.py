@@ -110,4 +110,4 @@ def tensor_parallel(
     cut = cut_layers(module, ctx, plan=plan, axis=axis, sequence=sequence, rebind=optimizers, weights=weights)
     if cut is None:
         return module, ctx
-    return module, ctx.offering(cut if cut.adds_up else _OnlyUndone(cut), cut.probe)
+    return module, ctx.offering(cut if cut.adds_up else _OnlyUndone(cut), *cut.probes)

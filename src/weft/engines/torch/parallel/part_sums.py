@@ -8,14 +8,13 @@ begins, so that the sum over the ranks restores it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.engines.torch.probes.whole_unit import plan_line
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import is_sharded, local, resting_parameters
 from weft.tensors.elsewhere import is_elsewhere
@@ -97,7 +96,9 @@ class PartSums:
             self._resting = [resting[n] for n in names if n in self._summed and not is_elsewhere(resting[n])]
         return self._resting
 
-    def check_others(self, module: nn.Module, group: dist.ProcessGroup, what: str) -> None:
+    def check_others(
+        self, module: nn.Module, group: dist.ProcessGroup, what: str, line_for: Callable[[list[str]], str]
+    ) -> None:
         """Raise if gradients differ between the ranks that were not said to; asked after the first backward pass.
 
         Collectives: one all-gather of a number per parameter.
@@ -126,7 +127,7 @@ class PartSums:
                 f"{what}: gradients of whole parameters differ between the ranks",
                 found=listed(names),
                 expected="a style for each part between a column and a row, which sees this rank's heads alone",
-                fix=plan_line(module, names, self._others),
+                fix=line_for(names),
             )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from weft.errors import value_error
 
-__all__ = ["added_hooks", "cut_sequence", "gather_argument", "hooks_of", "join_sequence", "take_off"]
+__all__ = ["added_hooks", "cut_sequence", "gather_argument", "hooks_of", "join_sequence", "put_first", "take_off"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -85,6 +85,14 @@ def hooks_of(part: nn.Module) -> list[tuple[nn.Module, str, set[int]]]:
 def added_hooks(before: list[tuple[nn.Module, str, set[int]]]) -> set[int]:
     """The hooks, by id, that were added since."""
     return {id(hook) for part, hooks, known in before for key, hook in vars(part)[hooks].items() if key not in known}
+
+
+def put_first(before: list[tuple[nn.Module, str, set[int]]]) -> None:
+    """Let hooks after forward that were added since run first: those of the user see what one process returns."""
+    for part, hooks, known in before:
+        if hooks == "_forward_hooks":
+            for key in reversed([key for key in vars(part)[hooks] if key not in known]):
+                vars(part)[hooks].move_to_end(key, last=False)
 
 
 def take_off(before: list[tuple[nn.Module, str, set[int]]]) -> None:

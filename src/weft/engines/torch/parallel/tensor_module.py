@@ -34,6 +34,7 @@ from weft.engines.torch.parallel.tensor_hooks import (
     gather_argument,
     hooks_of,
     join_sequence,
+    put_first,
     take_off,
 )
 from weft.engines.torch.parts.assigned_data import AssignedData
@@ -41,6 +42,7 @@ from weft.engines.torch.parts.cut_gradient import CutLayerGradient
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
+from weft.engines.torch.probes.between_blocks import BetweenBlocks
 from weft.engines.torch.probes.no_trace import is_measured
 from weft.engines.torch.probes.whole_unit import TensorUnits
 from weft.engines.torch.strategy import Strategy
@@ -68,7 +70,10 @@ class TensorParallelModule(Strategy):
             first, last = (module.get_submodule(options.blocks[at]) for at in (0, -1))
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
             attach(last, self._removable, after=join_sequence(mesh))
-        self.probe: Probe = TensorUnits(module, mesh, group, options, added_hooks(before))
+        self._units = TensorUnits(module, mesh, group, options, added_hooks(before))
+        self.probes: tuple[Probe, ...] = (self._units,)
+        if options.blocks:
+            self.probes += (BetweenBlocks(module, mesh, group, options),)
         check_reads()
         refuse_states(self._what, module, self._removable)
         gradients = PartGradients(self._what, module, CutLayerGradient)
@@ -140,6 +145,7 @@ class TensorParallelModule(Strategy):
         before = hooks_of(part)
         trained = {name: p.requires_grad for name, p in part.named_parameters()}
         parallelize_module(part, self._mesh, style, src_data_rank=None)
+        put_first(before)
         for name, p in part.named_parameters():
             p.requires_grad_(trained[name])
         self._removable.add(lambda: take_off(before))
@@ -241,7 +247,7 @@ class TensorParallelModule(Strategy):
         if module is None or self._group is None:
             return
         if not self._sums.checked:
-            self._sums.check_others(module, self._group, self._what)
+            self._sums.check_others(module, self._group, self._what, self._units.line_for)
         if self.enabled:
             self._add_up()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +54,9 @@ def quiet_hooks(module: nn.Module) -> Iterator[set[int]]:
             if hooks.get(key) is one:
                 hooks[key] = one.hook
         loud = {id(one.hook) for _, _, one in watched if one.has_returned}  # perhaps on one of several parts
-        quiet |= {id(one.hook) for _, _, one in watched} - loud
+        # Those of experts on other ranks were not called: they are like others from the same lines of code.
+        alike = {_code_of(one.hook) for _, _, one in watched if one.has_returned}
+        quiet |= {id(one.hook) for _, _, one in watched if one.was_called or _code_of(one.hook) not in alike} - loud
 
 
 def hooks_of_user(module: nn.Module) -> list[Any]:
@@ -67,12 +70,18 @@ class _Watched:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
-        self.has_returned = False
+        self.was_called = self.has_returned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
         result = self.hook(*args, **kwargs)
         self.has_returned = self.has_returned or result is not None
         return result
+
+
+def _code_of(hook: Any) -> Any:
+    function = inspect.unwrap(getattr(hook, "func", hook))
+    return getattr(function, "__code__", type(function))
 
 
 def _of_package(hook: Any) -> bool:

@@ -30,7 +30,7 @@ from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over, returned
-from weft.engines.torch.probes.no_trace import copied, measured, no_trace, zeros_filled
+from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.errors import ProbeFailed, WeftError, listed
 from weft.tensors.dtensor import is_fsdp_unit
@@ -69,7 +69,6 @@ class Prober:
         self._schedule = Schedule(mode, list(probe.units))
         self._due: dict[str, int] = {}
         self._called: set[str] = set()
-        self._is_busy = False
         self._loud: list[Any] = []  # hooks of the user that return something
         self._rehearses: bool | None = None  # a call before that of a compiled module; with gradients or without
         self._calls = Schedule(mode, [""])
@@ -125,7 +124,7 @@ class Prober:
     def _around_all(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Let a module with compiled parts run once before its call; see [Note: units that are not seen]."""
         module = self._module()
-        skips = torch.compiler.is_compiling() or self._is_busy or self._rehearses is not None
+        skips = torch.compiler.is_compiling() or is_measured() or self._rehearses is not None
         if module is None or skips or _is_simulated(args, kwargs):
             return call(*args, **kwargs)
         number = self._all_due = self._calls.is_due("", _kind(module, args, kwargs))
@@ -170,7 +169,7 @@ class Prober:
     def _is_due(self, name: str, args: Any, kwargs: Any) -> int:
         """Count a call, and compare what goes in with that of the others if it is measured; its number, or 0."""
         # In a backward pass it is a block that is computed again.
-        if self._is_busy or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
+        if is_measured() or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
             return 0
         number = self._schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
         if number:
@@ -178,7 +177,7 @@ class Prober:
         return number
 
     def _around(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        number = 0 if torch.compiler.is_compiling() or self._is_busy else self._due.pop(name, 0)
+        number = 0 if torch.compiler.is_compiling() else self._due.pop(name, 0)
         if not number:
             return call(*args, **kwargs)
         given = copied((args, kwargs))
@@ -224,21 +223,17 @@ class Prober:
         unit, outside = self._probe.units.get(name, self._probe.spare), self._probe.outside
         assert unit is not None
         eager = torch.compiler.set_stance("force_eager") if already_compiled(unit) else contextlib.nullcontext()
-        self._is_busy = True
-        try:
-            own = None if outside else unit
-            with (
-                measured(),
-                eager,
-                no_trace(unit),
-                zeros_filled(unit),
-                hooks_off(unit, lambda part, hook: part is own or id(hook) in quiet),
-            ):
-                if own is not None:
-                    own._compiled_call_impl = None  # and what is around its calls, outside of its hooks
-                yield
-        finally:
-            self._is_busy = False
+        own = None if outside else unit
+        with (
+            measured(),
+            eager,
+            no_trace(unit),
+            zeros_filled(unit),
+            hooks_off(unit, lambda part, hook: part is own or id(hook) in quiet),
+        ):
+            if own is not None:
+                own._compiled_call_impl = None  # and what is around its calls, outside of its hooks
+            yield
 
     # -- what is wrong ------------------------------------------------------------------------------
 

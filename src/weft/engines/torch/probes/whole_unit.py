@@ -23,22 +23,30 @@ from torch.func import functional_call
 
 from weft.engines.options import TensorOptions
 from weft.engines.probes import Compared
-from weft.engines.torch.probes.compare import returned
+from weft.engines.torch.probes.compare import difference, largest_over, returned
 from weft.engines.torch.probes.no_trace import as_made, attributes_of, copied, no_trace
 from weft.engines.torch.probes.part_uses import watched
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["TensorUnits", "WholeUnits", "plan_line", "units_around"]
+__all__ = ["BETWEEN_BLOCKS", "TensorUnits", "WholeUnits", "plan_line", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
 _OF_FSDP = ("torch.distributed.fsdp", "weft.engines.torch.fsdp.own_parameters")
 _LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
+BETWEEN_BLOCKS = "model, ctx = weft.tensor_parallel(..., sequence=False)"
 _FEW = 2  # rows of a batch: one alone would be broadcast
 _LOW = (torch.bfloat16, torch.float16)
 _Cut = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _first_rows(call: Any, ranks: int) -> Any:
+    """Of all tensors in a call: one of `ranks` parts, but at least two rows."""
+    rows = next((t.shape[0] for t in tensors(call) if t.ndim > 1), 0)
+    few = max(_FEW, -(-rows // ranks))
+    return map_tensors(lambda t: t[:few] if t.ndim and t.shape[0] == rows else t, call) if few < rows else call
 
 
 def units_around(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -47,9 +55,9 @@ def units_around(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, nn.M
     columns = [name for name, word in words.items() if word in _COLUMNS]
     found = set()
     for name, word in words.items():
-        if word in ("gather", "vocab", "sequence"):
+        if word in _ALONE:
             found.add(name)
-        elif word not in (*_COLUMNS, "replicate"):
+        elif word not in _COLUMNS:
             found.add(_up(name, lambda at: any(_is_in(column, at) for column in columns)))
     found |= {name.rpartition(".")[0] for name in columns if not any(_is_in(name, one) for one in found)}
     found = {_up(name, lambda at: type(module.get_submodule(at)).forward is not nn.Module.forward) for name in found}
@@ -168,26 +176,6 @@ class WholeUnits:
     def measure(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
     ) -> Iterator[Compared]:
-        """Compare outputs, and gradients of arguments and parameters: of a few rows, or of all.
-
-        Yields:
-            One pair after the other.
-        """
-        try:
-            few = self._few_rows(args, kwargs)
-            pairs = None if few is None else list(self._measured(name, *few, gradients=gradients))
-        except (RuntimeError, ValueError, TypeError, IndexError):  # it says how many there are, or holds some of them
-            pairs = None
-        yield from self._measured(name, args, kwargs, gradients=gradients) if pairs is None else pairs
-
-    def _few_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """As many rows of all arguments as are enough; None: all."""
-        del args, kwargs
-        return None
-
-    def _measured(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
-    ) -> Iterator[Compared]:
         """Compare in 32 bits where the unit computes in 16, whose rounding is larger than some mistakes.
 
         Yields:
@@ -247,18 +235,31 @@ class WholeUnits:
         unit = self._unit(name)
         with no_trace(unit):
             together = run()
-        try:
-            with no_trace(unit):
-                return together, run_alone()
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            if name not in self._made:
-                raise
+        with no_trace(unit):
+            alone, error = self._tried(name, run_alone)
+        if error is not None and name in self._made:
             with as_made(unit, self._made[name]):
                 run()
                 together = run()
             with as_made(unit, self._made[name]):
-                run_alone()
-                return together, run_alone()
+                alone, error = self._tried(name, lambda: (run_alone(), run_alone())[1])
+        if error is not None:
+            raise error
+        return together, alone
+
+    def _tried(self, name: str, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """What a call returns, or an error on all ranks: what comes next has collectives, which need all of them.
+
+        Collectives: one all-reduce of a number.
+        """
+        result, error = None, None
+        try:
+            result = run()
+        except (RuntimeError, ValueError, TypeError, IndexError) as found:
+            error = found
+        device = next(iter(self._unit(name).parameters())).device
+        (failed,) = largest_over(self.group, [float(error is not None)], device)
+        return result, error or (RuntimeError("it cannot be computed by another rank alone") if failed else None)
 
     def _gradients(self, name: str, outputs: list[Any], side: Any, other: Any) -> Iterator[Compared]:
         """Compare gradients of arguments and of parameters.
@@ -367,15 +368,24 @@ class TensorUnits(WholeUnits):
         rows = [module.get_submodule(name) for name, word in styles.items() if word in _ROWS]
         return watched(columns, rows, refuse)
 
-    def _few_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Two, or one for each rank, which computes them whole."""
-        rows = next((t.shape[0] for t in tensors((args, kwargs)) if t.ndim > 1), 0)
-        few = max(_FEW, -(-rows // self._mesh.size()))
-        return (
-            map_tensors(lambda t: t[:few] if t.ndim and t.shape[0] == rows else t, (args, kwargs))
-            if few < rows
-            else None
-        )
+    def measure(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
+    ) -> Iterator[Compared]:
+        """Compare as the base class does: a few rows, and all of them if these differ or cannot be computed.
+
+        Yields:
+            One pair after the other.
+        """
+        try:  # as many rows as come to each rank, which computes them with all features
+            found = super().measure(name, *_first_rows((args, kwargs), self._mesh.size()), gradients=gradients)
+            pairs = list(found)
+            worst = max((difference(one) / one.limit for one in pairs), default=0.0)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            pairs, worst = [], 2.0
+        # A program that says how many rows there are computes something else for others.
+        if largest_over(self.group, [worst], next(self._unit("").parameters()).device)[0] > 1:
+            pairs = list(super().measure(name, args, kwargs, gradients=gradients))
+        yield from pairs
 
     def _undivided(self, name: str) -> AbstractContextManager[None]:
         return hooks_off(self._unit(name), lambda _, hook: id(hook) in self._own_hooks)
@@ -415,9 +425,20 @@ class TensorUnits(WholeUnits):
 
     def _fix_of(self, name: str, own: str) -> str:
         assert self.spare is not None
+        if self._is_summed(name, own):
+            return (
+                f'leave "{f"{name}.{own}".strip(".").rpartition(".")[0]}" out of the plan: it stays whole on every rank'
+            )
         kind = type(self._unit(name))
         alike = {name, *(n for n, unit in self.units.items() if type(unit) is kind and not self._is_summed(n, own))}
         return plan_line(self.spare, [f"{one}.{own}".lstrip(".") for one in alike], self._options.styles)
+
+    def line_for(self, names: Collection[str]) -> str:
+        """The line to write if gradients of whole parameters differ between the ranks."""
+        assert self.spare is not None
+        if all(any(_is_in(name, unit) for unit in self.units) for name in names):
+            return plan_line(self.spare, names, self._options.styles)
+        return BETWEEN_BLOCKS if self._options.blocks else self.fix
 
     def _joined(self, tensor: torch.Tensor, name: str, call: Any) -> torch.Tensor:
         """A copy of an argument; the first one is joined over the ranks, if each has a part of the sequence."""

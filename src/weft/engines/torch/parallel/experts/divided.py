@@ -43,7 +43,7 @@ class DividedExperts:
     """The experts of one module, of which each rank of an axis holds equally many, one after the other.
 
     Attributes:
-        probe: Measures that they compute what all experts on one rank would.
+        probes: Measure that they compute what all experts on one rank would.
 
     Args:
         module: Contains them.
@@ -93,7 +93,7 @@ class DividedExperts:
                 for number, expert in enumerate(experts)
                 for rest, _ in expert.named_parameters()
             }
-        self.probe: Probe = ExpertUnits(units, self._line.group, layers, places)
+        self.probes: tuple[Probe, ...] = (ExpertUnits(units, self._line.group, layers, places),)
         refuse_local_losses("expert_parallel", module, self._removable)
         refuse_torch_func("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
