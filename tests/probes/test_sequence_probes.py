@@ -290,7 +290,19 @@ class Penalised(Model):
         return output, self.penalty(self, output)
 
 
+class TimeFirst(Model):
+    """Returns [positions * rows, features]."""
+
+    def forward(self, x):
+        return time_first(super().forward(x))
+
+
+def time_first(rows_first):
+    return rows_first.transpose(0, 1).flatten(0, 1)
+
+
 MODULES = {
+    "positions before rows": (lambda: TimeFirst(pooled(1)), lambda: TimeFirst(pooled(2))),
     "counter": (lambda: Counts(1), lambda: Counts(0)),
     "loss that shifts": (lambda: WithLoss(shifted), lambda: WithLoss(not_shifted)),
     "loss over what a mask chooses": (lambda: WithLoss(masked), lambda: WithLoss(masked_by_zero)),
@@ -310,26 +322,26 @@ def made(make):
     return make().double()
 
 
-def batches():
+def batches(rows=ROWS, length=LENGTH):
     draw = torch.Generator().manual_seed(2)
-    return [[torch.randn(ROWS, LENGTH, n, generator=draw, dtype=torch.float64) for n in (4, 3)] for _ in range(STEPS)]
+    return [[torch.randn(rows, length, n, generator=draw, dtype=torch.float64) for n in (4, 3)] for _ in range(STEPS)]
 
 
 def loss_of(model, batch):
     x, y = batch
     if isinstance(model, WithLoss):
         return model(x, y)
-    output = model(x)
+    output, y = model(x), time_first(y) if isinstance(model, TimeFirst) else y
     return F.mse_loss(output[0], y) + output[1] if isinstance(output, tuple) else F.mse_loss(output, y)
 
 
-def train(ctx, make, order="zigzag", method="heads", watch=None):
+def train(ctx, make, order="zigzag", method="heads", watch=None, data=None):
     model = made(make)
     if watch is not None:
         watch.begin(model)
     model, ctx = weft.context_parallel(model, ctx, method=method, order=order)
     model, ctx = weft.replicate(model, ctx)
-    rows = [[part.chunk(ctx.data_size)[ctx.data_rank] for part in batch] for batch in batches()]
+    rows = [[part.chunk(ctx.data_size)[ctx.data_rank] for part in batch] for batch in data or batches()]
     parts = [weft.data.split_sequence(tuple(batch), ctx, order=order) for batch in rows]
     return fit(model, parts, loss_of, watch)
 
@@ -386,6 +398,62 @@ def test_what_mixes_positions_is_refused_where_keys_are_gathered(name):
 def test_what_mixes_positions_is_refused_beside_data_parallel():
     expected = fit(made(PAIRS["cumsum"][1]), batches(), loss_of)
     found = run_ranks(both, 4, "cumsum", mesh={"data": 2, "context": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- large batches, of which some is looked at ---------------------------------------------------------------
+
+
+def mean_of_labels(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+def mean_of_positions(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none").mean()
+
+
+def with_labels(rows, length, short):
+    """One row is padded at the right."""
+    found = []
+    for x, y in batches(rows, length):
+        labels = y.argmax(-1)
+        labels[short, length * 5 // 8 :] = -100
+        found.append([x, labels])
+    return found
+
+
+def centred(axes):
+    """Rows in groups of four, less their mean."""
+
+    def centre(h):
+        groups = h.unflatten(0, (-1, 4))
+        return (groups - groups.mean(axes, keepdim=True)).flatten(0, 1)
+
+    return centre
+
+
+LABELS = (lambda: WithLoss(mean_of_labels), lambda: WithLoss(mean_of_positions))
+GROUPS = tuple(lambda axes=axes: Model(centred(axes)) for axes in ((1, 2), 1))
+LARGE = [
+    (LABELS, with_labels(ROWS, LENGTH, 3)),
+    (LABELS, with_labels(16, 256, 13)),
+    (LABELS, with_labels(2, 2048, 1)),  # of these, some of the positions
+    (GROUPS, batches(4, 1024)),
+]
+
+
+def large(ctx, number, order):
+    (unsound, sound), data = LARGE[number]
+    refused = attempt(lambda ctx, watch: train(ctx, unsound, order, watch=watch, data=data), ctx)
+    return train(ctx, sound, order, data=data), refused
+
+
+@pytest.mark.parametrize(("number", "order"), [(0, "contiguous"), (1, "zigzag"), (2, "contiguous"), (3, "zigzag")])
+def test_what_shows_in_one_row_of_a_large_batch_is_refused(number, order):
+    (_, sound), data = LARGE[number]
+    expected = fit(made(sound), data, loss_of)
+    found = run_ranks(large, 2, number, order, mesh={"context": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
 
