@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import weft
+from tests.fix_lines.told import told
 from tests.variants import one_in
 from weft.testing import run_ranks
 
@@ -236,6 +237,28 @@ class WithLoss(Model):
         return self.loss(super().forward(x), y)
 
 
+class Divided(WithLoss):
+    """Is given the number of positions."""
+
+    def forward(self, x, y, count):
+        return super().forward(x, y) / count
+
+
+class Reports(WithLoss):
+    """Returns another number beside its loss."""
+
+    def __init__(self, report):
+        super().__init__(lambda output, y: (F.mse_loss(output, y), report(output)))
+
+
+def summed(output, y):
+    return F.mse_loss(output, y, reduction="sum")
+
+
+def times_length(output, y):
+    return F.mse_loss(output, y) * y.shape[1]
+
+
 def shifted(output, y):
     return F.mse_loss(output[:, :-1], y[:, 1:])
 
@@ -304,6 +327,16 @@ def time_first(rows_first):
 MODULES = {
     "positions before rows": (lambda: TimeFirst(pooled(1)), lambda: TimeFirst(pooled(2))),
     "counter": (lambda: Counts(1), lambda: Counts(0)),
+    "sum of losses": (lambda: WithLoss(summed), lambda: Divided(summed)),
+    "mean times length": (lambda: WithLoss(times_length), lambda: WithLoss(not_shifted)),
+    "mean divided by a number": (
+        lambda: Divided(lambda output, y: times_length(output, y) ** 2),
+        lambda: Divided(summed),
+    ),
+    "sum beside a loss": (
+        lambda: Reports(lambda output: output.abs().sum()),
+        lambda: Reports(lambda output: output.detach().abs().sum()),
+    ),
     "loss that shifts": (lambda: WithLoss(shifted), lambda: WithLoss(not_shifted)),
     "loss over what a mask chooses": (lambda: WithLoss(masked), lambda: WithLoss(masked_by_zero)),
     "root of a mean": (lambda: WithLoss(root), lambda: WithLoss(root_of_positions)),
@@ -329,6 +362,10 @@ def batches(rows=ROWS, length=LENGTH):
 
 def loss_of(model, batch):
     x, y = batch
+    if isinstance(model, Divided):
+        return model(x, y, y.numel())
+    if isinstance(model, Reports):
+        return sum(one for one in model(x, y) if one.requires_grad)
     if isinstance(model, WithLoss):
         return model(x, y)
     output, y = model(x), time_first(y) if isinstance(model, TimeFirst) else y
@@ -456,6 +493,67 @@ def test_what_shows_in_one_row_of_a_large_batch_is_refused(number, order):
     found = run_ranks(large, 2, number, order, mesh={"context": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
+
+
+# -- what errors say ------------------------------------------------------------------------------------------
+
+
+def as_told(ctx, name, order):
+    """What each position computes is gathered, and the loss is computed outside of the module."""
+    parts = [weft.data.split_sequence((*batch, torch.arange(LENGTH)[None]), ctx, order=order) for batch in batches()]
+    loss = OUTSIDE[name]
+    with told("engines/torch/probes/runner.py", "at most {limit}") as it:
+        train(ctx, lambda: WithLoss(loss), order)
+    model, ctx = weft.context_parallel(made(lambda: Model(torch.tanh)), ctx, order=order)
+    model, ctx = weft.replicate(model, ctx)
+    it.fix = it.fix.split("outside, on all ranks: ")[1]
+
+    def gathered(output, at):
+        return it.run(output=output, position_ids=at, ctx=ctx)["every"].transpose(0, 1)
+
+    def loss_outside(model, part):
+        x, y, at = part
+        return loss(gathered(model(x), at), gathered(y, at))
+
+    return fit(model, parts, loss_outside)
+
+
+OUTSIDE = {
+    "shift": shifted,
+    "variance": variance,
+    "pooled": lambda output, y: F.mse_loss(output.mean(1).square(), y.mean(1)),
+}
+
+
+@pytest.mark.parametrize(("name", "order"), [("shift", "zigzag"), ("variance", "contiguous"), ("pooled", "zigzag")])
+def test_what_is_gathered_is_that_of_one_process(name, order):
+    expected = fit(made(lambda: WithLoss(OUTSIDE[name])), batches(), loss_of)
+    check_exact(run_ranks(as_told, 2, name, order, mesh={"context": 2}), expected)
+
+
+def counted_as_told(ctx):
+    data = with_labels(ROWS, LENGTH, 3)
+    parts = [weft.data.split_sequence(tuple(batch), ctx) for batch in data]
+    with told("engines/torch/probes/runner.py", "at most {limit}") as it:
+        train(ctx, lambda: WithLoss(sum_of_labels), data=data)
+    model, ctx = weft.context_parallel(made(lambda: Divided(sum_of_labels)), ctx)
+    model, ctx = weft.replicate(model, ctx)
+    it.fix = it.fix.split("where not all count: ")[1].split(" of this rank")[0]
+
+    def loss(model, part):
+        x, y = part
+        return model(x, y, it.run(number=(y >= 0).sum().item(), ctx=ctx)["count"])
+
+    return fit(model, parts, loss)
+
+
+def sum_of_labels(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum")
+
+
+def test_a_sum_that_is_divided_by_a_count_is_that_of_one_process():
+    expected = fit(made(lambda: WithLoss(mean_of_labels)), with_labels(ROWS, LENGTH, 3), loss_of)
+    check_exact(run_ranks(counted_as_told, 2, mesh={"context": 2}), expected)
 
 
 # -- random numbers ----------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from weft.tensors.nested import leaves, tensors
 __all__ = ["Prober"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Found = tuple[float, Compared]  # how many times the limit it differs
 # What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
 _OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
 _OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
@@ -105,7 +106,7 @@ class Prober:
         quiet = {id(hook) for hook in hooks_of_user(unit) if not any(hook is one for one in self._loud)}
         given = copied((args, kwargs))
         try:
-            self._measure(name, copied(given), number, quiet)
+            later = self._measure(name, copied(given), number, quiet)
         except _OTHERS:
             raise
         except _OF_PARTS as error:
@@ -119,7 +120,10 @@ class Prober:
         if new:
             self._loud += new
             if not any(map(is_fsdp_unit, unit.modules())):  # whose parameters are on their way to a backward pass
-                self._measure(name, given, number, still_quiet)
+                later = self._measure(name, given, number, still_quiet)
+        if later:
+            needs = [n for n, one in enumerate(returned(output, numbers=False)) if one.requires_grad]
+            self._judge(name, [(times, one) for times, one in later if one.trained in needs])
         return output
 
     def _around_all(self, call: Any, args: Any, kwargs: Any) -> Any:
@@ -212,11 +216,14 @@ class Prober:
             return False
         return True
 
-    def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> None:
+    def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> list[_Found]:
+        """Compare; what matters only for outputs that need gradients is returned."""
         gradients = number == 1 and (self._rehearses or torch.is_grad_enabled())
         with self._apart(name, quiet):
             pairs = self._probe.measure(name, *given, gradients=gradients)
-            self._judge(name, [(difference(one) / one.limit, one) for one in pairs])
+            found = [(difference(one) / one.limit, one) for one in pairs]
+            self._judge(name, [one for one in found if one[1].trained is None])
+        return [one for one in found if one[1].trained is not None]
 
     @contextlib.contextmanager
     def _apart(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:
@@ -242,7 +249,7 @@ class Prober:
 
     # -- what is wrong ------------------------------------------------------------------------------
 
-    def _judge(self, name: str, found: list[tuple[float, Compared]]) -> None:
+    def _judge(self, name: str, found: list[_Found]) -> None:
         """Raise on all ranks if something differs on one of them, by more than its limit."""
         here = max((times for times, _ in found), default=0.0)
         (everywhere,) = largest_over(self._probe.group, [here], self._device)

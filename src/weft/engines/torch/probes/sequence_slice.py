@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,13 +17,17 @@ from weft.engines.torch.parallel.sequence_exchange import Ranks
 from weft.engines.torch.probes.compare import difference, returned
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
-from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
 __all__ = ["SlicedSequences"]
 
 _FEW, _MANY = 2048, 8192  # tokens that are computed whole: at least and at most; between, as many as a rank has
 _LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
+_MEAN = (
+    "losses.mean(), of all places; where not all count: count = weft.metrics.denominator(number, ctx) "
+    "of this rank's places, model(..., count), and in it losses.sum() / count"
+)
 _OF_ROWS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
 
 
@@ -40,7 +44,9 @@ class SlicedSequences:
     cause = "something but attention depends on several places of a sequence, of which each rank has a part"
     fix = (
         "model(**weft.data.split_sequence(batch, ctx)) with all that it returns, as the positions of this rank's "
-        "tokens and shifted labels; or compute for each place alone, and the rest outside of the module"
+        "tokens and shifted labels; or return what each place computes, and outside, on all ranks: "
+        'every = weft.gather(output.transpose(0, 1), ctx.on("context"), grad=True)'
+        '[weft.gather(position_ids[0], ctx.on("context")).argsort()]  # [places, rows, ...]'
     )
 
     def __init__(self, module: nn.Module, ranks: Ranks, undivided: Callable[[], AbstractContextManager[None]]) -> None:
@@ -72,43 +78,67 @@ class SlicedSequences:
     ) -> Iterator[Compared]:
         """Compare what is returned: of each place, and a loss as the mean over the ranks.
 
+        A loss of few rows is compared as well: in that of all of them, differences of rows may cancel out.
+
         Yields:
             What differs between the parts and the whole, if the model mixes places.
         """
         del gradients  # of each place; the strategy that averages them over this axis is measured itself
         self._turn += 1
+        is_loss = yield from self._compare(name, args, kwargs)
+        if is_loss:
+            with contextlib.suppress(*_OF_ROWS):  # of so few, it may be undefined
+                yield from self._compare(name, args, kwargs, few=True)
+
+    def _compare(self, name: str, args: Any, kwargs: Any, *, few: bool = False) -> Generator[Compared, None, bool]:
+        n, trains = self._ranks.number, torch.is_grad_enabled()
         with torch.no_grad(), Observed() as observed, _without_fast_path():
-            parts, expected = self._whole(name, args, kwargs)
+            parts, whole, expected = self._whole(name, args, kwargs, few)
+            is_loss = any(one.ndim == 0 and one.is_floating_point() for one in expected)
+            counted = self._counted(name, whole) if is_loss and trains else []
             found = self._returned(name, parts, whole=False)
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
-        length = 0 if here is None else here.shape[1] * self._ranks.number
-        at = places(length, SequencePart(self._ranks.order, self._ranks.number, self._ranks.rank)) if length else None
+        length = 0 if here is None else here.shape[1] * n
+        at = places(length, SequencePart(self._ranks.order, n, self._ranks.rank)) if length else None
         for number, (one, other) in enumerate(zip(found, expected, strict=False)):
             if not other.is_floating_point():
                 continue
             limit = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
             what = "what is returned" if len(found) == 1 else f"output {number}"
             if other.ndim == 0:
-                total = one.clone()
-                dist.all_reduce(total, group=self.group)
-                # A sum over tokens is one over the ranks; `num_items_in_batch` makes a mean into a part of a sum.
-                both = [total / self._ranks.number, total]
-                yield Compared(f"{what}, over the ranks,", _nearest(both, other), other, limit=limit)
+                mean = one.clone()
+                dist.all_reduce(mean, group=self.group)
+                mean /= n
+                yield Compared(f"{what}, over the ranks,", _nearest([mean, mean * n], other), other, limit=limit)
+                if trains:  # gradients are averaged
+                    # A sum that is divided by a number is a mean if that is a count per rank: n times as many in all.
+                    right = _nearest([other, *(more[number] / n**2 for more in counted if len(more) > number)], mean)
+                    text = f"the mean over the ranks of {what}"
+                    yield Compared(text, mean, right, 0.0, limit, _MEAN, number)
             else:
                 wanted = [other] if at is None else _parts_of(other, one.shape, length, at)
                 yield Compared(what, one, _nearest(wanted, one), limit=limit)
+        return is_loss
 
-    def _whole(self, name: str, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Some rows in parts, and what is returned for them whole; all rows, if some cannot be computed."""
+    def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+        """Some rows, in parts and whole, and what is returned for them whole; all rows, if some cannot be computed."""
         try:
-            parts, whole = self._sliced(args, kwargs)
-            return parts, self._returned(name, whole, whole=True)
+            parts, whole = self._sliced(args, kwargs, few)
+            return parts, whole, self._returned(name, whole, whole=True)
         except _OF_ROWS:
-            if self._needs_all_rows:
+            if few or self._needs_all_rows:
                 raise
         self._needs_all_rows = True  # such as groups of some
-        return self._whole(name, args, kwargs)
+        return self._whole(name, args, kwargs, few)
+
+    def _counted(self, name: str, whole: Any) -> list[list[torch.Tensor]]:
+        """What is returned where one number among the arguments is smaller, for each that may be so."""
+        found = []
+        for call in _with_counts(whole, self._ranks.number):
+            with contextlib.suppress(*_OF_ROWS):  # it may be no count
+                found.append(self._returned(name, call, whole=True))
+        return found
 
     def _returned(self, name: str, call: Any, *, whole: bool) -> list[torch.Tensor]:
         with no_trace(self.units[name]):  # all begin with the same random states and attributes
@@ -119,14 +149,14 @@ class SlicedSequences:
         with self._undivided() if whole else contextlib.nullcontext():
             return functional_call(module, {n: b.clone() for n, b in module.named_buffers()}, args, kwargs)
 
-    def _sliced(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _sliced(self, args: Any, kwargs: Any, few: bool = False) -> tuple[Any, Any]:
         """Some rows, in parts and whole. Collectives: one all-gather per argument, and one where not all is taken."""
         n, order = self._ranks.number, self._ranks.order
         given = [t for t in tensors((args, kwargs)) if t.ndim > 1]
         here = next((t.shape[1] for t in given if part_of(t) is not None), given[0].shape[1] if given else 0)
         rows = next((t.shape[0] for t in given if t.shape[1] == here), 0)
         part = SequencePart(order, n, self._ranks.rank)
-        count, length = self._size(rows, here)
+        count, length = self._size(rows, here, few)
         mine = places(length, part)
 
         def is_part(tensor: torch.Tensor) -> bool:
@@ -164,12 +194,14 @@ class SlicedSequences:
         parts = map_tensors(lambda old: cut(old, next(news)), (args, kwargs))
         return parts, whole
 
-    def _size(self, rows: int, here: int) -> tuple[int, int]:
+    def _size(self, rows: int, here: int, few: bool) -> tuple[int, int]:
         """How many rows are computed whole, and how many places of them: whole ones, and a divisor of all if it can."""
         n = self._ranks.number
-        length, limit = here * n, min(max(rows * here, _FEW), _MANY)
+        length, limit = here * n, _FEW if few else min(max(rows * here, _FEW), _MANY)
         count = rows
-        if rows * length > limit and not self._needs_all_rows:
+        if few:
+            count = min(rows, max(rows // 2, 1), 2)
+        elif rows * length > limit and not self._needs_all_rows:
             most = min(limit // length, rows)
             count = next((k for k in range(most, 1, -1) if rows % k == 0), min(2, rows))
         if count * length > limit:
@@ -189,6 +221,14 @@ class SlicedSequences:
             if float(off[most].sum().abs()) > best:
                 best, found = float(off[most].sum().abs()), (order[most].sort().values, start)
         return found
+
+
+def _with_counts(call: Any, ranks: int) -> Iterator[Any]:
+    """The call with each number in it divided by that of the ranks, in turn."""
+    for place, leaf in leaves(call):
+        is_count = leaf.numel() == 1 if isinstance(leaf, torch.Tensor) else isinstance(leaf, (int, float))
+        if is_count and not isinstance(leaf, bool):
+            yield map_leaves(lambda at, one, place=place: one / ranks if at == place else one, call)  # type: ignore[misc]
 
 
 def _hidden(tensor: torch.Tensor) -> torch.Tensor:
