@@ -226,6 +226,20 @@ class Counts(Model):
         return h / self.seen
 
 
+class Prepends(Model):
+    """One more position, made inside; or as many features."""
+
+    def __init__(self, axis):
+        super().__init__(torch.tanh)
+        self.axis = axis
+
+    def forward(self, x):
+        h = self.first(x)
+        more = torch.cat([torch.ones_like(h.narrow(self.axis, 0, 1)), h], self.axis)
+        h = self.attention(more if self.axis == 1 else more[..., 1:])
+        return self.last(h[:, 1:] if self.axis == 1 else h)
+
+
 class WithLoss(Model):
     """Returns its loss, which is a mean over positions."""
 
@@ -325,6 +339,11 @@ def time_first(rows_first):
 
 
 MODULES = {
+    "one more position": (lambda: Prepends(1), lambda: Prepends(2)),
+    "length that is written down": (
+        lambda: Model(lambda h: h * torch.ones(LENGTH, 1, dtype=h.dtype)),
+        lambda: Model(lambda h: h * torch.ones(WIDTH, dtype=h.dtype)),
+    ),
     "positions before rows": (lambda: TimeFirst(pooled(1)), lambda: TimeFirst(pooled(2))),
     "counter": (lambda: Counts(1), lambda: Counts(0)),
     "sum of losses": (lambda: WithLoss(summed), lambda: Divided(summed)),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PROBE_MODES", "Compared", "Probe", "ProbeMode", "Schedule", "WatchingProbe"]
+__all__ = ["PROBE_MODES", "Compared", "OnlyInParts", "Probe", "ProbeMode", "Schedule", "WatchingProbe"]
 
 ProbeMode = Literal["auto", "every", "off"]
 PROBE_MODES: tuple[ProbeMode, ...] = get_args(ProbeMode)
@@ -39,6 +39,10 @@ class Compared(NamedTuple):
     limit: float = 1e-5
     fix: str = ""
     trained: int | None = None
+
+
+class OnlyInParts(RuntimeError):
+    """A unit raised in parts, with what one process can compute."""
 
 
 @runtime_checkable

@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from weft.engines.peers import Peers
-from weft.engines.probes import Compared, Probe, ProbeMode, Schedule, WatchingProbe
+from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, WatchingProbe
 from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
-from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over, returned
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, differing_ranks, largest_over, returned
 from weft.engines.torch.probes.no_trace import copied, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
-from weft.errors import ProbeFailed, WeftError, listed
+from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
@@ -41,9 +41,6 @@ __all__ = ["Prober"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Found = tuple[float, Compared]  # how many times the limit it differs
-# What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
-_OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
-_OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
 
 
 class Prober:
@@ -107,12 +104,16 @@ class Prober:
         given = copied((args, kwargs))
         try:
             later = self._measure(name, copied(given), number, quiet)
-        except _OTHERS:
+        except OTHERS:
             raise
-        except _OF_PARTS as error:
-            call(*args, **kwargs)  # which may be what is wrong
+        except OF_PARTS as error:
+            likely = f"; likely, {self._probe.cause}" if isinstance(error, OnlyInParts) else ""
+            if not likely:
+                call(*args, **kwargs)  # which may be what is wrong
             raise self._error(
-                name, found=f"{_line(error)}, for a part of this batch", expected="a part can be computed as well"
+                name,
+                found=f"{_line(error)}, for a part of this batch",
+                expected=f"a part can be computed as well{likely}",
             ) from error
         with quiet_hooks(unit) as still_quiet:
             output = call(*args, **kwargs)
@@ -189,9 +190,9 @@ class Prober:
         with quiet_hooks(self._probe.units[name]) as quiet:
             try:
                 output = call(*args, **kwargs)
-            except _OTHERS:
+            except OTHERS:
                 raise
-            except _OF_PARTS as error:
+            except OF_PARTS as error:
                 if not self._works_alone(name, given):
                     raise
                 raise self._error(
@@ -199,9 +200,9 @@ class Prober:
                 ) from error
         try:
             self._measure(name, given, number, quiet)
-        except _OTHERS:
+        except OTHERS:
             raise
-        except _OF_PARTS as error:
+        except OF_PARTS as error:
             if not _holds_tensors(args, kwargs):  # as a cache of earlier calls does, filled with this rank's part
                 raise self._error(
                     name, found=_line(error), expected="a call that one process can make as well, and twice"
@@ -212,7 +213,7 @@ class Prober:
         try:
             with self._apart(name), torch.no_grad():
                 self._probe.alone(name, *given)
-        except _OF_PARTS:
+        except OF_PARTS:
             return False
         return True
 
@@ -308,7 +309,8 @@ def _holds_tensors(args: Any, kwargs: Any) -> bool:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    raised = error.__cause__ if isinstance(error, OnlyInParts) else error
+    return f"{type(raised).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _difference(one: Compared, relative: float) -> str:

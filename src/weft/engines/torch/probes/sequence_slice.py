@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from weft.engines.probes import Compared
+from weft.engines.probes import Compared, OnlyInParts
 from weft.engines.torch.parallel.sequence_exchange import Ranks
-from weft.engines.torch.probes.compare import difference, returned
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
 from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
@@ -28,7 +28,6 @@ _MEAN = (
     "losses.mean(), of all places; where not all count: count = weft.metrics.denominator(number, ctx) "
     "of this rank's places, model(..., count), and in it losses.sum() / count"
 )
-_OF_ROWS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
 
 
 class SlicedSequences:
@@ -87,7 +86,7 @@ class SlicedSequences:
         self._turn += 1
         is_loss = yield from self._compare(name, args, kwargs)
         if is_loss:
-            with contextlib.suppress(*_OF_ROWS):  # of so few, it may be undefined
+            with _suppressed():  # of so few, it may be undefined
                 yield from self._compare(name, args, kwargs, few=True)
 
     def _compare(self, name: str, args: Any, kwargs: Any, *, few: bool = False) -> Generator[Compared, None, bool]:
@@ -96,7 +95,12 @@ class SlicedSequences:
             parts, whole, expected = self._whole(name, args, kwargs, few)
             is_loss = any(one.ndim == 0 and one.is_floating_point() for one in expected)
             counted = self._counted(name, whole) if is_loss and trains else []
-            found = self._returned(name, parts, whole=False)
+            try:
+                found = self._returned(name, parts, whole=False)
+            except OTHERS:
+                raise
+            except OF_PARTS as error:
+                raise OnlyInParts(str(error)) from error
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
         length = 0 if here is None else here.shape[1] * n
@@ -123,20 +127,19 @@ class SlicedSequences:
 
     def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
         """Some rows, in parts and whole, and what is returned for them whole; all rows, if some cannot be computed."""
-        try:
-            parts, whole = self._sliced(args, kwargs, few)
-            return parts, whole, self._returned(name, whole, whole=True)
-        except _OF_ROWS:
-            if few or self._needs_all_rows:
-                raise
-        self._needs_all_rows = True  # such as groups of some
-        return self._whole(name, args, kwargs, few)
+        if not few and not self._needs_all_rows:
+            with _suppressed():
+                parts, whole = self._sliced(args, kwargs)
+                return parts, whole, self._returned(name, whole, whole=True)
+            self._needs_all_rows = True  # such as groups of some
+        parts, whole = self._sliced(args, kwargs, few)
+        return parts, whole, self._returned(name, whole, whole=True)
 
     def _counted(self, name: str, whole: Any) -> list[list[torch.Tensor]]:
         """What is returned where one number among the arguments is smaller, for each that may be so."""
         found = []
         for call in _with_counts(whole, self._ranks.number):
-            with contextlib.suppress(*_OF_ROWS):  # it may be no count
+            with _suppressed():  # it may be no count
                 found.append(self._returned(name, call, whole=True))
         return found
 
@@ -254,6 +257,17 @@ def _parts_of(whole: torch.Tensor, shape: torch.Size, length: int, at: torch.Ten
         whole.unflatten(dim, sizes).index_select(dim + inner, at).flatten(dim, dim + 1)
         for inner, sizes in enumerate([(length, -1), (-1, length)])
     ]
+
+
+@contextlib.contextmanager
+def _suppressed() -> Iterator[None]:
+    """What is raised because of shapes or kinds."""
+    try:
+        yield
+    except OTHERS:
+        raise
+    except OF_PARTS:
+        pass
 
 
 @contextlib.contextmanager
