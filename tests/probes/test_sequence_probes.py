@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import weft
+from tests.fix_lines.told import told
 from tests.variants import one_in
 from weft.testing import run_ranks
 
@@ -225,6 +226,20 @@ class Counts(Model):
         return h / self.seen
 
 
+class Prepends(Model):
+    """One more position, made inside; or as many features."""
+
+    def __init__(self, axis):
+        super().__init__(torch.tanh)
+        self.axis = axis
+
+    def forward(self, x):
+        h = self.first(x)
+        more = torch.cat([torch.ones_like(h.narrow(self.axis, 0, 1)), h], self.axis)
+        h = self.attention(more if self.axis == 1 else more[..., 1:])
+        return self.last(h[:, 1:] if self.axis == 1 else h)
+
+
 class WithLoss(Model):
     """Returns its loss, which is a mean over positions."""
 
@@ -234,6 +249,28 @@ class WithLoss(Model):
 
     def forward(self, x, y):
         return self.loss(super().forward(x), y)
+
+
+class Divided(WithLoss):
+    """Is given the number of positions."""
+
+    def forward(self, x, y, count):
+        return super().forward(x, y) / count
+
+
+class Reports(WithLoss):
+    """Returns another number beside its loss."""
+
+    def __init__(self, report):
+        super().__init__(lambda output, y: (F.mse_loss(output, y), report(output)))
+
+
+def summed(output, y):
+    return F.mse_loss(output, y, reduction="sum")
+
+
+def times_length(output, y):
+    return F.mse_loss(output, y) * y.shape[1]
 
 
 def shifted(output, y):
@@ -290,8 +327,35 @@ class Penalised(Model):
         return output, self.penalty(self, output)
 
 
+class TimeFirst(Model):
+    """Returns [positions * rows, features]."""
+
+    def forward(self, x):
+        return time_first(super().forward(x))
+
+
+def time_first(rows_first):
+    return rows_first.transpose(0, 1).flatten(0, 1)
+
+
 MODULES = {
+    "one more position": (lambda: Prepends(1), lambda: Prepends(2)),
+    "length that is written down": (
+        lambda: Model(lambda h: h * torch.ones(LENGTH, 1, dtype=h.dtype)),
+        lambda: Model(lambda h: h * torch.ones(WIDTH, dtype=h.dtype)),
+    ),
+    "positions before rows": (lambda: TimeFirst(pooled(1)), lambda: TimeFirst(pooled(2))),
     "counter": (lambda: Counts(1), lambda: Counts(0)),
+    "sum of losses": (lambda: WithLoss(summed), lambda: Divided(summed)),
+    "mean times length": (lambda: WithLoss(times_length), lambda: WithLoss(not_shifted)),
+    "mean divided by a number": (
+        lambda: Divided(lambda output, y: times_length(output, y) ** 2),
+        lambda: Divided(summed),
+    ),
+    "sum beside a loss": (
+        lambda: Reports(lambda output: output.abs().sum()),
+        lambda: Reports(lambda output: output.detach().abs().sum()),
+    ),
     "loss that shifts": (lambda: WithLoss(shifted), lambda: WithLoss(not_shifted)),
     "loss over what a mask chooses": (lambda: WithLoss(masked), lambda: WithLoss(masked_by_zero)),
     "root of a mean": (lambda: WithLoss(root), lambda: WithLoss(root_of_positions)),
@@ -310,26 +374,30 @@ def made(make):
     return make().double()
 
 
-def batches():
+def batches(rows=ROWS, length=LENGTH):
     draw = torch.Generator().manual_seed(2)
-    return [[torch.randn(ROWS, LENGTH, n, generator=draw, dtype=torch.float64) for n in (4, 3)] for _ in range(STEPS)]
+    return [[torch.randn(rows, length, n, generator=draw, dtype=torch.float64) for n in (4, 3)] for _ in range(STEPS)]
 
 
 def loss_of(model, batch):
     x, y = batch
+    if isinstance(model, Divided):
+        return model(x, y, y.numel())
+    if isinstance(model, Reports):
+        return sum(one for one in model(x, y) if one.requires_grad)
     if isinstance(model, WithLoss):
         return model(x, y)
-    output = model(x)
+    output, y = model(x), time_first(y) if isinstance(model, TimeFirst) else y
     return F.mse_loss(output[0], y) + output[1] if isinstance(output, tuple) else F.mse_loss(output, y)
 
 
-def train(ctx, make, order="zigzag", method="heads", watch=None):
+def train(ctx, make, order="zigzag", method="heads", watch=None, data=None):
     model = made(make)
     if watch is not None:
         watch.begin(model)
     model, ctx = weft.context_parallel(model, ctx, method=method, order=order)
     model, ctx = weft.replicate(model, ctx)
-    rows = [[part.chunk(ctx.data_size)[ctx.data_rank] for part in batch] for batch in batches()]
+    rows = [[part.chunk(ctx.data_size)[ctx.data_rank] for part in batch] for batch in data or batches()]
     parts = [weft.data.split_sequence(tuple(batch), ctx, order=order) for batch in rows]
     return fit(model, parts, loss_of, watch)
 
@@ -388,6 +456,123 @@ def test_what_mixes_positions_is_refused_beside_data_parallel():
     found = run_ranks(both, 4, "cumsum", mesh={"data": 2, "context": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
+
+
+# -- large batches, of which some is looked at ---------------------------------------------------------------
+
+
+def mean_of_labels(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+def mean_of_positions(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none").mean()
+
+
+def with_labels(rows, length, short):
+    """One row is padded at the right."""
+    found = []
+    for x, y in batches(rows, length):
+        labels = y.argmax(-1)
+        labels[short, length * 5 // 8 :] = -100
+        found.append([x, labels])
+    return found
+
+
+def centred(axes):
+    """Rows in groups of four, less their mean."""
+
+    def centre(h):
+        groups = h.unflatten(0, (-1, 4))
+        return (groups - groups.mean(axes, keepdim=True)).flatten(0, 1)
+
+    return centre
+
+
+LABELS = (lambda: WithLoss(mean_of_labels), lambda: WithLoss(mean_of_positions))
+GROUPS = tuple(lambda axes=axes: Model(centred(axes)) for axes in ((1, 2), 1))
+LARGE = [
+    (LABELS, with_labels(ROWS, LENGTH, 3)),
+    (LABELS, with_labels(16, 256, 13)),
+    (LABELS, with_labels(2, 2048, 1)),  # of these, some of the positions
+    (GROUPS, batches(4, 1024)),
+]
+
+
+def large(ctx, number, order):
+    (unsound, sound), data = LARGE[number]
+    refused = attempt(lambda ctx, watch: train(ctx, unsound, order, watch=watch, data=data), ctx)
+    return train(ctx, sound, order, data=data), refused
+
+
+@pytest.mark.parametrize(("number", "order"), [(0, "contiguous"), (1, "zigzag"), (2, "contiguous"), (3, "zigzag")])
+def test_what_shows_in_one_row_of_a_large_batch_is_refused(number, order):
+    (_, sound), data = LARGE[number]
+    expected = fit(made(sound), data, loss_of)
+    found = run_ranks(large, 2, number, order, mesh={"context": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- what errors say ------------------------------------------------------------------------------------------
+
+
+def as_told(ctx, name, order):
+    """What each position computes is gathered, and the loss is computed outside of the module."""
+    parts = [weft.data.split_sequence((*batch, torch.arange(LENGTH)[None]), ctx, order=order) for batch in batches()]
+    loss = OUTSIDE[name]
+    with told("engines/torch/probes/runner.py", "at most {limit}") as it:
+        train(ctx, lambda: WithLoss(loss), order)
+    model, ctx = weft.context_parallel(made(lambda: Model(torch.tanh)), ctx, order=order)
+    model, ctx = weft.replicate(model, ctx)
+    it.fix = it.fix.split("outside, on all ranks: ")[1]
+
+    def gathered(output, at):
+        return it.run(output=output, position_ids=at, ctx=ctx)["every"].transpose(0, 1)
+
+    def loss_outside(model, part):
+        x, y, at = part
+        return loss(gathered(model(x), at), gathered(y, at))
+
+    return fit(model, parts, loss_outside)
+
+
+OUTSIDE = {
+    "shift": shifted,
+    "variance": variance,
+    "pooled": lambda output, y: F.mse_loss(output.mean(1).square(), y.mean(1)),
+}
+
+
+@pytest.mark.parametrize(("name", "order"), [("shift", "zigzag"), ("variance", "contiguous"), ("pooled", "zigzag")])
+def test_what_is_gathered_is_that_of_one_process(name, order):
+    expected = fit(made(lambda: WithLoss(OUTSIDE[name])), batches(), loss_of)
+    check_exact(run_ranks(as_told, 2, name, order, mesh={"context": 2}), expected)
+
+
+def counted_as_told(ctx):
+    data = with_labels(ROWS, LENGTH, 3)
+    parts = [weft.data.split_sequence(tuple(batch), ctx) for batch in data]
+    with told("engines/torch/probes/runner.py", "at most {limit}") as it:
+        train(ctx, lambda: WithLoss(sum_of_labels), data=data)
+    model, ctx = weft.context_parallel(made(lambda: Divided(sum_of_labels)), ctx)
+    model, ctx = weft.replicate(model, ctx)
+    it.fix = it.fix.split("where not all count: ")[1].split(" of this rank")[0]
+
+    def loss(model, part):
+        x, y = part
+        return model(x, y, it.run(number=(y >= 0).sum().item(), ctx=ctx)["count"])
+
+    return fit(model, parts, loss)
+
+
+def sum_of_labels(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum")
+
+
+def test_a_sum_that_is_divided_by_a_count_is_that_of_one_process():
+    expected = fit(made(lambda: WithLoss(mean_of_labels)), with_labels(ROWS, LENGTH, 3), loss_of)
+    check_exact(run_ranks(counted_as_told, 2, mesh={"context": 2}), expected)
 
 
 # -- random numbers ----------------------------------------------------------------------------------------

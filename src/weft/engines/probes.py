@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PROBE_MODES", "Compared", "Probe", "ProbeMode", "Schedule", "WatchingProbe"]
+__all__ = ["PROBE_MODES", "Compared", "OnlyInParts", "Probe", "ProbeMode", "Schedule", "WatchingProbe"]
 
 ProbeMode = Literal["auto", "every", "off"]
 PROBE_MODES: tuple[ProbeMode, ...] = get_args(ProbeMode)
@@ -28,6 +28,8 @@ class Compared(NamedTuple):
         floor: Differences are relative to the norm of `expected`, or to this if that is smaller.
         limit: The largest relative difference of sound work.
         fix: The line to write if this differs; empty: that of the probe.
+        trained: Where the probe is `outside`: the number of an output of the call that is measured. It may differ if
+            this output of it needs no gradient.
     """
 
     what: str
@@ -36,6 +38,11 @@ class Compared(NamedTuple):
     floor: float = 0.0
     limit: float = 1e-5
     fix: str = ""
+    trained: int | None = None
+
+
+class OnlyInParts(RuntimeError):
+    """A unit raised in parts, with what one process can compute."""
 
 
 @runtime_checkable

@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 
 from weft.engines.probes import Compared
+from weft.errors import WeftError
 from weft.tensors.control import control_device
 from weft.tensors.dtensor import local
 from weft.tensors.nested import leaves, tensors
 
 _PIECE = 1 << 20  # numbers that are looked at together, as int64
 
-__all__ = ["difference", "differing_ranks", "digest", "largest_over", "returned"]
+# What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
+OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
+OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)  # but for `OTHERS`
+
+__all__ = ["OF_PARTS", "OTHERS", "difference", "differing_ranks", "digest", "largest_over", "returned"]
 
 
 def returned(value: Any, *, numbers: bool = True, depth: int = 3) -> list[torch.Tensor]:

@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from weft.engines.peers import Peers
-from weft.engines.probes import Compared, Probe, ProbeMode, Schedule, WatchingProbe
+from weft.engines.probes import Compared, OnlyInParts, Probe, ProbeMode, Schedule, WatchingProbe
 from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
-from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over, returned
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, differing_ranks, largest_over, returned
 from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
-from weft.errors import ProbeFailed, WeftError, listed
+from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
@@ -40,9 +40,7 @@ from weft.tensors.nested import leaves, tensors
 __all__ = ["Prober"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-# What forward raises where ranks have parts of other shapes, or of another kind, than it is written for.
-_OTHERS = (WeftError, dist.DistError, torch.OutOfMemoryError)
-_OF_PARTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
+_Found = tuple[float, Compared]  # how many times the limit it differs
 
 
 class Prober:
@@ -104,13 +102,17 @@ class Prober:
         quiet = {id(hook) for hook in hooks_of_user(unit) if not any(hook is one for one in self._loud)}
         given = copied((args, kwargs))
         try:
-            self._measure(name, copied(given), number, quiet)
-        except _OTHERS:
+            later = self._measure(name, copied(given), number, quiet)
+        except OTHERS:
             raise
-        except _OF_PARTS as error:
-            call(*args, **kwargs)  # which may be what is wrong
+        except OF_PARTS as error:
+            likely = f"; likely, {self._probe.cause}" if isinstance(error, OnlyInParts) else ""
+            if not likely:
+                call(*args, **kwargs)  # which may be what is wrong
             raise self._error(
-                name, found=f"{_line(error)}, for a part of this batch", expected="a part can be computed as well"
+                name,
+                found=f"{_line(error)}, for a part of this batch",
+                expected=f"a part can be computed as well{likely}",
             ) from error
         with quiet_hooks(unit) as still_quiet:
             output = call(*args, **kwargs)
@@ -118,7 +120,10 @@ class Prober:
         if new:
             self._loud += new
             if not any(map(is_fsdp_unit, unit.modules())):  # whose parameters are on their way to a backward pass
-                self._measure(name, given, number, still_quiet)
+                later = self._measure(name, given, number, still_quiet)
+        if later:
+            needs = [n for n, one in enumerate(returned(output, numbers=False)) if one.requires_grad]
+            self._judge(name, [(times, one) for times, one in later if one.trained in needs])
         return output
 
     def _around_all(self, call: Any, args: Any, kwargs: Any) -> Any:
@@ -184,9 +189,9 @@ class Prober:
         with quiet_hooks(self._probe.units[name]) as quiet:
             try:
                 output = call(*args, **kwargs)
-            except _OTHERS:
+            except OTHERS:
                 raise
-            except _OF_PARTS as error:
+            except OF_PARTS as error:
                 if not self._works_alone(name, given):
                     raise
                 raise self._error(
@@ -194,9 +199,9 @@ class Prober:
                 ) from error
         try:
             self._measure(name, given, number, quiet)
-        except _OTHERS:
+        except OTHERS:
             raise
-        except _OF_PARTS as error:
+        except OF_PARTS as error:
             if not _holds_tensors(args, kwargs):  # as a cache of earlier calls does, filled with this rank's part
                 raise self._error(
                     name, found=_line(error), expected="a call that one process can make as well, and twice"
@@ -207,15 +212,18 @@ class Prober:
         try:
             with self._apart(name), torch.no_grad():
                 self._probe.alone(name, *given)
-        except _OF_PARTS:
+        except OF_PARTS:
             return False
         return True
 
-    def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> None:
+    def _measure(self, name: str, given: _Call, number: int, quiet: Collection[int] = ()) -> list[_Found]:
+        """Compare; what matters only for outputs that need gradients is returned."""
         gradients = number == 1 and (self._rehearses or torch.is_grad_enabled())
         with self._apart(name, quiet):
             pairs = self._probe.measure(name, *given, gradients=gradients)
-            self._judge(name, [(difference(one) / one.limit, one) for one in pairs])
+            found = [(difference(one) / one.limit, one) for one in pairs]
+            self._judge(name, [one for one in found if one[1].trained is None])
+        return [one for one in found if one[1].trained is not None]
 
     @contextlib.contextmanager
     def _apart(self, name: str, quiet: Collection[int] = ()) -> Iterator[None]:
@@ -237,7 +245,7 @@ class Prober:
 
     # -- what is wrong ------------------------------------------------------------------------------
 
-    def _judge(self, name: str, found: list[tuple[float, Compared]]) -> None:
+    def _judge(self, name: str, found: list[_Found]) -> None:
         """Raise on all ranks if something differs on one of them, by more than its limit."""
         here = max((times for times, _ in found), default=0.0)
         (everywhere,) = largest_over(self._probe.group, [here], self._device)
@@ -296,7 +304,8 @@ def _holds_tensors(args: Any, kwargs: Any) -> bool:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    raised = error.__cause__ if isinstance(error, OnlyInParts) else error
+    return f"{type(raised).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _difference(one: Compared, relative: float) -> str:

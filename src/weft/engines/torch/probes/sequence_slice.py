@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,19 +12,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from weft.engines.probes import Compared
+from weft.engines.probes import Compared, OnlyInParts
 from weft.engines.torch.parallel.sequence_exchange import Ranks
-from weft.engines.torch.probes.compare import returned
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, returned
 from weft.engines.torch.probes.no_trace import no_trace
 from weft.engines.torch.probes.observed import Observed
-from weft.tensors.nested import map_tensors, tensors
+from weft.tensors.nested import leaves, map_leaves, map_tensors, tensors
 from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
 __all__ = ["SlicedSequences"]
 
-_ROWS = 2
-_TOKENS = 1024  # per sequence, of all ranks together
+_FEW, _MANY = 2048, 8192  # tokens that are computed whole: at least and at most; between, as many as a rank has
 _LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
+_MEAN = (
+    "losses.mean(), of all places; where not all count: count = weft.metrics.denominator(number, ctx) "
+    "of this rank's places, model(..., count), and in it losses.sum() / count"
+)
 
 
 class SlicedSequences:
@@ -40,7 +43,9 @@ class SlicedSequences:
     cause = "something but attention depends on several places of a sequence, of which each rank has a part"
     fix = (
         "model(**weft.data.split_sequence(batch, ctx)) with all that it returns, as the positions of this rank's "
-        "tokens and shifted labels; or compute for each place alone, and the rest outside of the module"
+        "tokens and shifted labels; or return what each place computes, and outside, on all ranks: "
+        'every = weft.gather(output.transpose(0, 1), ctx.on("context"), grad=True)'
+        '[weft.gather(position_ids[0], ctx.on("context")).argsort()]  # [places, rows, ...]'
     )
 
     def __init__(self, module: nn.Module, ranks: Ranks, undivided: Callable[[], AbstractContextManager[None]]) -> None:
@@ -55,6 +60,8 @@ class SlicedSequences:
         self.group: dist.ProcessGroup | None = ranks.group
         self._ranks = ranks
         self._undivided = undivided
+        self._turn = 0
+        self._needs_all_rows = False
 
     def equal_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The shapes: the parts differ."""
@@ -70,61 +77,112 @@ class SlicedSequences:
     ) -> Iterator[Compared]:
         """Compare what is returned: of each place, and a loss as the mean over the ranks.
 
+        A loss of few rows is compared as well: in that of all of them, differences of rows may cancel out.
+
         Yields:
             What differs between the parts and the whole, if the model mixes places.
         """
         del gradients  # of each place; the strategy that averages them over this axis is measured itself
-        parts, whole = self._sliced(args, kwargs)
+        self._turn += 1
+        is_loss = yield from self._compare(name, args, kwargs)
+        if is_loss:
+            with _suppressed():  # of so few, it may be undefined
+                yield from self._compare(name, args, kwargs, few=True)
+
+    def _compare(self, name: str, args: Any, kwargs: Any, *, few: bool = False) -> Generator[Compared, None, bool]:
+        n, trains = self._ranks.number, torch.is_grad_enabled()
         with torch.no_grad(), Observed() as observed, _without_fast_path():
-            with no_trace(self.units[name]):  # both begin with the same random states and attributes
-                found = returned(self._call(name, *parts, whole=False), numbers=False)
-            with no_trace(self.units[name]):
-                expected = returned(self._call(name, *whole, whole=True), numbers=False)
+            parts, whole, expected = self._whole(name, args, kwargs, few)
+            is_loss = any(one.ndim == 0 and one.is_floating_point() for one in expected)
+            counted = self._counted(name, whole) if is_loss and trains else []
+            try:
+                found = self._returned(name, parts, whole=False)
+            except OTHERS:
+                raise
+            except OF_PARTS as error:
+                raise OnlyInParts(str(error)) from error
         yield Compared("the number of outputs", torch.tensor(len(found)), torch.tensor(len(expected)))
         here = next((t for t in tensors(parts) if t.ndim > 1), None)
-        length = 0 if here is None else here.shape[1] * self._ranks.number
-        at = places(length, SequencePart(self._ranks.order, self._ranks.number, self._ranks.rank)) if length else None
+        length = 0 if here is None else here.shape[1] * n
+        at = places(length, SequencePart(self._ranks.order, n, self._ranks.rank)) if length else None
         for number, (one, other) in enumerate(zip(found, expected, strict=False)):
             if not other.is_floating_point():
                 continue
             limit = (_LOW_OUTPUT if other.ndim else _LOW_LOSS) if observed.low else 1e-5
             what = "what is returned" if len(found) == 1 else f"output {number}"
             if other.ndim == 0:
-                total = one.clone()
-                dist.all_reduce(total, group=self.group)
-                # A sum over tokens is one over the ranks; `num_items_in_batch` makes a mean into a part of a sum.
-                both = [total / self._ranks.number, total]
-                nearest = min(both, key=lambda value: float((value - other).abs().nan_to_num(float("inf"))))
-                yield Compared(f"{what}, over the ranks,", nearest, other, limit=limit)
+                mean = one.clone()
+                dist.all_reduce(mean, group=self.group)
+                mean /= n
+                yield Compared(f"{what}, over the ranks,", _nearest([mean, mean * n], other), other, limit=limit)
+                if trains:  # gradients are averaged
+                    # A sum that is divided by a number is a mean if that is a count per rank: n times as many in all.
+                    right = _nearest([other, *(more[number] / n**2 for more in counted if len(more) > number)], mean)
+                    text = f"the mean over the ranks of {what}"
+                    yield Compared(text, mean, right, 0.0, limit, _MEAN, number)
             else:
-                yield Compared(what, one, other if at is None else _part_of(other, one.shape, length, at), limit=limit)
+                wanted = [other] if at is None else _parts_of(other, one.shape, length, at)
+                yield Compared(what, one, _nearest(wanted, one), limit=limit)
+        return is_loss
+
+    def _whole(self, name: str, args: Any, kwargs: Any, few: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+        """Some rows, in parts and whole, and what is returned for them whole; all rows, if some cannot be computed."""
+        if not few and not self._needs_all_rows:
+            with _suppressed():
+                parts, whole = self._sliced(args, kwargs)
+                return parts, whole, self._returned(name, whole, whole=True)
+            self._needs_all_rows = True  # such as groups of some
+        parts, whole = self._sliced(args, kwargs, few)
+        return parts, whole, self._returned(name, whole, whole=True)
+
+    def _counted(self, name: str, whole: Any) -> list[list[torch.Tensor]]:
+        """What is returned where one number among the arguments is smaller, for each that may be so."""
+        found = []
+        for call in _with_counts(whole, self._ranks.number):
+            with _suppressed():  # it may be no count
+                found.append(self._returned(name, call, whole=True))
+        return found
+
+    def _returned(self, name: str, call: Any, *, whole: bool) -> list[torch.Tensor]:
+        with no_trace(self.units[name]):  # all begin with the same random states and attributes
+            return returned(self._call(name, *call, whole=whole), numbers=False)
 
     def _call(self, name: str, args: Any, kwargs: Any, *, whole: bool) -> Any:
         module = self.units[name]
         with self._undivided() if whole else contextlib.nullcontext():
             return functional_call(module, {n: b.clone() for n, b in module.named_buffers()}, args, kwargs)
 
-    def _sliced(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A few rows, in parts and whole. Collectives: one all-gather per argument."""
+    def _sliced(self, args: Any, kwargs: Any, few: bool = False) -> tuple[Any, Any]:
+        """Some rows, in parts and whole. Collectives: one all-gather per argument, and one where not all is taken."""
         n, order = self._ranks.number, self._ranks.order
         given = [t for t in tensors((args, kwargs)) if t.ndim > 1]
         here = next((t.shape[1] for t in given if part_of(t) is not None), given[0].shape[1] if given else 0)
         rows = next((t.shape[0] for t in given if t.shape[1] == here), 0)
-        length = here * n if here * n <= _TOKENS else _TOKENS // (2 * n) * 2 * n
         part = SequencePart(order, n, self._ranks.rank)
+        count, length = self._size(rows, here, few)
         mine = places(length, part)
 
         def is_part(tensor: torch.Tensor) -> bool:
             return tensor.ndim > 1 and tensor.shape[1] == here
 
-        def joined(tensor: torch.Tensor) -> torch.Tensor:
-            few = tensor[:_ROWS].detach().contiguous() if tensor.ndim and tensor.shape[0] == rows else tensor
-            if not is_part(tensor):
-                return few
-            pieces = [torch.empty_like(few) for _ in range(n)]
-            dist.all_gather(pieces, few.contiguous(), group=self.group)
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            pieces = [torch.empty_like(tensor) for _ in range(n)]
+            dist.all_gather(pieces, tensor, group=self.group)
             every = torch.cat([places(here * n, part._replace(rank=rank)) for rank in range(n)])
-            return torch.cat(pieces, 1)[:, every.argsort().to(few.device)][:, :length]
+            return torch.cat(pieces, 1)[:, every.argsort().to(tensor.device)]
+
+        chosen, start = torch.arange(rows), 0
+        if (count, length) != (rows, here * n) and given:
+            empty = given[0].new_zeros(rows, here, dtype=torch.float32)
+            hidden = sum((_hidden(t) for t in given if t.shape == (rows, here)), empty)
+            is_noted = any(part_of(t) is not None for t in given)  # else it has to begin with the first place
+            chosen, start = self._choose(gathered(hidden).cpu(), count, length, moves=is_noted)
+
+        def joined(tensor: torch.Tensor) -> torch.Tensor:
+            some = tensor.detach()
+            if tensor.ndim and tensor.shape[0] == rows:
+                some = some[chosen.to(some.device)]
+            return gathered(some.contiguous())[:, start : start + length] if is_part(tensor) else some
 
         whole = map_tensors(joined, (args, kwargs))
 
@@ -139,15 +197,77 @@ class SlicedSequences:
         parts = map_tensors(lambda old: cut(old, next(news)), (args, kwargs))
         return parts, whole
 
+    def _size(self, rows: int, here: int, few: bool) -> tuple[int, int]:
+        """How many rows are computed whole, and how many places of them: whole ones, and a divisor of all if it can."""
+        n = self._ranks.number
+        length, limit = here * n, _FEW if few else min(max(rows * here, _FEW), _MANY)
+        count = rows
+        if few:
+            count = min(rows, max(rows // 2, 1), 2)
+        elif rows * length > limit and not self._needs_all_rows:
+            most = min(limit // length, rows)
+            count = next((k for k in range(most, 1, -1) if rows % k == 0), min(2, rows))
+        if count * length > limit:
+            length = max(limit // (count * 2 * n), 1) * 2 * n
+        return count, length
 
-def _part_of(whole: torch.Tensor, shape: torch.Size, length: int, at: torch.Tensor) -> torch.Tensor:
-    """This rank's places of an output, in the one dimension that holds those of all: of a sequence, or of all rows."""
+    def _choose(self, hidden: torch.Tensor, count: int, length: int, *, moves: bool) -> tuple[torch.Tensor, int]:
+        """Rows, and the first of their places, in which parts differ most in how much is hidden; else each in turn."""
+        (rows, every), (_, n, _, split) = hidden.shape, self._ranks
+        first, last = (places(length, SequencePart(split, n, rank)) for rank in (0, n - 1))
+        starts = [*range(0, every - length, max(length // 2, 1)), every - length] if moves else [0]
+        order = torch.arange(rows).roll(-self._turn * count)
+        best, found = -1.0, (order, 0)
+        for start in starts[self._turn % len(starts) :] + starts[: self._turn % len(starts)]:
+            off = (hidden[:, start + first].sum(1) - hidden[:, start + last].sum(1))[order]
+            most = off.argsort(descending=True, stable=True)[:count]
+            if float(off[most].sum().abs()) > best:
+                best, found = float(off[most].sum().abs()), (order[most].sort().values, start)
+        return found
+
+
+def _with_counts(call: Any, ranks: int) -> Iterator[Any]:
+    """The call with each number in it divided by that of the ranks, in turn."""
+    for place, leaf in leaves(call):
+        is_count = leaf.numel() == 1 if isinstance(leaf, torch.Tensor) else isinstance(leaf, (int, float))
+        if is_count and not isinstance(leaf, bool):
+            yield map_leaves(lambda at, one, place=place: one / ranks if at == place else one, call)  # type: ignore[misc]
+
+
+def _hidden(tensor: torch.Tensor) -> torch.Tensor:
+    """Where labels are ignored, or a mask is zero."""
+    return (tensor == 0 if tensor.is_floating_point() else tensor <= 0).float()
+
+
+def _nearest(values: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    return min(values, key=lambda value: difference(Compared("", value, wanted)))
+
+
+def _parts_of(whole: torch.Tensor, shape: torch.Size, length: int, at: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's places of an output, in the one dimension that holds those of all: of a sequence, or of all rows.
+
+    Rows may come first in it, or places.
+    """
     dims = [dim for dim, (all_of, mine) in enumerate(zip(whole.shape, shape, strict=False)) if all_of != mine]
     if whole.ndim != len(shape) or len(dims) != 1 or whole.shape[dims[0]] % length:
-        return whole
+        return [whole]
     (dim,) = dims
-    split: torch.Tensor = whole.unflatten(dim, (-1, length))
-    return split.index_select(dim + 1, at.to(whole.device)).flatten(dim, dim + 1)
+    at = at.to(whole.device)
+    return [
+        whole.unflatten(dim, sizes).index_select(dim + inner, at).flatten(dim, dim + 1)
+        for inner, sizes in enumerate([(length, -1), (-1, length)])
+    ]
+
+
+@contextlib.contextmanager
+def _suppressed() -> Iterator[None]:
+    """What is raised because of shapes or kinds."""
+    try:
+        yield
+    except OTHERS:
+        raise
+    except OF_PARTS:
+        pass
 
 
 @contextlib.contextmanager
