@@ -171,6 +171,12 @@ def _(loop):
     loop.model.up.weight.grad = None
 
 
+@line("p.grad = whole")
+def _(loop):
+    p = loop.model.up.weight
+    p.grad = torch.ones(p.shape, dtype=DTYPE, device=p.device)
+
+
 @line("sum(p.numel() for p in model.parameters())")
 def _(loop):
     return sum(p.numel() for p in loop.model.parameters())
@@ -181,10 +187,46 @@ def _(loop):
     return sum(p.square().sum().item() for p in loop.model.parameters())
 
 
+@line("p.tolist()")
+def _(loop):
+    return torch.cat([torch.tensor(p.tolist(), dtype=DTYPE).flatten() for p in loop.model.parameters()])
+
+
+@line("[row.norm() for row in p]")
+def _(loop):
+    return torch.tensor([row.norm().item() for p in loop.model.parameters() for row in p])
+
+
+@line('f"{p.norm():.3f}"')
+def _(loop):
+    return [f"{p.norm():.3f}" for p in loop.model.parameters()]
+
+
 @line("p.data.mul_(0.5)")
 def _(loop):
     for p in loop.model.parameters():
         p.data.mul_(0.5)
+
+
+@line("p.data[2:5] = 0")
+def _(loop):
+    loop.model.up.weight.data[2:5] = 0
+
+
+@line("p.grad[0].mul_(0)")
+def _(loop):
+    loop.model.up.weight.grad[0].mul_(0)
+
+
+@line("p.data[p.data < 0] = 0")
+def _(loop):
+    p = loop.model.up.weight
+    p.data[p.data < 0] = 0
+
+
+@line("nn.init.eye_(p)")
+def _(loop):
+    nn.init.eye_(loop.model.up.weight)
 
 
 @line("p.data = p.data * 0.5")
@@ -252,6 +294,16 @@ def _(loop):
     kept = copy.deepcopy(loop.model.state_dict())
     loop.step(5)
     loop.model.load_state_dict(kept)
+
+
+@line("copy.deepcopy(optimizer)")
+def _(loop):
+    copy.deepcopy(loop.optimizer)
+
+
+@line("model.share_memory()")
+def _(loop):
+    loop.model.share_memory()
 
 
 @line("torch.func.functional_call(model, weights, x)")
@@ -347,6 +399,26 @@ def test_every_line_is_as_on_one_process_or_an_error(how):
     else:
         for found in run_ranks(_run, 2, how, [last], mesh=AXES.get(how), probes="auto"):
             assert _judged(found[last], expected[last]) == told[last]
+
+
+def _penalized(ctx, how):
+    """The weights after three steps with a norm and sums of squares of all parameters in the loss."""
+    loop = Loop(ctx, how)
+    for step in range(3):
+        loop.optimizer.zero_grad()
+        terms = [loop.model.up.weight.norm(), *(p.square().sum() for p in loop.model.parameters())]
+        (
+            loop.loss(step) + 0.1 * sum(getattr(term, "full_tensor", lambda term=term: term)() for term in terms)
+        ).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
+@pytest.mark.parametrize("how", ["zero 3", "fully_shard", "tensor"])
+def test_penalties_that_are_made_whole_are_as_on_one_process(how):
+    expected = _penalized(weft.local(), how)
+    for found in run_ranks(_penalized, 2, how, mesh=AXES.get(how), probes="auto"):
+        assert _equal(found, expected)
 
 
 def _fails(ctx, how):
