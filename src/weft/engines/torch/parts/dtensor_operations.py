@@ -36,7 +36,7 @@ def watched(call: Callable[..., Any]) -> Callable[..., Any]:
             check_written(op, args, kwargs)
         try:
             found = call(op, args, *more)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, IndexError) as error:
             if _is_of_dtensors(error) and not _fails_anyway(op, args, kwargs):
                 raise _refused(str(op), _first((args, kwargs)), str(error)) from error
             raise
@@ -114,12 +114,10 @@ def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
 
 def _note(base: Any, found: Any) -> None:
     """Remember what should be a view of `base`, if it does not share its memory."""
-    if torch._C._current_graph_task_id() != -1:  # what a backward pass has made is not of use elsewhere
-        return
     for part in found if isinstance(found, list | tuple) else (found,):
         if isinstance(part, torch.Tensor) and is_sharded(base):
             memory = _memory(part)
-            if memory._cdata != _memory(base)._cdata:
+            if memory._cdata != _memory(base)._cdata and memory.device.type != "meta":  # nor what a compiler traces
                 _COPIES[memory._cdata] = memory
 
 
@@ -138,8 +136,14 @@ def _check_outputs(op: Any, args: Any, kwargs: dict[str, Any], specs: Any) -> No
 
 
 def _is_of_dtensors(error: Exception) -> bool:
-    words = ("Sharding propagation failed", "got mixed torch.Tensor", "sharding strategy", "with DTensor")
-    return any(word in str(error) for word in words)
+    words = (
+        "Sharding propagation failed",
+        "sharding strategy",
+        "got mixed torch.Tensor",
+        "with DTensor",
+        "dtensor args",
+    )
+    return isinstance(error, IndexError) or any(word in str(error) for word in words)
 
 
 def _fails_anyway(op: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -2,8 +2,7 @@
 
 `float(p.grad.norm())` of a sharded parameter is the norm of this rank's shard, and no error of torch's; and
 `p.copy_(whole)`, as in `load_state_dict`, is "got mixed torch.Tensor and DTensor". They are found where torch
-dispatches them, whoever has made the DTensor: nothing that was right before is an error after it. What torch refuses
-or loses otherwise is seen in the steps of its dispatch; see `dtensor_operations`.
+dispatches them, whoever has made the DTensor; so is what torch refuses or loses otherwise, see `dtensor_operations`.
 """
 
 from __future__ import annotations
