@@ -190,6 +190,9 @@ def _on_ranks(ctx, folder):
     with told("collectives/encoding.py", "with layout") as it:
         gather_objects(value, ctx)
     assert gather_objects(eval(it.fix, {"value": value}), ctx)[0].shape == (4, 6)
+    with told("collectives/primitives.py", "do not belong together") as it:
+        weft.reduce(value, ctx)
+    assert torch.equal(eval(it.fix, {"weft": weft, "value": value, "ctx": ctx}), torch.full((4, 6), 2.0))
 
     module = "only_on_one_rank"
     pathlib.Path(folder, f"{module}.py").write_text("import enum\nKind = enum.Enum('Kind', ['A', 'B'])\n")

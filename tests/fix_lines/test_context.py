@@ -409,14 +409,17 @@ def _kinds_of_tensors(ctx):
     model(torch.ones(1, 2)).sum().backward()
     with told("context/shutdown.py", "torch computes with tensors of one kind") as it, weft.adopt(device="cpu"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norm, full, decay = re.fullmatch(
-        r"(.*), or max_value=, before optimizer.step\(\); (.*) for parameters; (weight_decay=) of an optimizer .*",
+    norm, full, term, decay = re.fullmatch(
+        r"(.*), or max_value=, before optimizer.step\(\); (.*) for parameters; (.*) for each term .*, "
+        r"or (weight_decay=) of an optimizer",
         it.fix,
     ).groups()
     for line in (norm, norm.replace("max_norm=", "max_value=")):
         exec(line, {"weft": weft, "model": model, "ctx": ctx})
     with eval(full, {"weft": weft, "model": model, "ctx": ctx}):
         assert sum(p.square().sum() for p in model.parameters()) > 0
+    penalty, own = model[1].weight.square().sum(), model[0].weight.square().sum()
+    (model(torch.ones(1, 2)).sum() * 0 + own + eval(term, {"penalty": penalty})).backward()
     torch.optim.SGD(model.parameters(), **{decay[:-1]: 0.1}).step()
 
 

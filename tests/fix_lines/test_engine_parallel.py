@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -417,6 +418,20 @@ def _tensor_mistakes(ctx):
     assert torch.cat([one.flatten() for one in gradients]).norm() <= 1 + 1e-5
 
 
+def _changes_a_row(fix, model, ctx):
+    """A line that makes a DTensor whole, changes it and takes it back; and one that does so with a model."""
+    expected = model.weight.detach().full_tensor()
+    names = {"torch": torch, "weft": weft, "model": model, "ctx": ctx, "tensor": model.weight}
+    pattern = r"(.*)  # on all ranks; to change it, under no_grad: (.*); parameters also: (.*) \.\.\."
+    whole, change, every = re.fullmatch(pattern, fix).groups()
+    exec(f"{whole}\nwith torch.no_grad(): {change}", names)
+    expected[0] = 0
+    assert torch.equal(model.weight.detach().full_tensor(), expected)
+    exec(f"{every}\n    model.weight[0] = 1", names)
+    expected[0] = 1
+    assert torch.equal(model.weight.detach().full_tensor(), expected)
+
+
 def _part_mistakes(ctx, folder):
     model, inner = weft.fully_shard(nn.Linear(4, 4), ctx)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -454,6 +469,17 @@ def _part_mistakes(ctx, folder):
         target.copy_(source)
     it.run(target=target, source=source)
     assert torch.equal(target.full_tensor(), source.full_tensor())
+
+    tensor = model.weight.detach()
+    with told("engines/torch/parts/dtensor_operations.py", "which changes a copy") as it:
+        tensor[0] = 0
+    _changes_a_row(it.fix, model, inner)
+    with told("engines/torch/parts/dtensor_operations.py", "torch cannot do this") as it:
+        tensor[tensor < 0] = 0
+    _changes_a_row(it.fix, model, inner)
+    with told("engines/torch/parts/dtensor_operations.py", "memory of its part") as it:
+        tensor.numpy()
+    _changes_a_row(it.fix, model, inner)
 
     with told("engines/torch/parts/no_file.py", "cannot be pickled") as it:
         torch.save(model.state_dict(), io.BytesIO())

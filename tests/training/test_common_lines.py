@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 import weft
 from tests.variants import slow
 from weft.engines.torch.parts.dtensor_reads import check_reads
-from weft.errors import WeftError
+from weft.errors import ContractError, WeftError
 from weft.tensors.dtensor import full_tensor
 from weft.testing import RanksFailed, run_ranks
 
@@ -171,6 +171,12 @@ def _(loop):
     loop.model.up.weight.grad = None
 
 
+@line("p.grad = whole")
+def _(loop):
+    p = loop.model.up.weight
+    p.grad = torch.ones(p.shape, dtype=DTYPE, device=p.device)
+
+
 @line("sum(p.numel() for p in model.parameters())")
 def _(loop):
     return sum(p.numel() for p in loop.model.parameters())
@@ -181,10 +187,46 @@ def _(loop):
     return sum(p.square().sum().item() for p in loop.model.parameters())
 
 
+@line("p.tolist()")
+def _(loop):
+    return torch.cat([torch.tensor(p.tolist(), dtype=DTYPE).flatten() for p in loop.model.parameters()])
+
+
+@line("[row.norm() for row in p]")
+def _(loop):
+    return torch.tensor([row.norm().item() for p in loop.model.parameters() for row in p])
+
+
+@line('f"{p.norm():.3f}"')
+def _(loop):
+    return [f"{p.norm():.3f}" for p in loop.model.parameters()]
+
+
 @line("p.data.mul_(0.5)")
 def _(loop):
     for p in loop.model.parameters():
         p.data.mul_(0.5)
+
+
+@line("p.data[2:5] = 0")
+def _(loop):
+    loop.model.up.weight.data[2:5] = 0
+
+
+@line("p.grad[0].mul_(0)")
+def _(loop):
+    loop.model.up.weight.grad[0].mul_(0)
+
+
+@line("p.data[p.data < 0] = 0")
+def _(loop):
+    p = loop.model.up.weight
+    p.data[p.data < 0] = 0
+
+
+@line("nn.init.eye_(p)")
+def _(loop):
+    nn.init.eye_(loop.model.up.weight)
 
 
 @line("p.data = p.data * 0.5")
@@ -252,6 +294,16 @@ def _(loop):
     kept = copy.deepcopy(loop.model.state_dict())
     loop.step(5)
     loop.model.load_state_dict(kept)
+
+
+@line("copy.deepcopy(optimizer)")
+def _(loop):
+    copy.deepcopy(loop.optimizer)
+
+
+@line("model.share_memory()")
+def _(loop):
+    loop.model.share_memory()
 
 
 @line("torch.func.functional_call(model, weights, x)")
@@ -349,6 +401,26 @@ def test_every_line_is_as_on_one_process_or_an_error(how):
             assert _judged(found[last], expected[last]) == told[last]
 
 
+def _penalized(ctx, how):
+    """The weights after three steps with a norm and sums of squares of all parameters in the loss."""
+    loop = Loop(ctx, how)
+    for step in range(3):
+        loop.optimizer.zero_grad()
+        terms = [loop.model.up.weight.norm(), *(p.square().sum() for p in loop.model.parameters())]
+        (
+            loop.loss(step) + 0.1 * sum(getattr(term, "full_tensor", lambda term=term: term)() for term in terms)
+        ).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
+@pytest.mark.parametrize("how", ["zero 3", "fully_shard", "tensor"])
+def test_penalties_that_are_made_whole_are_as_on_one_process(how):
+    expected = _penalized(weft.local(), how)
+    for found in run_ranks(_penalized, 2, how, mesh=AXES.get(how), probes="auto"):
+        assert _equal(found, expected)
+
+
 def _fails(ctx, how):
     loop = Loop(ctx, how)
     loop.step(0)
@@ -425,6 +497,65 @@ def test_copies_that_would_mix_ranks_raise():
     for told, whole in run_ranks(_copied, 4, mesh={"data": 2, "tensor": 2}):
         assert told == ["ContractError"] * 3
         assert torch.equal(whole, torch.arange(8.0).view(4, 2))
+
+
+WRITES = (
+    "t[0, 0] = 1",
+    "t[2:5].zero_()",
+    "t[:, 1:3].fill_(9)",
+    "t[..., 0].mul_(2)",
+    "t.view(-1)[5:7].fill_(9)",
+    "t.view(-1).mul_(2)",
+    "t.t()[0].fill_(2)",
+    "t.chunk(4, 1)[0].zero_()",
+    "t.chunk(4)[1].zero_()",
+    "t.narrow(0, 1, 2).zero_()",
+    "t.diagonal().zero_()",
+    "t.fill_diagonal_(0)",
+    "t.tril_()",
+    "t.renorm_(2, 0, 0.5)",
+    "t[t < 3] = 0",
+    "t[t[:, 0] < 9] = 0",
+    "t[:, t[0] < 2] = 0",
+    "t.masked_fill_(t < 3, 0)",
+    "t.index_fill_(0, torch.tensor(1), 5)",
+    "t[:, 1] = 5",
+    "t[1:3] += 1",
+    "t.clamp_(2, 9)",
+    "t[2:5].copy_(torch.ones(3, 4))",
+    "torch._foreach_zero_([t[2:5]])",
+    "torch.add(t[2:5], 1, out=t[2:5])",
+    "torch.add(t, 1, out=t)",
+    "torch.eye(8, 4, out=t)",
+    "t[2:5].clone().zero_()",
+)
+
+
+def _written(ctx, dim):
+    """The values of a tensor that is cut along `dim` after each line; or that it was refused."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    check_reads()
+    found = {}
+    for code in WRITES:
+        t = torch.arange(32.0).view(8, 4)
+        if ctx.world_size > 1:
+            t = DTensor.from_local(t.chunk(2, dim)[ctx.rank].contiguous(), ctx.mesh, [Shard(dim)])
+        try:
+            exec(code, {"torch": torch, "t": t})
+            found[code] = full_tensor(t).clone()
+        except ContractError:
+            found[code] = None
+    return found
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_written_into_a_part_of_a_sharded_tensor_arrives_or_is_refused(dim):
+    expected = _written(weft.local(), dim)
+    for found in run_ranks(_written, 2, dim):
+        assert all(one is None or torch.equal(one, expected[code]) for code, one in found.items())
+        assert found["t.view(-1)[5:7].fill_(9)"] is None
+        assert found["t[..., 0].mul_(2)" if dim == 0 else "t[2:5].zero_()"] is not None
 
 
 def test_the_page_has_every_line():

@@ -18,6 +18,7 @@ from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
 from weft.peers.liveness import absent, check_failed, culprit, is_communication_error, late, peer_error
+from weft.tensors.dtensor import axes_of, is_sharded
 from weft.tensors.nested import leaves, map_tensors
 from weft.tensors.pairwise import in_pairs, pair_rounds
 
@@ -98,9 +99,18 @@ def tensors_of(what: str, value: object, *, grad: bool) -> tuple[list[torch.Tens
     """The tensors of `value`, and as text which of them gradients flow through.
 
     Raises:
-        TypeError: A leaf is not a tensor; or one requires grad, and the result would silently be a constant.
+        TypeError: A leaf is not a tensor, or is cut over ranks; or one requires grad, and the result would silently be
+            a constant.
     """
     found = only_tensors(what, value)
+    cut = [tensor for tensor in found if is_sharded(tensor)]
+    if cut:
+        raise type_error(
+            f"{what}: a tensor is cut over ranks, whose parts do not belong together",
+            found=listed(f"a DTensor {tuple(tensor.shape)} over {axes_of(tensor)}" for tensor in cut),
+            expected="tensors of which each rank has its own",
+            fix=f"weft.collectives.{what}(value.full_tensor(), ctx)",
+        )
     tracked = [index for index, tensor in enumerate(found) if tensor.requires_grad and torch.is_grad_enabled()]
     if not grad and tracked:
         raise type_error(

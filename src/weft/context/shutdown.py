@@ -224,7 +224,8 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
             fix='weft.collectives.vocab_cross_entropy(logits, labels, ctx)  # of a head of style "vocab"'
             if of_logits
             else "weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step(); "
-            "weft.full_params(model, ctx) for parameters; weight_decay= of an optimizer for sums of squares in a loss",
+            "weft.full_params(model, ctx) for parameters; penalty.full_tensor() for each term of a loss over them, "
+            "or weight_decay= of an optimizer",
         )
     if error is not None and (isinstance(error, PeerError) or world.store is None):
         return error

@@ -27,7 +27,7 @@ from weft.engines.torch.optim.closures import after_closure
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.optim.state_layout import StateLayout, state_layout
 from weft.errors import ContractError, listed
-from weft.tensors.dtensor import local
+from weft.tensors.dtensor import cut_like, local
 from weft.tensors.pairwise import PairGather, as_real
 
 __all__ = ["Part", "PartitionedStep", "shard_of"]
@@ -125,6 +125,8 @@ class _Shard(Part):
             if gradient.placements != sharded.placements:  # of a sum over ranks
                 gradient = gradient.redistribute(placements=sharded.placements)
             gradient = gradient.to_local()
+        elif gradient is not None:  # a whole one that was assigned
+            gradient = local(cut_like(gradient, sharded))
         self.values.grad = gradient
 
     def as_dtensor(self, value: torch.Tensor) -> torch.Tensor:

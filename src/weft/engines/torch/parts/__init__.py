@@ -1,8 +1,9 @@
 """What users do with tensors of which this rank has a part: right, or refused.
 
-no_file.py        files, and whole tensors that are loaded
-dtensor_reads.py  numbers in a DTensor, and copies into one
-part_gradients.py gradients between a backward pass and a step
-cut_gradient.py   those of cut layers, beside those of whole ones
-assigned_data.py  `parameter.data = ...`
+no_file.py             files, and whole tensors that are loaded
+dtensor_operations.py  operations and writes that torch refuses or loses
+dtensor_reads.py       numbers in a DTensor, and copies into one
+part_gradients.py      gradients between a backward pass and a step
+cut_gradient.py        those of cut layers, beside those of whole ones
+assigned_data.py       `parameter.data = ...`
 """

@@ -1,8 +1,8 @@
-"""Two lines about DTensors that torch answers with a part, or not at all, are right or refused.
+"""Lines about DTensors that torch answers with a part, or not at all, are right or refused.
 
 `float(p.grad.norm())` of a sharded parameter is the norm of this rank's shard, and no error of torch's; and
 `p.copy_(whole)`, as in `load_state_dict`, is "got mixed torch.Tensor and DTensor". They are found where torch
-dispatches them, whoever has made the DTensor: nothing that was right before is an error after it.
+dispatches them, whoever has made the DTensor; so is what torch refuses or loses otherwise, see `dtensor_operations`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,22 @@ from typing import Any
 
 import torch
 
+from weft.engines.torch.parts.dtensor_operations import check_written, copied, no_memory, watched
 from weft.errors import ContractError
 from weft.tensors.dtensor import cut_like, is_sharded
 
 __all__ = ["check_reads"]
+
+
+# What torch calls of its dispatch in Python: all of it before torch 2.10; since then, what is not done in C++.
+_STEPS = (
+    "dispatch",
+    "_propagate_op_sharding_dispatch_slow_path",
+    "_dispatch_get_local_results_slow_path",
+    "_dispatch_fast_path_python_tail",
+)
+# These methods are not operations: torch looks for the memory of the DTensor itself, and crashes or raises.
+_OF_MEMORY = ("tolist", "numpy", "__format__", "__dlpack__", "storage", "share_memory_", "apply_", "map_", "map2_")
 
 
 @functools.cache
@@ -26,6 +38,15 @@ def check_reads() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
     dispatcher._custom_op_handlers[torch.ops.aten.copy_.default] = _copied
+    as_strided = dispatcher._custom_op_handlers.get(torch.ops.aten.as_strided.default)
+    if as_strided is not None:
+        dispatcher._custom_op_handlers[torch.ops.aten.as_strided.default] = watched(as_strided)
+    for step in _STEPS:
+        if hasattr(dispatcher, step):
+            setattr(dispatcher, step, watched(getattr(dispatcher, step)))
+    for name in _OF_MEMORY:
+        setattr(DTensor, name, no_memory(name))
+    DTensor.__deepcopy__ = copied(DTensor.__deepcopy__)  # type: ignore[method-assign]
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,6 +65,7 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`copy_`: a part of a whole tensor is what a shard takes from it. Collectives: those of a change of placements."""
     target, source, *_ = args
+    check_written(op, args, kwargs)
     if not is_sharded(target):
         raise ContractError(
             "copy_: a DTensor is copied into a plain tensor",

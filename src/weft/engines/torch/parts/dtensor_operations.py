@@ -1,0 +1,175 @@
+"""Operations on DTensors that torch refuses in its own words, or whose writes get lost, are refused clearly.
+
+Some of torch's operations have no version for tensors that are cut over ranks. And a slice of such a tensor is often a
+gathered copy: what is written into it changes nothing, without an error. Both are seen where torch dispatches them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weft.errors import ContractError
+from weft.tensors.dtensor import axes_of, is_sharded
+
+__all__ = ["check_written", "copied", "no_memory", "watched"]
+
+_FIX = (
+    "whole = tensor.full_tensor()  # on all ranks; to change it, under no_grad: whole[0] = 0; tensor.copy_(whole); "
+    "parameters also: with weft.full_params(model, ctx, write=True), torch.no_grad(): ..."
+)
+_COPIES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # memory of gathered slices
+
+
+def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of torch's dispatch of an operation on DTensors, which raises errors of weft's."""
+
+    @functools.wraps(call)
+    def run(op: Any, args: Any, *more: Any) -> Any:
+        kwargs = more[0] if more and isinstance(more[0], dict) else {}
+        if _COPIES:
+            check_written(op, args, kwargs)
+        try:
+            found = call(op, args, *more)
+        except (RuntimeError, AssertionError, IndexError) as error:
+            if _is_of_dtensors(error) and not _fails_anyway(op, args, kwargs):
+                raise _refused(str(op), _first((args, kwargs)), str(error)) from error
+            raise
+        if op.is_view:
+            _note(args[0], found)
+        elif kwargs and hasattr(found, "output_spec"):
+            _check_outputs(op, args, kwargs, found.output_spec)
+        return found
+
+    return run
+
+
+def _refused(what: str, tensor: torch.Tensor, why: str) -> ContractError:
+    """The error for an operation that torch cannot do on the parts of a tensor."""
+    return ContractError(
+        f"{what}: torch cannot do this with a tensor that is cut over ranks",
+        found=f"{_described(tensor)}; {why.splitlines()[0]}",
+        expected="a whole tensor, or an operation that each rank can do with its part",
+        fix=_FIX,
+    )
+
+
+def no_memory(name: str) -> Callable[..., Any]:
+    """A method of DTensor that would ask for its memory, which it does not have: the parts have."""
+
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if name == "__format__" and args == ("",):
+            return str(self)
+        raise ContractError(
+            f"{name}: each rank has the memory of its part only",
+            found=_described(self),
+            expected="operations of torch, or a whole tensor",
+            fix=_FIX,
+        )
+
+    return method
+
+
+def copied(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`copy.deepcopy` of a DTensor; torch takes one whose part begins within a larger memory for a plain tensor."""
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if self.requires_grad or not self.storage_offset():
+            return original(self, memo)
+        return memo.setdefault(id(self), self.detach().clone())
+
+    return method
+
+
+def check_written(op: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if an operation writes into a slice that is a copy.
+
+    Raises:
+        ContractError: It does.
+    """
+    if not op._schema.is_mutable:
+        return
+    for tensor in _written(op, args, kwargs):
+        if is_sharded(tensor) and _memory(tensor)._cdata in _COPIES:
+            raise ContractError(
+                f"{op}: a slice of a tensor that is cut over ranks is written, which changes a copy",
+                found=f"{_described(tensor)}, gathered from the ranks that have it",
+                expected="writes into the tensor itself, of which each rank takes its part",
+                fix=_FIX,
+            )
+
+
+def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def _note(base: Any, found: Any) -> None:
+    """Remember what should be a view of `base`, if it does not share its memory."""
+    for part in found if isinstance(found, list | tuple) else (found,):
+        if isinstance(part, torch.Tensor) and is_sharded(base):
+            memory = _memory(part)
+            if memory._cdata != _memory(base)._cdata and memory.device.type != "meta":  # nor what a compiler traces
+                _COPIES[memory._cdata] = memory
+
+
+def _memory(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+def _check_outputs(op: Any, args: Any, kwargs: dict[str, Any], specs: Any) -> None:
+    """Raise if `out=` would be cut in another way afterwards, or get a whole tensor as its part: it is a parameter."""
+    outs = [kwargs[argument.name] for argument in op._schema.arguments if argument.is_out and argument.name in kwargs]
+    for out, spec in zip(outs, specs if isinstance(specs, list | tuple) else (specs,), strict=False):
+        if not is_sharded(out) or all(placement.is_replicate() for placement in out.placements):
+            continue
+        if _first(args) is None or (spec is not None and spec.placements != out.placements):
+            raise _refused(str(op), out, "out= gets all of the result on each rank")
+
+
+def _is_of_dtensors(error: Exception) -> bool:
+    words = (
+        "Sharding propagation failed",
+        "sharding strategy",
+        "got mixed torch.Tensor",
+        "with DTensor",
+        "dtensor args",
+    )
+    return isinstance(error, IndexError) or any(word in str(error) for word in words)
+
+
+def _fails_anyway(op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation does not work with whole tensors of these shapes either: torch's error says why."""
+
+    def on_meta(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    try:
+        op(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
+    except NotImplementedError:
+        return False
+    except (RuntimeError, IndexError, ValueError):
+        return True
+    return False
+
+
+def _first(values: Any) -> Any:
+    return next((value for value in tree_leaves(values) if is_sharded(value)), None)
+
+
+def _described(tensor: Any) -> str:
+    return f"a DTensor {list(tensor.shape)} that is {_placed(tensor.placements)} over {axes_of(tensor)}"
+
+
+def _placed(placements: Any) -> str:
+    return ", ".join(map(str, placements))
