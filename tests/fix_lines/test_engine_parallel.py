@@ -387,6 +387,13 @@ def _tensor_mistakes(ctx):
     assert plain == "model(x) after full_params"
     model(x).sum().backward()
 
+    inputs = x.clone().requires_grad_()
+    for call in (model, model[0].up):
+        with told("engines/torch/parallel/tensor_module.py", "create_graph=True") as it:
+            torch.autograd.grad(call(inputs).square().sum(), inputs, create_graph=True)
+    same = it.run(model=_heads(), ctx=ctx)["model"]
+    assert torch.autograd.grad(same(inputs).square().sum(), inputs, create_graph=True)[0].grad_fn is not None
+
     p = model[0].up.weight
     with told("engines/torch/parts/assigned_data.py", "was assigned") as it:
         p.data = p.data * 0.5
