@@ -142,6 +142,17 @@ def _given(ctx):
     train(names["model"], sgd(names["model"]), ctx)
 
 
+def _hooked(ctx):
+    model, _ = weft.fully_shard(Net(), ctx)
+    p = model.head.weight
+    handle = p.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with told("engines/torch/fsdp/own_parameters.py", "would not be called") as it:
+        model(x_of(ctx))
+    handle.remove()
+    exec(it.fix, {"loss": model(x_of(ctx)).sum() * 9, "p": p})
+    assert p.grad.full_tensor().abs().max() == 1
+
+
 def _windows(ctx):
     with told("engines/torch/fsdp/held_gradients.py", "before they were reduced") as it:
         windows_in_part(weft.fully_shard, ctx, breaks=True)
@@ -185,6 +196,7 @@ def _calls(ctx, path):
         _gradients,
         _copied,
         _given,
+        _hooked,
         _windows,
         _gathered_low,
     )

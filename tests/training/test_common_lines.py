@@ -167,6 +167,12 @@ def _(loop):
             p.grad.mul_(0.5)
 
 
+@line("p.register_hook(lambda gradient: gradient * 0.5)")
+def _(loop):
+    for p in loop.model.parameters():
+        p.register_hook(lambda gradient: gradient * 0.5)
+
+
 @line("p.grad = None")
 def _(loop):
     loop.model.up.weight.grad = None
