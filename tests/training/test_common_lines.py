@@ -280,6 +280,11 @@ def _(loop):
         return found if loop.alone or loop.how in ("tensor", "pipeline") else weft.reduce(found, loop.ctx, "mean")
 
 
+@line("part.requires_grad_(False)  # on all ranks")
+def _(loop):
+    loop.model.up.requires_grad_(requires_grad=False)
+
+
 @line("model.to(dtype); model.to(device)")
 def _(loop):
     loop.model.to(DTYPE).to("cpu")
