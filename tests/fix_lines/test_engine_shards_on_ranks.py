@@ -153,6 +153,21 @@ def _hooked(ctx):
     assert p.grad.full_tensor().abs().max() == 1
 
 
+def _lost_write(ctx):
+    model, here = weft.fully_shard(Net(), ctx)
+    before = model.head.weight.detach().full_tensor()
+    for passes_backward in (False, True):
+        loss = model(x_of(ctx)).sum()
+        with torch.no_grad():
+            model.head.weight.mul_(0.5)
+        with told("engines/torch/fsdp/left_gathered.py", "were written to") as it:
+            (loss if passes_backward else model(x_of(ctx)).sum()).backward()
+    model(x_of(ctx))
+    it.run(torch=torch, model=model, ctx=here)
+    assert torch.equal(model.head.weight.detach().full_tensor(), before * 0.5)
+    model(x_of(ctx)).sum().backward()
+
+
 def _windows(ctx):
     with told("engines/torch/fsdp/held_gradients.py", "before they were reduced") as it:
         windows_in_part(weft.fully_shard, ctx, breaks=True)
@@ -197,6 +212,7 @@ def _calls(ctx, path):
         _copied,
         _given,
         _hooked,
+        _lost_write,
         _windows,
         _gathered_low,
     )

@@ -204,6 +204,13 @@ def _(loop):
         p.data.mul_(0.5)
 
 
+@line("loss = model(x); p.data.mul_(0.5)  # and no backward")
+def _(loop):
+    loop.loss(5)
+    for p in loop.model.parameters():
+        p.data.mul_(0.5)
+
+
 @line("p.data = p.data * 0.5")
 def _(loop):
     for p in loop.model.parameters():
