@@ -406,6 +406,14 @@ def _tensor_mistakes(ctx):
     exec(every.replace("p.copy_(...)", "model[0].up.weight.copy_(before)"), {**globals(), **locals(), "ctx": inner})
     assert torch.equal(p.detach().full_tensor(), before)
 
+    with told("engines/torch/parts/no_file.py", "pickle of a") as it:
+        torch.save(model, io.BytesIO())
+    copied = copy.deepcopy(model)
+    copied(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.save(it.run(model=model, ctx=inner, optimizer=optimizer)["model"], io.BytesIO())
+    model, inner = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
+
     with told("engines/torch/parts/no_file.py", "was given whole tensors") as it:
         model.load_state_dict(whole)
     assert it.fix.startswith("model.load_state_dict(...) before weft.tensor_parallel, or")

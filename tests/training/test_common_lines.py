@@ -271,6 +271,11 @@ def _(loop):
     return copied(x).mean().item() * 0
 
 
+@line("torch.save(model, file)")
+def _(loop):
+    torch.save(loop.model, io.BytesIO())
+
+
 @line("copy.deepcopy(model.state_dict())")
 def _(loop):
     kept = copy.deepcopy(loop.model.state_dict())
