@@ -86,6 +86,9 @@ def _gradients(ctx):
         x = x_of(ctx).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
+    viewed, _ = weft.fully_shard(nn.Sequential(Net(), nn.Flatten(0)), ctx)
+    with told("engines/torch/fsdp/refusals.py", "whose parameters are sharded"):
+        torch.func.jacrev(viewed)(x_of(ctx))
     model = it.run(model=Net(), ctx=ctx)["model"]
     x = x_of(ctx).requires_grad_()
     y = model(x)

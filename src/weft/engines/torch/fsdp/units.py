@@ -249,12 +249,17 @@ def _without_views(output: Any) -> Any:
 
 
 class _Same(torch.autograd.Function):
-    """The identity."""
+    """The identity, in the form that torch.func takes."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        del ctx  # nothing is saved
+    def forward(tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
