@@ -418,6 +418,28 @@ def test_torch_clips_gradients_of_cut_layers_under_a_strategy(strategy, by_value
         assert found == pytest.approx(expected, abs=1e-9)
 
 
+def _trained_copy(ctx, how):
+    """Weights of a copy that is trained after the lines on the page."""
+    loop = Loop(ctx, how)
+    loop.step(0)
+    loop.model = copy.deepcopy(loop.model)
+    if not loop.alone:
+        if how == "context":
+            loop.model, loop.ctx = weft.context_parallel(loop.model, loop.ctx)
+        loop.model, loop.ctx = weft.replicate(loop.model, loop.ctx)
+    loop.optimizer = torch.optim.Adam(loop.model.parameters(), 0.05)
+    for step in range(1, 4):
+        loop.step(step)
+    return loop.weights()
+
+
+@pytest.mark.parametrize("how", ["context", *slow("replicate", "zero 1")])
+def test_a_copy_is_trained_as_the_page_says(how):
+    expected = _trained_copy(weft.local(), how)
+    for found in run_ranks(_trained_copy, 2, how, mesh=AXES.get(how), probes="auto"):
+        assert _equal(found, expected)
+
+
 def _undone(ctx, how):
     """A module that is made plain between a backward pass and a step: its gradients and the sum that the page gives."""
     loop = Loop(ctx, how)
