@@ -353,6 +353,16 @@ def another_stage_is_read(ctx, folder):
             assert torch.stack([p.norm() for p in eval(line.partition("  #")[0], names)]).norm() > 0
         if follow == 2:
             assert torch.stack([p.norm() for p in model.parameters()]).norm() > 0
+    x, options = torch.ones(4, 4), {"loss": nn.functional.mse_loss, "micro_batches": 2}
+    model, _ = weft.pipeline(net(), ctx, **options)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.AdamW(model.parameters())
+    with told("tensors/elsewhere.py", "are looked at") as it:
+        scaler.scale(model(x, x)).backward()
+        scaler.step(optimizer)
+    names = it.run(model=net(), ctx=ctx)
+    model, _ = weft.pipeline(names["model"], names["ctx"], **options)
+    model(x, x).backward()
+    torch.optim.AdamW(model.parameters()).step()
     model, optimizer, after = staged(ctx)
     with told("tensors/elsewhere.py", "cannot be pickled") as it:
         torch.save(model.state_dict(), folder / f"{ctx.rank}.pt")

@@ -388,6 +388,13 @@ def _tensor_mistakes(ctx):
     assert plain == "model(x) after full_params"
     model(x).sum().backward()
 
+    inputs = x.clone().requires_grad_()
+    for call in (model, model[0].up):
+        with told("engines/torch/parallel/tensor_module.py", "create_graph=True") as it:
+            torch.autograd.grad(call(inputs).square().sum(), inputs, create_graph=True)
+    same = it.run(model=_heads(), ctx=ctx)["model"]
+    assert torch.autograd.grad(same(inputs).square().sum(), inputs, create_graph=True)[0].grad_fn is not None
+
     p = model[0].up.weight
     with told("engines/torch/parts/assigned_data.py", "was assigned") as it:
         p.data = p.data * 0.5
@@ -399,6 +406,14 @@ def _tensor_mistakes(ctx):
     assert torch.equal(p.detach().full_tensor(), before * 0.5)
     exec(every.replace("p.copy_(...)", "model[0].up.weight.copy_(before)"), {**globals(), **locals(), "ctx": inner})
     assert torch.equal(p.detach().full_tensor(), before)
+
+    with told("engines/torch/parts/no_file.py", "pickle of a") as it:
+        torch.save(model, io.BytesIO())
+    copied = copy.deepcopy(model)
+    copied(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.save(it.run(model=model, ctx=inner, optimizer=optimizer)["model"], io.BytesIO())
+    model, inner = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
 
     with told("engines/torch/parts/no_file.py", "was given whole tensors") as it:
         model.load_state_dict(whole)

@@ -86,6 +86,9 @@ def _gradients(ctx):
         x = x_of(ctx).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
+    viewed, _ = weft.fully_shard(nn.Sequential(Net(), nn.Flatten(0)), ctx)
+    with told("engines/torch/fsdp/refusals.py", "whose parameters are sharded"):
+        torch.func.jacrev(viewed)(x_of(ctx))
     model = it.run(model=Net(), ctx=ctx)["model"]
     x = x_of(ctx).requires_grad_()
     y = model(x)
@@ -142,6 +145,32 @@ def _given(ctx):
     train(names["model"], sgd(names["model"]), ctx)
 
 
+def _hooked(ctx):
+    model, _ = weft.fully_shard(Net(), ctx)
+    p = model.head.weight
+    handle = p.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with told("engines/torch/fsdp/own_parameters.py", "would not be called") as it:
+        model(x_of(ctx))
+    handle.remove()
+    exec(it.fix, {"loss": model(x_of(ctx)).sum() * 9, "p": p})
+    assert p.grad.full_tensor().abs().max() == 1
+
+
+def _lost_write(ctx):
+    model, here = weft.fully_shard(Net(), ctx)
+    before = model.head.weight.detach().full_tensor()
+    for passes_backward in (False, True):
+        loss = model(x_of(ctx)).sum()
+        with torch.no_grad():
+            model.head.weight.mul_(0.5)
+        with told("engines/torch/fsdp/left_gathered.py", "were written to") as it:
+            (loss if passes_backward else model(x_of(ctx)).sum()).backward()
+    model(x_of(ctx))
+    it.run(torch=torch, model=model, ctx=here)
+    assert torch.equal(model.head.weight.detach().full_tensor(), before * 0.5)
+    model(x_of(ctx)).sum().backward()
+
+
 def _windows(ctx):
     with told("engines/torch/fsdp/held_gradients.py", "before they were reduced") as it:
         windows_in_part(weft.fully_shard, ctx, breaks=True)
@@ -185,6 +214,8 @@ def _calls(ctx, path):
         _gradients,
         _copied,
         _given,
+        _hooked,
+        _lost_write,
         _windows,
         _gathered_low,
     )

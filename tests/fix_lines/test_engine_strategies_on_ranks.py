@@ -435,8 +435,20 @@ def _gradients_by_hand(ctx):
     windows_in_part(weft.replicate, ctx, breaks=False)
 
 
+def _second_optimizer(ctx):
+    model = Net()
+    model, _, here = weft.local_steps(model, sgd(model), ctx, every=1)
+    optimizer = sgd(model)
+    model(x_of(ctx)).square().mean().backward()
+    with told("engines/torch/stepping/local_steps.py", "a step of another") as it:
+        optimizer.step()
+    it.run(model=model, optimizer=optimizer, ctx=here)
+    train(model, optimizer, ctx)
+
+
 def _optimizers(ctx):
     each(ctx, _flat_buffers, _states, _groups, _steps, _optimizer_of_another_model, _gradients_by_hand)
+    _second_optimizer(ctx)
 
 
 def test_optimizers():

@@ -159,7 +159,7 @@ def experts_cannot_be_divided(ctx):
     weft.replicate(nn.Sequential(model), after)
     model = mixtures()
     handle = hooked(model[0].experts)
-    with told("sharding/find_experts.py", "hooks on parameters of experts") as it:
+    with told("sharding/find_experts.py", "then the hooks") as it:
         weft.expert_parallel(model, ctx)
     assert it.fix.endswith(" first, then the hooks")
     handle.remove()
@@ -278,6 +278,13 @@ def plans_are_wrong(ctx):
     with told("sharding/layers/tensor_checks.py", "a tied parameter has different styles") as it:
         weft.tensor_parallel(model, ctx, plan=tied)
     cut(model, ctx, tokens(), plan={**tied, **entries(it.fix)})
+    model = net()
+    handle = hooked(model)
+    with told("sharding/layers/tensor_checks.py", "then the hooks") as it:
+        weft.tensor_parallel(model, ctx, plan=MLP)
+    assert it.fix == "weft.tensor_parallel(model, ctx) first, then the hooks"
+    handle.remove()
+    hooked(weft.tensor_parallel(model, ctx, plan=MLP)[0])
     after = weft.tensor_parallel(net(), ctx, plan=MLP)
     with told("sharding/layers/tensor_checks.py", "parts of the plan are already sharded") as it:
         weft.tensor_parallel(nn.Sequential(after[0], net()), after[1], plan={"*.0": "column", "*.2": "row"})

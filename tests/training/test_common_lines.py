@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import weft
@@ -166,6 +167,12 @@ def _(loop):
             p.grad.mul_(0.5)
 
 
+@line("p.register_hook(lambda gradient: gradient * 0.5)")
+def _(loop):
+    for p in loop.model.parameters():
+        p.register_hook(lambda gradient: gradient * 0.5)
+
+
 @line("p.grad = None")
 def _(loop):
     loop.model.up.weight.grad = None
@@ -175,6 +182,16 @@ def _(loop):
 def _(loop):
     p = loop.model.up.weight
     p.grad = torch.ones(p.shape, dtype=DTYPE, device=p.device)
+
+
+@line("torch.autograd.grad(y, x, create_graph=True)  # a gradient penalty")
+def _(loop):
+    x = loop.batch(5)[0].requires_grad_()
+    given = (x, x.detach()) if loop.how == "pipeline" and not loop.alone else (x,)
+    with sdpa_kernel(SDPBackend.MATH):  # torch has no second derivative of the others
+        gradient = torch.autograd.grad(loop.model(*given).square().sum(), x, create_graph=True)[0]
+        loop.optimizer.zero_grad()
+        gradient.square().mean().backward()
 
 
 @line("sum(p.numel() for p in model.parameters())")
@@ -227,6 +244,13 @@ def _(loop):
 @line("nn.init.eye_(p)")
 def _(loop):
     nn.init.eye_(loop.model.up.weight)
+
+
+@line("loss = model(x); p.data.mul_(0.5)  # and no backward")
+def _(loop):
+    loop.loss(5)
+    for p in loop.model.parameters():
+        p.data.mul_(0.5)
 
 
 @line("p.data = p.data * 0.5")
@@ -289,6 +313,11 @@ def _(loop):
     return copied(x).mean().item() * 0
 
 
+@line("torch.save(model, file)")
+def _(loop):
+    torch.save(loop.model, io.BytesIO())
+
+
 @line("copy.deepcopy(model.state_dict())")
 def _(loop):
     kept = copy.deepcopy(loop.model.state_dict())
@@ -313,6 +342,11 @@ def _(loop):
     with torch.no_grad():
         found = torch.func.functional_call(loop.model, weights, (x,)).mean()
         return found if loop.alone or loop.how in ("tensor", "pipeline") else weft.reduce(found, loop.ctx, "mean")
+
+
+@line("part.requires_grad_(False)  # on all ranks")
+def _(loop):
+    loop.model.up.requires_grad_(requires_grad=False)
 
 
 @line("model.to(dtype); model.to(device)")
@@ -348,7 +382,7 @@ def _run(ctx, how, names):
             loop.step(2)
             value = {n: _plain(v) for n, v in value.items()} if isinstance(value, dict) else _plain(value)
             found[name] = value, loop.weights()
-        except (WeftError, RuntimeError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+        except (WeftError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -454,6 +488,28 @@ def test_torch_clips_gradients_of_cut_layers_under_a_strategy(strategy, by_value
     expected = _clipped(weft.local(), strategy, by_value)
     for found in run_ranks(_clipped, 4, strategy, by_value, mesh={"data": 2, "tensor": 2}, probes="auto"):
         assert found == pytest.approx(expected, abs=1e-9)
+
+
+def _trained_copy(ctx, how):
+    """Weights of a copy that is trained after the lines on the page."""
+    loop = Loop(ctx, how)
+    loop.step(0)
+    loop.model = copy.deepcopy(loop.model)
+    if not loop.alone:
+        if how == "context":
+            loop.model, loop.ctx = weft.context_parallel(loop.model, loop.ctx)
+        loop.model, loop.ctx = weft.replicate(loop.model, loop.ctx)
+    loop.optimizer = torch.optim.Adam(loop.model.parameters(), 0.05)
+    for step in range(1, 4):
+        loop.step(step)
+    return loop.weights()
+
+
+@pytest.mark.parametrize("how", ["context", *slow("replicate", "zero 1")])
+def test_a_copy_is_trained_as_the_page_says(how):
+    expected = _trained_copy(weft.local(), how)
+    for found in run_ranks(_trained_copy, 2, how, mesh=AXES.get(how), probes="auto"):
+        assert _equal(found, expected)
 
 
 def _undone(ctx, how):

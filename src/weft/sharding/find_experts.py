@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import NamedTuple, NoReturn
 
-import torch
 from torch import nn
 
 from weft.contract.select_modules import Selection, select
 from weft.engines.torch.ddp.trained import is_reduced
 from weft.errors import AlreadyApplied, listed, value_error
+from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded
 
 __all__ = ["Experts", "find_experts"]
@@ -195,15 +195,4 @@ def _check_own(what: str, module: nn.Module, experts: Experts) -> None:
             expected="plain parameters",
             fix=f"weft.{what}(model, ctx) before the other transforms",
         )
-    hooked = [name for name, p in named.items() if p._backward_hooks or _has_post_hooks(p)]
-    if hooked:
-        raise value_error(
-            f"{what}: hooks on parameters of experts would be lost",
-            found=listed(hooked),
-            expected="no hooks: the parameters are replaced",
-            fix=f"weft.{what}(model, ctx) first, then the hooks",
-        )
-
-
-def _has_post_hooks(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    check_not_hooked(what, "experts", named, fix=f"weft.{what}(model, ctx) first, then the hooks")

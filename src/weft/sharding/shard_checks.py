@@ -21,6 +21,7 @@ from weft.tensors.dtensor import is_sharded
 
 __all__ = [
     "check_drawn",
+    "check_not_hooked",
     "check_optimizers",
     "check_options",
     "check_parameters",
@@ -115,14 +116,12 @@ def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> Non
             fix="sparse=False in these embeddings, or weft.replicate(model, ctx)",
         )
     named = {name: p for name, p in module.named_parameters() if name not in set(options.ignored)}
-    hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
-    if hooked:
-        raise value_error(
-            f"{what}: hooks on parameters of {type(module).__name__} would be lost",
-            found=listed(hooked),
-            expected="no hooks: the parameters are exchanged for shards, on which torch calls none",
-            fix="remove the hooks, or weft.fully_shard(..., ignored=...) the modules that own them",
-        )
+    check_not_hooked(
+        what,
+        type(module).__name__,
+        named,
+        fix="remove the hooks, or weft.fully_shard(..., ignored=...) the modules that own them",
+    )
     unit_of = {id(part): number for number, group in enumerate(options.units, 1) for part in group}
     owner = owner_units(module, [part for group in options.units for part in group])
     kinds: dict[int, dict[torch.dtype, str]] = {}
@@ -139,6 +138,18 @@ def check_parameters(what: str, module: nn.Module, options: ShardOptions) -> Non
             found=listed(mixed),
             expected="one dtype for the trained parameters of a unit, which travel together",
             fix=f'model, ctx = weft.with_precision(model, ctx, "bf16")  # before {what}; or other units',
+        )
+
+
+def check_not_hooked(what: str, whose: str, named: Mapping[str, nn.Parameter], *, fix: str) -> None:
+    """Raise if parameters have hooks for their gradients, where others will be in the place of these parameters."""
+    hooked = [name for name, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise value_error(
+            f"{what}: hooks on parameters of {whose} would be lost",
+            found=listed(hooked),
+            expected="no hooks: the parameters are exchanged for parts of them, on which torch would call none",
+            fix=fix,
         )
 
 

@@ -80,6 +80,13 @@ def _change_ours(func: Any, args: Any, kwargs: Any) -> Any:
     left = [[a[at] for at in ours] if isinstance(a, (list, tuple)) and len(a) == len(args[0]) else a for a in args]
     if any(isinstance(one, Elsewhere) for one in tensors((left, kwargs))):
         raise _refused(func, "tensors of this rank are changed by it")
+    if not ours and any(True for _ in tensors((left[1:], kwargs))):  # what the function finds is written there
+        raise ContractError(
+            f"{func.__name__}: gradients that another rank has are looked at, as of a pipeline or of experts",
+            found="torch.amp.GradScaler: each rank would see overflows of its own gradients alone",
+            expected="a precision that needs no scale",
+            fix='model, ctx = weft.with_precision(model, ctx, "bf16")  # in place of GradScaler, before the pipeline',
+        )
     if ours:
         func(*left, **kwargs)
     return args[0]

@@ -12,6 +12,7 @@ from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import ComputesAlone, KeepsParameters, check_not_streamed, layouts, offered
 from weft.errors import ContractError, listed
+from weft.tensors.dtensor import resting_parameters
 
 __all__ = ["full_params"]
 
@@ -94,7 +95,7 @@ def _gathered(
     with contextlib.ExitStack() as stack:
         for _, offer in keepers:
             stack.enter_context(offer.gathered(write=write))
-        others = [p for p in module.parameters() if id(p) not in kept]
+        others = [p for p in resting_parameters(module) if id(p) not in kept]
         stack.enter_context(ctx.engine.gathered(module, others, group, write=write))
         for part in module.modules() if forward else ():
             for sharded in offered(part, ComputesAlone):

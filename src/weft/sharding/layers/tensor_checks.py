@@ -12,9 +12,10 @@ from weft.contract.select_modules import fits_pattern
 from weft.errors import AlreadyApplied, ContextError, ContractError, listed, type_error, value_error
 from weft.sharding.layers.forward_source import only_feeds
 from weft.sharding.layers.tensor_plan import STYLES, parts_of, pattern_of, plan_line
+from weft.sharding.shard_checks import check_not_hooked
 from weft.tensors.dtensor import is_sharded
 
-__all__ = ["Styles", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]
+__all__ = ["Styles", "check_hooks", "check_sequence", "check_sizes", "check_ties", "gathered_once", "styles_of"]
 
 Styles = dict[str, Any]  # name of a part to its style: a word, or a ParallelStyle of torch
 _WHAT = "tensor_parallel"
@@ -170,6 +171,13 @@ def check_ties(module: nn.Module, styles: Styles) -> None:
 
 def _tied_style(module: nn.Module, name: str) -> str:
     return "vocab" if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Embedding) else "gather"
+
+
+def check_hooks(module: nn.Module, styles: Styles) -> None:
+    """Raise if parameters that are to be cut have hooks."""
+    cut = tuple(f"{name}." for name, style in styles.items() if style not in ("replicate", "sequence"))
+    named = {name: p for name, p in module.named_parameters() if name.startswith(cut)}
+    check_not_hooked(_WHAT, "layers that are cut", named, fix=f"weft.{_WHAT}(model, ctx) first, then the hooks")
 
 
 # -- sizes -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from weft.peers.agreement import exchange
 from weft.peers.ledger import Ledger
 from weft.sharding.layers.tensor_checks import (
     Styles,
+    check_hooks,
     check_sequence,
     check_sizes,
     check_ties,
@@ -80,6 +81,7 @@ def cut_layers(
     check_optimizers(_WHAT, module, ctx, rebind)
     if ranks > 1:
         check_sizes(module, styles, axis, ranks)
+        check_hooks(module, styles)
         if any(style == "vocab" and isinstance(module.get_submodule(n), nn.Embedding) for n, style in styles.items()):
             check_torch(f'{_WHAT}: "vocab"', "2.13", "DTensor loses the mask of an embedding that is cut by rows")
     options = _options(module, styles, sequence=sequence)

@@ -48,6 +48,7 @@ class Trained:
         self._apart = options.apart
         self._flat = options.flat
         self.names: list[str] = []
+        self._agreed: set[str] = set()  # the same, and those that other ranks have
         self.parameters: list[nn.Parameter] = []
         self.got = bytearray()
         self.pending = False
@@ -62,6 +63,7 @@ class Trained:
         """Guard these parameters from now on."""
         self.release()
         self.names, self.parameters = list(named), list(named.values())
+        self._agreed = {*named, *self.watch.there}
         self.got, self._nothing = bytearray(len(named)), bytes(len(named))
         for index, parameter in enumerate(self.parameters):
             guard = _guard(flag, self.got, reducer, index)
@@ -81,11 +83,10 @@ class Trained:
         if not self.watch.changed_flags():
             return []
         self.watch.look(module)
-        names = list(self.watch.trained)
-        if not names or names == self.names:
+        every = {*self.watch.trained, *self.watch.there}
+        if not every or every == self._agreed:
             return []  # frozen as a whole: nothing reaches its parameters until it is unfrozen
-        entries = peers.meet("trained parameters", {"trained": names, "pending": self.has_pending()})
-        peers.agree("trained parameters", {"trained": names})
+        entries = self.watch.agree(peers, pending=self.has_pending())
         return [entry["pending"] for entry in entries]
 
     def checked(self, what: str, class_name: str) -> nn.Parameter | None:

@@ -202,6 +202,7 @@ class ShardedModule(Strategy):
 
     def _begin(self) -> None:
         running = running_backward()
+        self._units.check_left()
         self._first_steps.begin_backward(self._trained.first())
         self._retains_graph, self._only_inputs = running.retains_graph, bool(running.returned)
         check_reduces(self._what, self._class_name, running, self._trained.ids() if running.returned else ())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weft.engines.torch.fsdp.left_gathered import drop_gathered
 from weft.engines.torch.optim.rebind import like
 from weft.tensors.dtensor import full_tensor, local, resting_parameters
 
@@ -34,8 +35,8 @@ def gathered(
     shards = dict(zip((n for n, _ in module.named_parameters()), resting_parameters(module), strict=True))
     wanted = {id(p) for p in parameters}
     plain = [p for p in parameters if not isinstance(p, DTensor)]
+    drop_gathered(module)  # what a forward pass left gathered may be older than the shards
     for unit in units:
-        unit.reshard()  # what a forward pass left gathered may be older than the shards
         unit.unshard()
     cut, hooks = _put_whole(module, shards), _take_hooks(module)
     try:

@@ -49,16 +49,33 @@ class OwnParameters:
         """Raise before a call of the module whose parameters are others.
 
         Raises:
-            ContractError: Parameters are not the module's own, or `.data` of one was assigned.
+            ContractError: Parameters are not the module's own, one has a hook, or `.data` of one was assigned.
         """
         strangers = self._strangers(self._places)
         is_first = module._get_fsdp_state()._is_root is None
         if strangers and not (is_first and _were_loaded(strangers)):
             self._raise(strangers)
+        self._check_hooks()
         self._look_at_data()
         if is_first:
             module._get_fsdp_state()._lazy_init()  # may pad parts, which are other ones then
             self._look_at_data()
+
+    def _check_hooks(self) -> None:
+        """Raise for hooks on what torch computes no gradient of, or on what is freed: one of a part would see none."""
+        hooked = [
+            one._param_fqn
+            for one in self._parameters
+            if one.sharded_param._backward_hooks
+            or getattr(getattr(one, "_unsharded_param", None), "_backward_hooks", None)
+        ]
+        if hooked:
+            raise ContractError(
+                f"{self._what}: hooks on sharded parameters of {self._class_name} would not be called",
+                found=f"p.register_hook on {listed(hooked)}",
+                expected="gradients are read and changed after backward, when they are averaged over the ranks",
+                fix="loss.backward(); p.grad.clamp_(-1, 1)  # in place of p.register_hook(...)",
+            )
 
     def _look_at_data(self) -> None:
         self._assigned.look((one._param_fqn, one.sharded_param) for one in self._parameters)

@@ -78,12 +78,12 @@ class Trained:
     def look(self, module: nn.Module, peers: Peers) -> None:
         """Notice parameters that were added, frozen or unfrozen since the last call.
 
-        Collectives: if others are trained now, a meeting: ranks that reduce other ones would send other sizes.
+        Collectives: if others are trained now, two meetings: ranks that reduce other ones would send other sizes.
         """
         self._watch.check_same(module)
         if self._watch.changed_flags():
             self._watch.look(module)
-            peers.agree("trained parameters", {"trained": list(self._watch.trained)})
+            self._watch.agree(peers)
             self.unsharded.take(dict(module.named_parameters()), self._entrance)
 
     def average_unsharded(self) -> list[str]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.engines.options import ShardOptions
 from weft.engines.torch.fsdp.gather_dtype import gather_in
+from weft.engines.torch.fsdp.left_gathered import check_left, free_left, note_left
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.tensors.dtensor import groups_of, kept_prefetches, reset_units, set_spec_of
 from weft.tensors.elsewhere import is_elsewhere
@@ -119,8 +120,9 @@ class Units:
         if last is not None and self._freed_to is not None:
             last.post_forward_mesh_info, self._freed_to = self._freed_to, None
         called, self._calls = self._calls[self._place :], []
-        self._left = weakref.WeakSet(one for one in called if not one.is_sharded)
         if called and torch.is_grad_enabled():
+            self._left = weakref.WeakSet(one for one in called if not one.is_sharded)
+            note_left(self._left)
             self._expect_last(called, module)
 
     def _expect_last(self, called: Iterable[Any], module: Any) -> None:
@@ -132,12 +134,15 @@ class Units:
 
     def free_left(self) -> None:
         """Free what the last call of the module left gathered."""
-        for one in self._left:
-            one.reshard()
-        self._left.clear()
+        free_left(self._left)
+
+    def check_left(self) -> None:
+        """Raise if that was written to, where a backward pass begins."""
+        check_left(self._left)
 
     def reshard(self) -> None:
         """Free what is gathered."""
+        self.free_left()
         for unit in self:
             unit.reshard()
 
@@ -244,12 +249,17 @@ def _without_views(output: Any) -> Any:
 
 
 class _Same(torch.autograd.Function):
-    """The identity."""
+    """The identity, in the form that torch.func takes."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        del ctx  # nothing is saved
+    def forward(tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.engines.peers import Peers
 from weft.engines.torch.hooks.program_lines import applied, path
 from weft.errors import ContractError, listed
 from weft.tensors.elsewhere import is_elsewhere
@@ -25,6 +26,7 @@ class ParameterWatch:
 
     Attributes:
         trained: The parameters with `requires_grad`, by name.
+        there: Names of those with `requires_grad` that another rank has.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ParameterWatch:
         self._held = list(chain.from_iterable(map(dict.values, self._places)))
         named = dict(module.named_parameters())
         self.trained = {name: p for name, p in named.items() if p.requires_grad and not is_elsewhere(p)}
+        self.there = {name for name, p in named.items() if p.requires_grad and is_elsewhere(p)}
         self._frozen = {name for name, p in named.items() if not p.requires_grad}
         self._parameters = list(named.values())
         self._flags = [p.requires_grad for p in self._parameters]
@@ -56,6 +59,17 @@ class ParameterWatch:
     def changed_flags(self) -> bool:
         """Whether a parameter was frozen or unfrozen since."""
         return [p.requires_grad for p in self._parameters] != self._flags
+
+    def agree(self, peers: Peers, **facts: Any) -> list[Any]:
+        """Agree with the ranks that have the same parameters about which are trained. Collectives: two meetings.
+
+        Returns:
+            The facts of all ranks.
+        """
+        entries = peers.meet("trained parameters", {"trained": list(self.trained), **facts})
+        somewhere = {name for entry in entries for name in entry["trained"]}
+        peers.agree("trained parameters", {"trained": sorted({*self.trained, *(self.there & somewhere)})})
+        return entries
 
     def check_same(self, module: nn.Module) -> None:
         """Raise if the module has parameters that it had not.

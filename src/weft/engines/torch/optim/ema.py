@@ -11,7 +11,6 @@ they were.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.engines.torch.fsdp.left_gathered import drop_gathered
 from weft.errors import ContractError, listed, value_error
 from weft.tensors.dtensor import cut_like, is_sharded
 
@@ -125,14 +125,6 @@ class WeightAverages:
         with torch.no_grad():
             for name, part in parts.items():
                 self._values[name].copy_(part)
-
-
-def drop_gathered(module: nn.Module) -> None:
-    """Let FSDP2 forget gathered parameters; see [Note: where FSDP computes]."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    sharded: list[Any] = [part for part in module.modules() if isinstance(part, kind)] if kind else []
-    for part in sharded:
-        part.reshard()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,8 @@ class TensorParallelModule(Strategy):
             first, last = (module.get_submodule(options.blocks[at]) for at in (0, -1))
             attach(first, self._removable, before=cut_sequence(mesh, options.blocks[0]), first=True)
             attach(last, self._removable, after=join_sequence(mesh))
+        for name in ("", *options.styles):  # parts may be called past the module
+            attach(module.get_submodule(name), self._removable, after=_hook_outputs(_refuse_graph))
         self._units = TensorUnits(module, mesh, group, options, added_hooks(before))
         self.probes: tuple[Probe, ...] = (self._units,)
         if options.blocks:
@@ -273,6 +275,17 @@ def _hook_outputs(entrance: Callable[[torch.Tensor], None]) -> Callable[..., Non
                     tensor.register_hook(entrance)
 
     return after
+
+
+def _refuse_graph(gradient: torch.Tensor) -> None:
+    """A hook on a tensor: torch's layers return gradients without a graph, and second derivatives would be 0."""
+    if torch.is_grad_enabled():
+        raise ContractError(
+            "tensor_parallel: a backward pass with create_graph=True through layers that are cut",
+            found="a gradient penalty, or torch.autograd.functional.hvp or hessian",
+            expected="first derivatives: torch's layers, also without weft, drop the graph of their gradients",
+            fix="model, ctx = weft.replicate(model, ctx)  # instead of tensor_parallel",
+        )
 
 
 def _entrance(flag: bytearray, owner: weakref.ref[TensorParallelModule]) -> Callable[[torch.Tensor], None]:

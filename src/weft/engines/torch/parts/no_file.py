@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -77,12 +78,35 @@ def refuse_states(what: str, module: nn.Module, removable: Removable) -> None:
                 fix=f"model.load_state_dict(...) before weft.{what}, or weft.load_weights(model, path, ctx) after it",
             )
 
-    removable.add(module.register_state_dict_post_hook(mark).remove)
+    removable.add(module.register_state_dict_post_hook(_NoPickle(what, type(module).__name__, mark)).remove)
     removable.add(module.register_load_state_dict_pre_hook(check).remove)
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not is_sharded(value)
+
+
+class _NoPickle:
+    """A hook that comes up when its module is pickled; a copy keeps it."""
+
+    def __init__(self, what: str, class_name: str, call: Callable[..., None]) -> None:
+        self._what = what
+        self._class_name = class_name
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoPickle:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ContractError(
+            f"{self._what}: pickle of a {self._class_name} of which each rank has a part",
+            found="torch.save or pickle of the module itself",
+            expected="weft.save or weft.export for files; or a plain module",
+            fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)  # before torch.save(model, file)",
+        )
 
 
 class _NoFile:

@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.checks import check_count, check_optimizer
 from weft.engines.peers import Peers
+from weft.engines.torch.hooks.every_optimizer import before_every_step
 from weft.errors import ContractError, listed, type_error
 from weft.tensors.dtensor import local, resting_parameters
 
@@ -108,6 +109,7 @@ class LocalSteps:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._unwatch = before_every_step(self, _check_own(weakref.ref(self)))
 
     # -- steps
 
@@ -124,6 +126,21 @@ class LocalSteps:
         self._restored = {}
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._hooks[1].id)  # after those that gather what was stepped in parts
+
+    def check_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer about to step is another one, and would train the module without an exchange."""
+        module = self._module()
+        if module is None or self._group is None or optimizer is self._optimizer():
+            return
+        own = set(map(id, resting_parameters(module)))
+        if any(id(p) in own for entry in optimizer.param_groups for p in entry["params"]):
+            raise ContractError(
+                f"local_steps: a step of another {type(optimizer).__name__} than the one it was given",
+                found="a second optimizer over parameters of the module, whose steps no exchange would follow",
+                expected="one optimizer; for another one, local_steps is undone and applied again",
+                fix="model, ctx = weft.undo(model, ctx); "
+                f"model, optimizer, ctx = weft.local_steps(model, optimizer, ctx, every={self._options.every})",
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
@@ -268,9 +285,19 @@ class LocalSteps:
 
     def undo(self) -> None:
         """Take the hooks off."""
+        self._unwatch()
         for hook in self._hooks:
             hook.remove()
         self.release()
+
+
+def _check_own(owner: weakref.ref[LocalSteps]) -> Callable[..., None]:
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = owner()
+        if alive is not None:
+            alive.check_own(optimizer)
+
+    return check
 
 
 def check_same_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -1,0 +1,103 @@
+"""What a call with gradients leaves gathered for its backward pass, and freeing it when that pass has not come.
+
+Until then `model.parameters()` holds the gathered copies, and what is written into them is lost when they are freed.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engines.torch.optim.rebind import like
+from weft.errors import ContractError, listed
+from weft.tensors.dtensor import groups_of, is_sharded, local
+
+__all__ = ["check_left", "drop_gathered", "free_left", "note_left"]
+
+_Versions = tuple[int, int, int]
+_left: weakref.WeakKeyDictionary[Any, list[_Versions]] = weakref.WeakKeyDictionary()  # by FSDP2's groups
+
+
+def note_left(groups: Iterable[Any]) -> None:
+    """These groups stay gathered for a backward pass."""
+    _left.update((one, list(map(_versions, one.fsdp_params))) for one in groups)
+
+
+def check_left(groups: Iterable[Any]) -> None:
+    """Raise if copies that a backward pass is about to use were written to; what was assigned to `.data` is not seen.
+
+    Raises:
+        ContractError: They were; they are freed.
+    """
+    lost = []
+    for one in [one for one in groups if one in _left]:
+        changed = [] if one.is_sharded else _changed(one, _left[one])
+        if changed:
+            one.reshard()
+        lost += changed
+    _raise_lost(lost)
+
+
+def free_left(groups: Iterable[Any]) -> None:
+    """Free what was left gathered.
+
+    Raises:
+        ContractError: The copies were written to; they are freed all the same.
+    """
+    lost = []
+    for one in [one for one in groups if one in _left]:
+        before = _left.pop(one)
+        if not one.is_sharded:
+            lost += _changed(one, before) or [p for p, v in zip(one.fsdp_params, before, strict=True) if _differs(p, v)]
+            one.reshard()
+    _raise_lost(lost)
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Let FSDP2 forget gathered parameters, wherever it lies in a module; raises as `free_left` does."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    units: list[Any] = [part for part in module.modules() if isinstance(part, kind)] if kind else []
+    free_left(group for unit in units for group in groups_of(unit))
+    for unit in units:
+        unit.reshard()
+
+
+def _shown(one: Any) -> Any:
+    """What `parameters()` has of one of FSDP2's parameters."""
+    return one._module_info.module._parameters.get(one._module_info.param_name)
+
+
+def _versions(one: Any) -> _Versions:
+    shard: Any = one.sharded_param
+    return getattr(_shown(one), "_version", 0), shard._version, shard._local_tensor._version
+
+
+def _changed(group: Any, before: list[_Versions]) -> list[Any]:
+    return [one for one, was in zip(group.fsdp_params, before, strict=True) if _versions(one)[0] != was[0]]
+
+
+@torch.no_grad()
+def _differs(one: Any, before: _Versions) -> bool:
+    """Whether this rank's part of a copy is other than the shard, which nobody has written to."""
+    copy = _shown(one)
+    if _versions(one) != before or not isinstance(copy, nn.Parameter) or is_sharded(copy):
+        return False
+    shard = local(one.sharded_param)
+    part = local(like(copy.detach().to(shard.device), one.sharded_param))
+    return not torch.allclose(part, shard.to(part.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def _raise_lost(lost: list[Any]) -> None:
+    if lost:
+        raise ContractError(
+            "sharded parameters were written to between a call with gradients and its backward pass",
+            found=f"{listed([one._param_fqn for one in lost])}: copies that are gathered for backward, and freed then",
+            expected="writes after backward, or after a call without gradients; or with weft.full_params",
+            fix="with weft.full_params(model, ctx, write=True), torch.no_grad(): [p.mul_(0.5) for p in "
+            "model.parameters()]",
+        )
