@@ -22,7 +22,8 @@ from weft.tensors.sequence_order import SequencePart, note_part, part_of, places
 
 __all__ = ["SlicedSequences"]
 
-_FEW, _MANY = 2048, 8192  # tokens that are computed whole: at least and at most; between, as many as a rank has
+# Tokens that are computed whole, at least and at most; between, as many as a rank has, and later the least.
+_FEW, _MANY = 2048, 8192
 _LOW_OUTPUT, _LOW_LOSS = 5e-2, 1e-3  # limits where 16 bits are in it; the rounding of a loss averages out
 _MEAN = (
     "losses.mean(), of all places; where not all count: count = weft.metrics.denominator(number, ctx) "
@@ -77,7 +78,7 @@ class SlicedSequences:
     ) -> Iterator[Compared]:
         """Compare what is returned: of each place, and a loss as the mean over the ranks.
 
-        A loss of few rows is compared as well: in that of all of them, differences of rows may cancel out.
+        At first a loss of few rows is compared as well: in that of all of them, differences of rows may cancel out.
 
         Yields:
             What differs between the parts and the whole, if the model mixes places.
@@ -85,7 +86,7 @@ class SlicedSequences:
         del gradients  # of each place; the strategy that averages them over this axis is measured itself
         self._turn += 1
         is_loss = yield from self._compare(name, args, kwargs)
-        if is_loss:
+        if is_loss and self._turn == 1:
             with _suppressed():  # of so few, it may be undefined
                 yield from self._compare(name, args, kwargs, few=True)
 
@@ -200,7 +201,7 @@ class SlicedSequences:
     def _size(self, rows: int, here: int, few: bool) -> tuple[int, int]:
         """How many rows are computed whole, and how many places of them: whole ones, and a divisor of all if it can."""
         n = self._ranks.number
-        length, limit = here * n, _FEW if few else min(max(rows * here, _FEW), _MANY)
+        length, limit = here * n, _FEW if few or self._turn > 1 else min(max(rows * here, _FEW), _MANY)
         count = rows
         if few:
             count = min(rows, max(rows // 2, 1), 2)
