@@ -163,7 +163,7 @@ def _lost_write(ctx):
         loss = model(x_of(ctx)).sum()
         with torch.no_grad():
             model.head.weight.mul_(0.5)
-        with told("engines/torch/fsdp/left_gathered.py", "were written to") as it:
+        with told("engines/torch/parts/left_gathered.py", "were written to") as it:
             (loss if passes_backward else model(x_of(ctx)).sum()).backward()
     model(x_of(ctx))
     it.run(torch=torch, model=model, ctx=here)

@@ -8,7 +8,7 @@ from torch import nn
 from weft.checks import check_module
 from weft.context import DistContext
 from weft.contract import KeepsParameters, offered
-from weft.engines.torch.fsdp.left_gathered import drop_gathered
+from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.tensors.dtensor import full_tensor
 from weft.tensors.elsewhere import is_elsewhere
 

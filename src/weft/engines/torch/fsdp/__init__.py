@@ -2,7 +2,6 @@
 
 fsdp2.py           FSDP2 attached to a module
 units.py           what it gathers and frees together
-left_gathered.py   what a call leaves gathered for backward, and who writes to it
 gather_dtype.py    parameters that are gathered in a lower dtype than that of their shards
 held_gradients.py  gradients of a window, which it keeps
 trained.py         its trained parameters

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from weft.engines.torch.fsdp.left_gathered import drop_gathered
 from weft.engines.torch.optim.rebind import like
+from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.tensors.dtensor import full_tensor, local, resting_parameters
 
 __all__ = ["gathered"]

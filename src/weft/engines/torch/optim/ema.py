@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.engines.torch.fsdp.left_gathered import drop_gathered
+from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.errors import ContractError, listed, value_error
 from weft.tensors.dtensor import cut_like, is_sharded
 
