@@ -104,6 +104,11 @@ def _flags(ctx):
     eval(f"model(x, y, {options})", {"model": model, "x": x, "y": y}).backward()
 
 
+def _root(output, target):
+    """A loss that is no mean over rows."""
+    return cross_entropy(output, target).sqrt()
+
+
 def _losses(ctx):
     x, _ = _data()
     labels = torch.tensor([0, -100, -100, 1, 2, 3, 0, 1])
@@ -114,6 +119,9 @@ def _losses(ctx):
     it.fix = it.fix.replace("...", "model, ctx, micro_batches=4", 1)
     it.run(model=model, ctx=ctx, cross_entropy=cross_entropy)
     _as_one(model, Net(), x, labels, loss=cross_entropy)
+    options = eval(f"dict({it.fix.rpartition('over rows, ')[2]})")
+    single, _ = weft.pipeline(Net(), ctx, loss=_root, **options)
+    _as_one(single, Net(), x, labels, loss=_root)
     loss = model(x, labels)
     loss.backward()
     with told("engines/torch/pipeline/losses.py", "has one backward pass") as it:
@@ -332,6 +340,39 @@ def _with_classes(ctx, fix):
 def test_there_is_no_loss():
     it = printed("engines/torch/pipeline/losses.py", "the call gives no loss", _told(Net))
     run_ranks(_with_classes, 2, it.fix, mesh={"pipeline": 2})
+
+
+class OfBatch(nn.Module):
+    """The last layer gives the mean over the rows, too, or for each row."""
+
+    def __init__(self, dim=0):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        return x, x.mean(self.dim)
+
+
+def _evaluated(ctx, dim, **options):
+    with torch.no_grad():
+        model, _ = weft.pipeline(Net(last=lambda: OfBatch(dim)), ctx, **{"micro_batches": 4, **options})
+        for found, expected in zip(model(_data()[0]), Net(last=lambda: OfBatch(dim))(_data()[0]), strict=True):
+            assert torch.allclose(found, expected)
+
+
+@pytest.mark.slow
+def test_outputs_that_cannot_be_joined():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_evaluated, 2, 0, mesh={"pipeline": 2})
+    it = printed("engines/torch/pipeline/outputs.py", "cannot be joined", str(failed.value))
+    first, second = it.fix.split(", or ")
+    assert second == "outputs for each row"
+    run_ranks(_evaluated_once, 2, first, mesh={"pipeline": 2})
+    run_ranks(_evaluated, 2, 1, mesh={"pipeline": 2})
+
+
+def _evaluated_once(ctx, line):
+    _evaluated(ctx, 0, **eval(line.replace("weft.pipeline(..., ", "dict(")))
 
 
 @pytest.mark.slow

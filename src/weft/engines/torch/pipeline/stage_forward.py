@@ -65,6 +65,7 @@ class StageForward:
         self.returned: Any = None
         self._kind = type(module).__name__
         self._running: _Call | None = None
+        self._given: dict[str, Any] = {}  # like what layers of the last stage have returned
         for number, names in enumerate(stages):
             parts = [(name, module.get_submodule(name)) for name in names if not _is_parameter(module, name)]
             for name, part in parts:
@@ -117,6 +118,8 @@ class StageForward:
             self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         self._check_real((args, kwargs))
         output = run(*args, **kwargs)
+        if number == len(self.stages) - 1:
+            self._given[name] = map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=True), output)
         if not is_last:
             return output
         if number == len(self.stages) - 1:
@@ -133,8 +136,9 @@ class StageForward:
         if is_last and number == call.stage - 1:
             call.has_received = True
             return call.received
-        guessed = call.stage == len(self.stages)  # after all layers: of what is between them, the shapes are not known
-        return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=guessed), call.received)
+        after = call.stage == len(self.stages)  # all layers: of what is between them, the shapes are not known
+        like = self._given.get(name, call.received) if after else call.received
+        return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=after), like)
 
     def _check_real(self, value: Any) -> None:
         """Raise if a tensor is on meta, as what torch computes from one that is there."""

@@ -30,7 +30,7 @@ from weft.engines.torch.compute.compile_module import already_compiled
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import difference, differing_ranks, largest_over, returned
-from weft.engines.torch.probes.no_trace import copied, measured, no_trace, zeros_filled
+from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.errors import ProbeFailed, WeftError, listed
 from weft.tensors.dtensor import is_fsdp_unit
@@ -170,7 +170,7 @@ class Prober:
     def _is_due(self, name: str, args: Any, kwargs: Any) -> int:
         """Count a call, and compare what goes in with that of the others if it is measured; its number, or 0."""
         # In a backward pass it is a block that is computed again.
-        if self._is_busy or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
+        if is_measured() or torch._C._current_graph_task_id() != -1 or _is_simulated(args, kwargs) or in_torch_func():
             return 0
         number = self._schedule.is_due(name, _kind(self._probe.units[name], args, kwargs))
         if number:
