@@ -310,6 +310,41 @@ class Through(Skipping):
         return self.layers[3](x + kept) if self.past == 3 else x + kept
 
 
+class Noting(nn.Module):
+    """A layer that reads what another one has left on an object."""
+
+    def __init__(self, layer, notes, *, is_reader):
+        super().__init__()
+        self.layer, self.is_reader, self.__dict__["notes"] = layer, is_reader, notes
+
+    def forward(self, x):
+        if self.is_reader:
+            return self.layer(x + getattr(self.notes, "first", 0.0))
+        self.notes.first = self.layer(x)
+        return self.notes.first
+
+
+def _noting():
+    model, notes = Net(between=nn.Identity()), SimpleNamespace()
+    for number in (0, 3):
+        model.layers[number] = Noting(model.layers[number], notes, is_reader=number == 3)
+    return model
+
+
+def _notes(ctx):
+    with told("engines/torch/pipeline/row_probe.py", "past the arguments") as it:
+        model, _ = weft.pipeline(_noting(), ctx, loss=mse_loss, micro_batches=4)
+        model(*_data())
+    assert it.fix.startswith("x, kept = layer(x, kept)")
+    model, _ = weft.pipeline(Through(), ctx, loss=mse_loss, micro_batches=4)
+    _as_one(model, Through(), *_data())
+
+
+@pytest.mark.slow
+def test_what_goes_past_the_arguments():
+    run_ranks(_notes, 2, mesh={"pipeline": 2})
+
+
 def _call(ctx, make, *args, changes=None, **options):
     model, _ = weft.pipeline(make(*args, **(changes or {})), ctx, micro_batches=4, **options)
     model(*_data()) if "loss" in options else model(_data()[0])

@@ -643,6 +643,69 @@ def test_outputs_are_joined_in_the_dimension_of_rows(name):
         torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
 
 
+# -- what goes from one layer to another past the arguments ----------------------------------------------------
+
+
+class Passing(Block):
+    """A block that leaves something in a place that all blocks know, or is the `reader` of it."""
+
+    def __init__(self, number, place, kind, reader):
+        super().__init__()
+        self.number, self.kind, self.reader, self.__dict__["place"] = number, kind, reader, place
+
+    def forward(self, x):
+        h, place = super().forward(x), self.place
+        if self.kind == "counter":
+            place["count"] += 1
+            return h / (place["count"] if self.number == self.reader else 1)
+        if self.number == self.reader:
+            return h + (place["root"].kept.clone() if self.kind == "buffer" else place.get("h", 0.0))
+        if self.number == 0 and self.kind == "buffer":
+            place["root"].kept.copy_(self.layer.weight.detach().abs().mean())
+        elif self.number == 0:
+            place["h"] = h if self.kind == "value" else h.detach().mean((1, 2), keepdim=True)
+        return h
+
+
+class Passed(Net):
+    """The last block is the reader, or the second one, which is in the stage of the first."""
+
+    def __init__(self, kind, reader):
+        super().__init__()
+        self.__dict__["place"] = {"root": self}
+        self.register_buffer("kept", torch.zeros(()))
+        self.blocks = nn.ModuleList(Passing(number, self.place, kind, reader) for number in range(4))
+
+    def forward(self, x):
+        self.place["count"] = 0
+        return super().forward(x)
+
+
+def passed(kind, reader):
+    torch.manual_seed(0)
+    return Passed(kind, reader).double()
+
+
+def trained_with_passing(ctx, kind, reader, watch=None):
+    model = passed(kind, reader)
+    if watch is not None:
+        watch.begin(model)
+    model, ctx = weft.pipeline(model, ctx, loss=mean_squares, micro_batches=4)
+    return fit(model, batches(), lambda model, batch: model(*batch), watch)
+
+
+def both_passing(ctx, kind):
+    return trained_with_passing(ctx, kind, 1), attempt(trained_with_passing, ctx, kind, 3)
+
+
+@pytest.mark.parametrize("kind", one_in(4, ["value", "detached value", "counter", "buffer"]))
+def test_what_goes_past_the_arguments_to_another_stage_is_refused(kind):
+    found = run_ranks(both_passing, 2, kind, mesh={"pipeline": 2})
+    expected = fit(passed(kind, 1), batches(), lambda model, batch: mean_squares(model(batch[0]), batch[1]))
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
 # -- micro-batches and schedules ---------------------------------------------------------------------------
 
 

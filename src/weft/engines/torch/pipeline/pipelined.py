@@ -24,6 +24,7 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
+from weft.engines.torch.pipeline.lent_layers import LentLayers
 from weft.engines.torch.pipeline.losses import (
     FORMS,
     Loss,
@@ -87,6 +88,7 @@ class PipelinedModule:
         self._aliases = Aliases()
         self._schedules: dict[Any, Any] = {}
         self._rows = RowProbe(options.probes, module, self._borders, self.here, len(options.stages))
+        self._lent = LentLayers(module, options.stages, self.owners, group, device)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
         self._pass: _Pass | None = None
         self._broke_off = ""  # the error with which a call ended in between
@@ -175,12 +177,17 @@ class PipelinedModule:
             self._schedules[batches.key].step(**target)
             pair = sorted({0, number - 1})
             parts, whole = [batches.parts[index] for index in pair], batches.together(pair)
-            mixed = self._rows.measure(parts, whole, self._measured, self._group, self._device, is_sum=is_sum)
+            self._forward.seeds = True
+            mixed = self._rows.measure(
+                parts, whole, self._measured, self._measured_whole, self._group, self._device, is_sum=is_sum
+            )
+            self._forward.seeds = False
             found = self._found(is_sum=is_sum) if self._last in self.here else None
         except RuntimeError as error:  # torch wraps what forward raises
             raise (self._pass.error or error) from None
         finally:
             self._pass = None
+            self._forward.seeds = False
             self._rows.end()
         return share_result(found, self._device, self._group, self.owners[self._last]), mixed
 
@@ -270,6 +277,15 @@ class PipelinedModule:
         """What a stage gives, the last one its loss; and what the last layer has returned."""
         output = self._compute(stage, part, received)
         return (output, None) if stage < self._last else (self._loss_of(output, part), self._forward.returned)
+
+    def _measured_whole(self, part: Inputs) -> Loss | None:
+        """The loss, with all layers on all ranks; None if they cannot be lent."""
+        running = self._pass
+        assert running is not None
+        if not self._lent.can_lend():
+            return None
+        output = self._forward.run_whole(lambda: running.call(*part.args, **part.kwargs), self._lent.of)
+        return self._loss_of(output, part)
 
     # -- without gradients -----------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.probes.compare import difference, largest_over
 from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
-from weft.engines.torch.probes.repeated_hooks import hooks_off, quiet_hooks
+from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ProbeFailed
 from weft.tensors.dtensor import local
@@ -50,13 +50,13 @@ class RowProbe:
         self._borders = borders
         self._here = here
         self._stages = stages
-        self._is_due = False
+        self._is_due = 0
         self._watch = contextlib.ExitStack()
         self._quiet: set[int] = set()
 
     def begin(self) -> None:
         """A call with gradients begins."""
-        self._is_due = self._schedule.is_due("rows") > 0
+        self._is_due = self._schedule.is_due("rows")
         if self._is_due:
             self._quiet = self._watch.enter_context(quiet_hooks(self._module))
 
@@ -69,20 +69,26 @@ class RowProbe:
         parts: Sequence[Inputs],
         whole: Inputs,
         compute: Compute,
+        compute_whole: Callable[[Inputs], Loss | None],
         group: dist.ProcessGroup,
         device: torch.device,
         *,
         is_sum: bool,
     ) -> list[float]:
-        """The largest relative difference in each stage, and that of the loss; 0 without one. Empty: not measured.
+        """Relative differences, or 0 where there is none but rounding; nothing if this call is not measured.
 
-        Collectives: what leaves stages and comes back, and one all-reduce of a number per stage.
+        Of the gradients in each stage and of the loss, apart and together; and of the loss of one micro-batch, with
+        all layers on one rank and on several.
+
+        Collectives: what leaves stages and comes back, and one all-reduce of a number per stage. In the first call,
+        those of `compute_whole`.
 
         Args:
             parts: Two micro-batches.
             whole: Both, as one batch.
             compute: What a stage gives for a batch and what it has received, with what the last layer has returned;
                 the last stage gives a `Loss`.
+            compute_whole: The loss of all stages for a batch, if it can be had.
             group: The ranks of the pipeline.
             device: Of this rank.
             is_sum: Whether losses are parts of one sum.
@@ -90,19 +96,38 @@ class RowProbe:
         self._watch.close()
         if not self._is_due or len(parts) < 2:
             return []
-        quiet = hooks_off(self._module, lambda _, hook: id(hook) in self._quiet)
-        with measured(recompute=True), no_trace(self._module), zeros_filled(self._module), quiet, random_kept():
+        quiet = self._quiet_everywhere(group, device) if self._is_due == 1 else None
+        with measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
             runs = _Runs(self._module, self._borders, self._here, self._stages - 1, compute, is_sum=is_sum)
-            apart, together = runs.run(parts, together=False), runs.run([whole], together=True)
-            found = [0.0] * (self._stages + 2)
+            with hooks_off(self._module, lambda _, hook: id(hook) in self._quiet):
+                apart, together = runs.run(parts, together=False), runs.run([whole], together=True)
+            found = [0.0] * (self._stages + 3)
             for stage in self._here:
                 found[stage] = _largest(apart.gradients[stage], together.gradients[stage])
             if apart.result is not None and together.result is not None:
-                found[-2] = difference(Compared("the loss", together.result.loss, apart.result.loss))
+                found[-3] = difference(Compared("the loss", together.result.loss, apart.result.loss))
                 self.dims = _dims(apart.returned, together.returned[0])
+            alone = None
+            if quiet is not None:
+                with hooks_off(self._module, lambda _, hook: id(hook) in quiet):
+                    alone = runs.run_whole(parts[0], compute_whole)
+            if alone is not None and apart.losses:
+                found[-2] = difference(Compared("the loss", apart.losses[0].mean(), alone.mean()))
             found[-1] = float(runs.observed.low)
             *worst, low = largest_over(group, found, device)
         return [relative if relative > (_LOW_LIMIT if low else _LIMIT) else 0.0 for relative in worst]
+
+    def _quiet_everywhere(self, group: dist.ProcessGroup, device: torch.device) -> set[int] | None:
+        """The hooks that return nothing on any rank, by id; None if ranks have different ones.
+
+        Collectives: up to two all-reduces.
+        """
+        hooks = hooks_of_user(self._module)
+        most, least = largest_over(group, [len(hooks), -len(hooks)], device)
+        if most != -least:
+            return None
+        loud = largest_over(group, [float(id(hook) not in self._quiet) for hook in hooks], device)
+        return {id(hook) for hook, returns in zip(hooks, loud, strict=True) if not returns}
 
 
 def check_rows(worst: Sequence[float]) -> None:
@@ -111,7 +136,15 @@ def check_rows(worst: Sequence[float]) -> None:
     Raises:
         ProbeFailed: On all ranks: what is computed for a row depends on other rows.
     """
-    names = [*(f"the gradients of stage {number}" for number in range(len(worst) - 1)), "the loss"]
+    if worst and worst[-1]:
+        raise ProbeFailed(
+            "pipeline: a value goes from one stage to another past the arguments of the layers",
+            found=f"with all layers on one rank, the loss of a micro-batch differs by {worst[-1]:.2g} of its norm",
+            expected="layers that are given what they need: no dict, attribute, hook, buffer or counter that layers of "
+            "several stages use",
+            fix="x, kept = layer(x, kept)  # what a later layer needs goes through those before it",
+        )
+    names = [*(f"the gradients of stage {number}" for number in range(len(worst) - 2)), "the loss"]
     wrong = [f"{name} by {relative:.2g}" for name, relative in zip(names, worst, strict=False) if relative]
     if wrong:
         raise ProbeFailed(
@@ -129,12 +162,14 @@ class _Run:
     Attributes:
         gradients: By stage, of the parameters that this rank trains; their sum over the batches.
         returned: By the last layer, for each batch.
-        result: The loss, where the last stage is.
+        losses: Of the batches, where the last stage is.
+        result: The loss of all of them, there.
     """
 
     def __init__(self, here: Sequence[int]) -> None:
         self.gradients: dict[int, list[torch.Tensor | None]] = {stage: [] for stage in here}
         self.returned: list[Any] = []
+        self.losses: list[Loss] = []
         self.result: Result | None = None
 
 
@@ -176,7 +211,8 @@ class _Runs:
                         run.returned.append(map_tensors(torch.Tensor.detach, returned))
         if self._last in self._here:
             losses: list[Loss] = [ends[number, self._last][1] for number in range(len(batches))]
-            run.result = combined([one._replace(value=one.value.detach()) for one in losses], None, is_sum=self._is_sum)
+            run.losses = [one._replace(value=one.value.detach()) for one in losses]
+            run.result = combined(run.losses, None, is_sum=self._is_sum)
         for number in range(len(batches)):
             for stage in reversed(self._here):
                 received, output = ends.pop((number, stage))
@@ -188,6 +224,12 @@ class _Runs:
                 run.gradients[stage] = [_sum(a, b) for a, b in zip(before, own, strict=True)]
         self._borders.wait()
         return run
+
+    def run_whole(self, batch: Inputs, compute: Callable[[Inputs], Loss | None]) -> Loss | None:
+        """The forward of a batch, with all layers on each rank."""
+        with torch.no_grad(), self._modes(together=False):
+            self._renew_buffers()
+            return compute(batch)
 
     @contextlib.contextmanager
     def _modes(self, *, together: bool) -> Iterator[None]:
