@@ -175,11 +175,9 @@ class PipelinedModule:
                 stage.begin(self._module)
             target = {"target": torch.arange(number)} if self._last in self.here else {}
             self._schedules[batches.key].step(**target)
-            pair = sorted({0, number - 1})
-            parts, whole = [batches.parts[index] for index in pair], batches.together(pair)
             self._forward.seeds = True
             mixed = self._rows.measure(
-                parts, whole, self._measured, self._measured_whole, self._group, self._device, is_sum=is_sum
+                batches, self._measured, self._measured_whole, self._group, self._device, is_sum=is_sum
             )
             self._forward.seeds = False
             found = self._found(is_sum=is_sum) if self._last in self.here else None

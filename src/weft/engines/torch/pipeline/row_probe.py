@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engines.probes import Compared, ProbeMode, Schedule
-from weft.engines.torch.pipeline.batch_parts import Inputs
+from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
 from weft.engines.torch.pipeline.losses import Loss, Result, combined
 from weft.engines.torch.pipeline.outputs import join, row_dims
 from weft.engines.torch.pipeline.stage_borders import Borders
@@ -66,8 +66,7 @@ class RowProbe:
 
     def measure(
         self,
-        parts: Sequence[Inputs],
-        whole: Inputs,
+        batches: MicroBatches,
         compute: Compute,
         compute_whole: Callable[[Inputs], Loss | None],
         group: dist.ProcessGroup,
@@ -84,8 +83,7 @@ class RowProbe:
         those of `compute_whole`.
 
         Args:
-            parts: Two micro-batches.
-            whole: Both, as one batch.
+            batches: Of which the first and the last one are measured.
             compute: What a stage gives for a batch and what it has received, with what the last layer has returned;
                 the last stage gives a `Loss`.
             compute_whole: The loss of all stages for a batch, if it can be had.
@@ -94,8 +92,10 @@ class RowProbe:
             is_sum: Whether losses are parts of one sum.
         """
         self._watch.close()
-        if not self._is_due or len(parts) < 2:
+        last = len(batches.parts) - 1
+        if not self._is_due or not last:
             return []
+        parts, whole = [batches.parts[0], batches.parts[last]], batches.together([0, last])
         quiet = self._quiet_everywhere(group, device) if self._is_due == 1 else None
         with measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
             runs = _Runs(self._module, self._borders, self._here, self._stages - 1, compute, is_sum=is_sum)
