@@ -71,7 +71,7 @@ class StageForward:
         self._kind = type(module).__name__
         self._layers: set[str] = set()  # of the stages, which may also have parameters between them
         self._running: _Call | None = None
-        self._given: dict[str, Any] = {}  # like what layers of the last stage have returned
+        self._given: dict[str, Any] = {}  # like what layers have returned, as far as known
         self._lend: Callable[[int, str], AbstractContextManager[None]] | None = None
         self._numbers = {name: number for number, name in enumerate(name for names in stages for name in names)}
         for number, names in enumerate(stages):
@@ -133,8 +133,9 @@ class StageForward:
         call = self._running
         if self._lend is not None:
             with self._lend(number, name):
-                self.returned = self._run(name, run, args, kwargs)
-            return self.returned
+                output = self._run(name, run, args, kwargs)
+            self._note(name, output)
+            return output
         if call is None:
             if number not in self.here:
                 self._raise_not_here(number, name)
@@ -150,7 +151,7 @@ class StageForward:
         self._check_real((args, kwargs))
         output = self._run(name, run, args, kwargs)
         if number == len(self.stages) - 1:
-            self._given[name] = map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=True), output)
+            self._note(name, output)
         if not is_last:
             return output
         if number == len(self.stages) - 1:
@@ -167,6 +168,9 @@ class StageForward:
         with random_kept():
             torch.manual_seed((1 + self._numbers[name]) << 32)
             return run(*args, **kwargs)
+
+    def _note(self, name: str, output: Any) -> None:
+        self._given[name] = map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=True), output)
 
     def _of_earlier(self, call: _Call, number: int, name: str, *, is_last: bool) -> Any:
         if call.has_received:
