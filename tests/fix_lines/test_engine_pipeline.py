@@ -104,6 +104,11 @@ def _flags(ctx):
     eval(f"model(x, y, {options})", {"model": model, "x": x, "y": y}).backward()
 
 
+def _root(output, target):
+    """A loss that is no mean over rows."""
+    return cross_entropy(output, target).sqrt()
+
+
 def _losses(ctx):
     x, _ = _data()
     labels = torch.tensor([0, -100, -100, 1, 2, 3, 0, 1])
@@ -114,6 +119,9 @@ def _losses(ctx):
     it.fix = it.fix.replace("...", "model, ctx, micro_batches=4", 1)
     it.run(model=model, ctx=ctx, cross_entropy=cross_entropy)
     _as_one(model, Net(), x, labels, loss=cross_entropy)
+    options = eval(f"dict({it.fix.rpartition('over rows, ')[2]})")
+    single, _ = weft.pipeline(Net(), ctx, loss=_root, **options)
+    _as_one(single, Net(), x, labels, loss=_root)
     loss = model(x, labels)
     loss.backward()
     with told("engines/torch/pipeline/losses.py", "has one backward pass") as it:
@@ -302,6 +310,41 @@ class Through(Skipping):
         return self.layers[3](x + kept) if self.past == 3 else x + kept
 
 
+class Noting(nn.Module):
+    """A layer that reads what another one has left on an object."""
+
+    def __init__(self, layer, notes, *, is_reader):
+        super().__init__()
+        self.layer, self.is_reader, self.__dict__["notes"] = layer, is_reader, notes
+
+    def forward(self, x):
+        if self.is_reader:
+            return self.layer(x + getattr(self.notes, "first", 0.0))
+        self.notes.first = self.layer(x)
+        return self.notes.first
+
+
+def _noting():
+    model, notes = Net(between=nn.Identity()), SimpleNamespace()
+    for number in (0, 3):
+        model.layers[number] = Noting(model.layers[number], notes, is_reader=number == 3)
+    return model
+
+
+def _notes(ctx):
+    with told("engines/torch/pipeline/row_probe.py", "past the arguments") as it:
+        model, _ = weft.pipeline(_noting(), ctx, loss=mse_loss, micro_batches=4)
+        model(*_data())
+    assert it.fix.startswith("x, kept = layer(x, kept)")
+    model, _ = weft.pipeline(Through(), ctx, loss=mse_loss, micro_batches=4)
+    _as_one(model, Through(), *_data())
+
+
+@pytest.mark.slow
+def test_what_goes_past_the_arguments():
+    run_ranks(_notes, 2, mesh={"pipeline": 2})
+
+
 def _call(ctx, make, *args, changes=None, **options):
     model, _ = weft.pipeline(make(*args, **(changes or {})), ctx, micro_batches=4, **options)
     model(*_data()) if "loss" in options else model(_data()[0])
@@ -332,6 +375,39 @@ def _with_classes(ctx, fix):
 def test_there_is_no_loss():
     it = printed("engines/torch/pipeline/losses.py", "the call gives no loss", _told(Net))
     run_ranks(_with_classes, 2, it.fix, mesh={"pipeline": 2})
+
+
+class OfBatch(nn.Module):
+    """The last layer gives the mean over the rows, too, or for each row."""
+
+    def __init__(self, dim=0):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        return x, x.mean(self.dim)
+
+
+def _evaluated(ctx, dim, **options):
+    with torch.no_grad():
+        model, _ = weft.pipeline(Net(last=lambda: OfBatch(dim)), ctx, **{"micro_batches": 4, **options})
+        for found, expected in zip(model(_data()[0]), Net(last=lambda: OfBatch(dim))(_data()[0]), strict=True):
+            assert torch.allclose(found, expected)
+
+
+@pytest.mark.slow
+def test_outputs_that_cannot_be_joined():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_evaluated, 2, 0, mesh={"pipeline": 2})
+    it = printed("engines/torch/pipeline/outputs.py", "cannot be joined", str(failed.value))
+    first, second = it.fix.split(", or ")
+    assert second == "outputs for each row"
+    run_ranks(_evaluated_once, 2, first, mesh={"pipeline": 2})
+    run_ranks(_evaluated, 2, 1, mesh={"pipeline": 2})
+
+
+def _evaluated_once(ctx, line):
+    _evaluated(ctx, 0, **eval(line.replace("weft.pipeline(..., ", "dict(")))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.variants import one_in
 from weft.engines.torch.pipeline import pipelined
 from weft.testing import run_ranks
 
-from .attempts import STEPS, Watch, attempt, check_exact, check_refused, fit
+from .attempts import EXACT, STEPS, Watch, attempt, check_exact, check_refused, fit
 
 ROWS, TOKENS, WIDTH, CLASSES = 8, 3, 6, 5
 
@@ -203,6 +203,60 @@ BLOCKS = {
     "list of what was seen": (lambda: Queue(is_used=True), lambda: Queue(is_used=False)),
     "hook of the user": (lambda: Hooked(0), lambda: Hooked(1)),
 }
+
+
+class GradientNormed(torch.autograd.Function):
+    """Divides the gradient by its norm over some dimensions."""
+
+    @staticmethod
+    def forward(ctx, h, dims):
+        ctx.dims = dims
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / (1e-3 + gradient.square().sum(ctx.dims, keepdim=True).sqrt()), None
+
+
+def with_gradient_hook(change):
+    def run(h):
+        h = h * 1.0
+        if h.requires_grad:
+            h.register_hook(change)
+        return h
+
+    return run
+
+
+def in_groups(first):
+    """Rows come in groups of two that no micro-batch cuts, or each row with one of the other half."""
+
+    def run(h):
+        groups = h.unflatten(0, (-1, 2) if first else (2, -1))
+        return (groups - groups.mean(1 if first else 0, keepdim=True)).flatten(0, 1)
+
+    return run
+
+
+BACKWARD = {
+    "hook that centres the gradient": tuple(
+        with_gradient_hook(lambda g, dim=dim: g - g.mean(dim, keepdim=True)) for dim in (0, 1)
+    ),
+    "hook that clips the gradient": (
+        with_gradient_hook(lambda g: g * (1e-3 / g.norm()).clamp(max=1)),
+        with_gradient_hook(lambda g: g * 0.5),
+    ),
+    "function that divides the gradient": (
+        lambda h: GradientNormed.apply(h, (0, 1, 2)),
+        lambda h: h * torch.where(h > 0, 0.5, 1.0),
+    ),
+    "groups of rows": (in_groups(first=False), in_groups(first=True)),
+    "chunks, by number and by size": tuple(
+        lambda h, cut=cut: torch.cat([one - one.mean(0) for one in cut(h)])
+        for cut in (lambda h: h.chunk(2), lambda h: h.split(2))
+    ),
+}
+ROWS_MIXED |= BACKWARD
 PAIRS = {name: tuple((lambda mix=one: Block(mix)) for one in pair) for name, pair in ROWS_MIXED.items()} | BLOCKS
 PLACES = dict(zip(PAIRS, itertools.cycle(["early", "late"]), strict=False))
 
@@ -335,6 +389,15 @@ def balanced_by_numbers(output, target):
     return (per_token(output, target) / counts[target]).mean()
 
 
+def equal_weights(*terms):
+    return sum(term / term.detach() for term in terms)
+
+
+def standardised_gradient(terms, dim):
+    """Always 0, with a gradient."""
+    return ((terms - terms.detach()) / (terms.detach().std(dim, keepdim=True) + 1e-6)).mean()
+
+
 class Warming:
     """A factor that grows with the number of calls, or not."""
 
@@ -398,6 +461,14 @@ LOSSES = {
         lambda output, target: mean_squares(output, target).log(),
         lambda output, target: (1 + (output - target[..., None]).square()).log().mean(),
     ),
+    "terms of equal weight": (
+        lambda output, target: equal_weights(mean_squares(output, target), output.square().mean()),
+        lambda output, target: mean_squares(output, target) + output.square().mean(),
+    ),
+    "standardised, in the gradient alone": (
+        lambda output, target: standardised_gradient(per_token(output, target).mean(1), 0),
+        lambda output, target: standardised_gradient(per_token(output, target), 1),
+    ),
     "module": (lambda *both: Module(weight=WEIGHTS)(*both), lambda *both: Module(label_smoothing=0.1)(*both)),
     "factor by calls": (lambda *both: GROWING(*both), lambda *both: CONSTANT(*both)),
     "mean or sum beside the number of terms": (
@@ -417,6 +488,220 @@ def both_losses(ctx, name):
 def test_a_loss_that_is_no_mean_over_micro_batches_is_refused(name):
     expected = naive({}, LOSSES[name][1])
     found = run_ranks(both_losses, 2, name, mesh={"pipeline": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
+
+
+# -- tensors whose first dimension is not that of rows, and rows in another order -----------------------------
+
+
+def time_first(h):
+    return h.transpose(0, 1)
+
+
+class Laid(Net):
+    """What goes into the first layer and comes out of the last one is changed."""
+
+    def __init__(self, into, out, mix):
+        super().__init__(late=lambda: Block(mix))
+        self.into, self.out = into, out
+
+    def forward(self, x):
+        return self.out(super().forward(self.into(x)))
+
+
+class Sorted(Net):
+    """Rows are sorted, and brought back into their order or left so."""
+
+    def __init__(self, *, is_sound):
+        super().__init__()
+        self.is_sound = is_sound
+
+    def forward(self, x):
+        order = x.sum((1, 2)).argsort()
+        found = super().forward(x[order])
+        return found[order.argsort()] if self.is_sound else found
+
+
+class WithSum(nn.Module):
+    """A block that also adds to a sum, for each row or for the batch."""
+
+    def __init__(self, dims):
+        super().__init__()
+        self.block, self.dims = Block(), dims
+
+    def forward(self, x, total):
+        h = self.block(x)
+        spread = h - h.mean(self.dims, keepdim=True)
+        return h, total + spread.square().mean((1, 2))
+
+
+class Summing(Net):
+    """Returns what its blocks have added up beside its output."""
+
+    def __init__(self, dims):
+        super().__init__()
+        self.blocks = nn.ModuleList(WithSum(dims) for _ in range(4))
+
+    def forward(self, x):
+        h, total = self.first(x), x.new_zeros(len(x))
+        for block in self.blocks:
+            h, total = block(h, total)
+        return self.last(h), total
+
+
+class WithLossInside(Net):
+    """Returns the loss alone."""
+
+    def forward(self, x, target):
+        return mean_squares(super().forward(x), target)
+
+
+def centred(dim):
+    return lambda h: h - h.mean(dim, keepdim=True)
+
+
+def identity(x):
+    return x
+
+
+def of_time_first(output, target):
+    return mean_squares(output.transpose(0, 1), target)
+
+
+def of_flat(output, target):
+    return mean_squares(output.unflatten(0, (-1, TOKENS)), target)
+
+
+def of_sums(output, target):
+    return mean_squares(output[0], target) + output[1].mean()
+
+
+LAYOUTS = {
+    "time first between the layers": (
+        *(lambda d=d: Laid(time_first, time_first, centred(d)) for d in (1, 0)),
+        mean_squares,
+    ),
+    "time first at the end": (*(lambda d=d: Laid(identity, time_first, centred(d)) for d in (0, 1)), of_time_first),
+    "flat between the layers": (
+        *(
+            lambda mix=mix: Laid(lambda x: x.flatten(0, 1), lambda h: h.unflatten(0, (-1, TOKENS)), mix)
+            for mix in (centred(0), centred(1))
+        ),
+        mean_squares,
+    ),
+    "flat at the end": (
+        *(lambda d=d: Laid(identity, lambda h: h.flatten(0, 1), centred(d)) for d in (0, 1)),
+        of_flat,
+    ),
+    "sorted": (*(lambda one=one: Sorted(is_sound=one) for one in (False, True)), mean_squares),
+    "sum beside the output": (*(lambda d=d: Summing(d) for d in (0, 1)), of_sums),
+    "loss inside": (*(lambda d=d: WithLossInside(late=lambda: Block(centred(d))) for d in (0, 1)), None),
+}
+
+
+def laid(number, name):
+    torch.manual_seed(0)
+    return LAYOUTS[name][number]().double()
+
+
+def trained_with_layout(ctx, number, name, watch=None):
+    model = laid(number, name)
+    if watch is not None:
+        watch.begin(model)
+    model, ctx = weft.pipeline(model, ctx, loss=LAYOUTS[name][2], micro_batches=4)
+    return fit(model, batches(), lambda model, batch: model(*batch), watch)
+
+
+def both_layouts(ctx, name):
+    return trained_with_layout(ctx, 1, name), attempt(trained_with_layout, ctx, 0, name)
+
+
+@pytest.mark.parametrize("name", one_in(3, LAYOUTS))
+def test_rows_may_be_in_any_dimension(name):
+    loss = LAYOUTS[name][2]
+
+    def loss_of(model, batch):
+        return model(*batch) if loss is None else loss(model(batch[0]), batch[1])
+
+    found = run_ranks(both_layouts, 2, name, mesh={"pipeline": 2})
+    check_exact([one for one, _ in found], fit(laid(1, name), batches(), loss_of))
+    check_refused([one for _, one in found])
+
+
+def evaluated(ctx, name):
+    model, ctx = weft.pipeline(laid(1, name), ctx, loss=LAYOUTS[name][2], micro_batches=4)
+    with torch.no_grad():
+        return [model(batches()[0][0][:rows]) for rows in (8, 6, 5, 2)]
+
+
+@pytest.mark.parametrize("name", one_in(3, [name for name, (*_, loss) in LAYOUTS.items() if loss is not None]))
+def test_outputs_are_joined_in_the_dimension_of_rows(name):
+    with torch.no_grad():
+        expected = [laid(1, name)(batches()[0][0][:rows]) for rows in (8, 6, 5, 2)]
+    for found in run_ranks(evaluated, 2, name, mesh={"pipeline": 2}):
+        torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
+
+
+# -- what goes from one layer to another past the arguments ----------------------------------------------------
+
+
+class Passing(Block):
+    """A block that leaves something in a place that all blocks know, or is the `reader` of it."""
+
+    def __init__(self, number, place, kind, reader):
+        super().__init__()
+        self.number, self.kind, self.reader, self.__dict__["place"] = number, kind, reader, place
+
+    def forward(self, x):
+        h, place = super().forward(x), self.place
+        if self.kind == "counter":
+            place["count"] += 1
+            return h / (place["count"] if self.number == self.reader else 1)
+        if self.number == self.reader:
+            return h + (place["root"].kept.clone() if self.kind == "buffer" else place.get("h", 0.0))
+        if self.number == 0 and self.kind == "buffer":
+            place["root"].kept.copy_(self.layer.weight.detach().abs().mean())
+        elif self.number == 0:
+            place["h"] = h if self.kind == "value" else h.detach().mean((1, 2), keepdim=True)
+        return h
+
+
+class Passed(Net):
+    """The last block is the reader, or the second one, which is in the stage of the first."""
+
+    def __init__(self, kind, reader):
+        super().__init__()
+        self.__dict__["place"] = {"root": self}
+        self.register_buffer("kept", torch.zeros(()))
+        self.blocks = nn.ModuleList(Passing(number, self.place, kind, reader) for number in range(4))
+
+    def forward(self, x):
+        self.place["count"] = 0
+        return super().forward(x)
+
+
+def passed(kind, reader):
+    torch.manual_seed(0)
+    return Passed(kind, reader).double()
+
+
+def trained_with_passing(ctx, kind, reader, watch=None):
+    model = passed(kind, reader)
+    if watch is not None:
+        watch.begin(model)
+    model, ctx = weft.pipeline(model, ctx, loss=mean_squares, micro_batches=4)
+    return fit(model, batches(), lambda model, batch: model(*batch), watch)
+
+
+def both_passing(ctx, kind):
+    return trained_with_passing(ctx, kind, 1), attempt(trained_with_passing, ctx, kind, 3)
+
+
+@pytest.mark.parametrize("kind", one_in(4, ["value", "detached value", "counter", "buffer"]))
+def test_what_goes_past_the_arguments_to_another_stage_is_refused(kind):
+    found = run_ranks(both_passing, 2, kind, mesh={"pipeline": 2})
+    expected = fit(passed(kind, 1), batches(), lambda model, batch: mean_squares(model(batch[0]), batch[1]))
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
 

@@ -80,7 +80,8 @@ def pipeline(
     Collectives: here, one broadcast of all parameters along `axis`; per call and micro-batch, one message forward and
     one back between neighbors, and one broadcast of the loss. The first call with inputs of new shapes also sends the
     first micro-batch once more, to learn the shapes. Without gradients, one message forward per micro-batch, and a
-    broadcast of the outputs. Probes add one all-reduce in calls that are measured.
+    broadcast of the outputs. Probes send two micro-batches twice more, forward and back, in calls that are measured,
+    and in the first one the parameters of each layer once to all ranks along `axis`.
 
     Args:
         module: Whose layers forward calls one after the other, each once; on the CPU, on `ctx.device` or on meta.

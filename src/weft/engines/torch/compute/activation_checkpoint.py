@@ -27,7 +27,7 @@ from weft.engines.options import RecomputeOptions
 from weft.engines.probes import Schedule
 from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
 from weft.engines.torch.probes.compare import digest
-from weft.engines.torch.probes.no_trace import is_measured
+from weft.engines.torch.probes.no_trace import keeps_activations
 from weft.errors import ContractError, ProbeFailed, listed, type_error, value_error
 
 __all__ = [
@@ -94,7 +94,7 @@ class Checkpoint:
         """Run the block, and let backward run it again."""
         # What is compiled has no side effects in its second run, and keeps no Python state.
         compiling = torch.compiler.is_compiling()
-        if not torch.is_grad_enabled() or (not compiling and is_measured()):
+        if not torch.is_grad_enabled() or (not compiling and keeps_activations()):
             return call(*args, **kwargs)
         is_due = not compiling and self._schedule.is_due(self._name, torch.is_autocast_enabled()) > 0
         once = call if compiling else self._watched(call, is_due=is_due)

@@ -6,10 +6,5 @@ dtensor_reads.py       numbers in a DTensor, and copies into one
 part_gradients.py      gradients between a backward pass and a step
 cut_gradient.py        those of cut layers, beside those of whole ones
 assigned_data.py       `parameter.data = ...`
-no_file.py        files, and whole tensors that are loaded
-dtensor_reads.py  numbers in a DTensor, and copies into one
-part_gradients.py gradients between a backward pass and a step
-cut_gradient.py   those of cut layers, beside those of whole ones
-assigned_data.py  `parameter.data = ...`
-left_gathered.py  writes to what is gathered for backward
+left_gathered.py       writes to what is gathered for backward
 """

@@ -136,10 +136,12 @@ class MicroBatches:
         self.parts = [_rows(inputs, rows, slice(i * rows // number, (i + 1) * rows // number)) for i in range(number)]
         self.key = (number, *((tuple(t.shape), t.dtype) for t in tensors(inputs.nested())))
 
-    def together(self, window: range) -> Inputs:
-        """Several micro-batches in a row, as one batch."""
+    def together(self, numbers: Sequence[int]) -> Inputs:
+        """Several micro-batches, as one batch."""
         size = self._rows // len(self.parts)
-        return _rows(self.whole, self._rows, slice(window.start * size, window.stop * size))
+        if isinstance(numbers, range):
+            return _rows(self.whole, self._rows, slice(numbers.start * size, numbers.stop * size))
+        return _rows(self.whole, self._rows, [n * size + row for n in numbers for row in range(size)])
 
 
 def _check_rows(inputs: Inputs, rows: int, number: int) -> None:
@@ -162,7 +164,7 @@ def _check_rows(inputs: Inputs, rows: int, number: int) -> None:
         )
 
 
-def _rows(inputs: Inputs, rows: int, part: slice) -> Inputs:
+def _rows(inputs: Inputs, rows: int, part: slice | list[int]) -> Inputs:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[part] if tensor.dim() and tensor.shape[0] == rows else tensor
 

@@ -164,7 +164,8 @@ def check_whole(result: Result) -> None:
             "pipeline: the mean over the micro-batches is not the loss of the batch",
             found=f"{loss:.12g} over the micro-batches, {whole:.12g} of the whole batch",
             expected="a loss that is a mean over rows, or one that tells its number of terms",
-            fix="weft.pipeline(..., loss=lambda out, y: (cross_entropy(out, y, reduction='sum'), (y != -100).sum()))",
+            fix="weft.pipeline(..., loss=lambda out, y: (cross_entropy(out, y, reduction='sum'), (y != -100).sum()))"
+            '  # or, for a loss that is no mean over rows, micro_batches=1, schedule="gpipe"',
         )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weft.engines.torch.pipeline.losses import Loss
-from weft.tensors.nested import tensors
+from weft.errors import ContractError
+from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["as_output", "form_of", "joined", "sendable"]
+__all__ = ["as_output", "form_of", "join", "joined", "row_dims", "sendable"]
+
+_SENT = {"form", "is_sum", "values"}
 
 
 def sendable(output: Any, loss: Loss | None, *, is_sum: bool) -> Any:
@@ -24,8 +28,8 @@ def sendable(output: Any, loss: Loss | None, *, is_sum: bool) -> Any:
         is_sum: Whether a loss in the output is part of one sum.
     """
     if loss is not None:
-        value = loss.value
-        return [value.reshape(()), torch.ones((), device=value.device) if loss.terms is None else loss.terms]
+        value = loss.value.reshape(())
+        return value if loss.terms is None else {"form": "terms", "is_sum": True, "values": [value, loss.terms]}
     if isinstance(output, Mapping):
         found = {key: value for key, value in output.items() if any(True for _ in tensors(value))}
         kind = "output" if hasattr(output, "to_tuple") else "dict"
@@ -45,37 +49,63 @@ def _output(values: dict[str, Any], form: str) -> Any:
     return types.SimpleNamespace(**values) if kind is None else kind(**values)
 
 
-def joined(outputs: list[Any]) -> Any:
-    """The output of the batch, from those of its micro-batches."""
+def joined(outputs: Sequence[Any]) -> Any:
+    """The output of the batch, from those of its parts, of which the first has twice as many rows as the others.
+
+    Raises:
+        ContractError: Something in it has no dimension of rows, and is another one for each part.
+    """
     first = outputs[0]
-    if isinstance(first, dict) and set(first) == {"form", "is_sum", "values"}:
-        names = list(first["values"])
-        values = {
-            name: _joined_tensors([one["values"][name] for one in outputs], is_sum=first["is_sum"]) for name in names
-        }
-        return {**first, "values": values}
-    if isinstance(first, list) and len(first) == 2 and all(isinstance(t, torch.Tensor) and not t.dim() for t in first):
-        totals, counts = zip(*outputs, strict=True)
-        return torch.stack(totals).sum() / torch.stack(counts).sum().to(totals[0].dtype)
-    return _joined_tensors(outputs, is_sum=False)
+    if len(outputs) == 1:
+        return first
+    dims = row_dims(outputs[1], first)
+    for dim, *found in zip(dims or [None], *map(tensors, outputs), strict=False):
+        if dims is None or (dim is None and found[0].dim() and not all(torch.equal(found[0], one) for one in found)):
+            raise ContractError(
+                "pipeline: the outputs of micro-batches cannot be joined",
+                found=f"{[tuple(t.shape) for t in tensors(first)]} for one of twice as many rows as those with "
+                f"{[tuple(t.shape) for t in tensors(outputs[1])]}",
+                expected="outputs with one dimension that grows with the rows of the batch: no statistics over it",
+                fix='weft.pipeline(..., micro_batches=1, schedule="gpipe"), or outputs for each row',
+            )
+    is_sum = isinstance(first, dict) and set(first) == _SENT and first["is_sum"]
+    return join(outputs, dims or [], [1.0] * len(outputs) if is_sum else [2.0] + [1.0] * (len(outputs) - 1), is_sum)
 
 
-def _joined_tensors(parts: list[Any], *, is_sum: bool) -> Any:
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        if first.dim():
-            return torch.cat(parts)
-        stacked = torch.stack(parts)
-        return stacked.sum() if is_sum else stacked.mean()
-    if isinstance(first, Mapping):
-        return {key: _joined_tensors([part[key] for part in parts], is_sum=is_sum) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_joined_tensors(list(one), is_sum=is_sum) for one in zip(*parts, strict=True))
-    return first
+def row_dims(few: Any, more: Any) -> list[int | None] | None:
+    """The dimension of each tensor, if any, in which `more` has twice as much as `few`; None: they differ in others."""
+    pairs = list(itertools.zip_longest(tensors(few), tensors(more)))
+    if any(one is None or other is None or one.dim() != other.dim() for one, other in pairs):
+        return None
+    changed = [[d for d in range(one.dim()) if one.shape[d] != other.shape[d]] for one, other in pairs]
+    if any(
+        len(ds) > 1 or any(2 * a.shape[d] != b.shape[d] for d in ds) for ds, (a, b) in zip(changed, pairs, strict=True)
+    ):
+        return None
+    return [next(iter(ds), None) for ds in changed]
+
+
+def join(parts: Sequence[Any], dims: Sequence[int | None], weights: Sequence[float], is_sum: bool = False) -> Any:
+    """Nested values, joined: tensors in their dimension of rows, and of numbers the mean."""
+    columns, at = zip(*map(tensors, parts), strict=True), iter(dims)
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        pieces, dim = next(columns), next(at)
+        if dim is not None:
+            return torch.cat(pieces, dim)
+        if tensor.dim():
+            return tensor
+        total = torch.stack([piece * weight for piece, weight in zip(pieces, weights, strict=True)]).sum()
+        return total if is_sum else total / sum(weights)
+
+    return map_tensors(one, parts[0])
 
 
 def as_output(value: Any) -> Any:
     """What `joined` made and the ranks have received, as the module returns it."""
-    if isinstance(value, dict) and set(value) == {"form", "is_sum", "values"}:
-        return _output(value["values"], value["form"])
-    return value
+    if not isinstance(value, dict) or set(value) != _SENT:
+        return value
+    if value["form"] == "terms":
+        total, count = value["values"]
+        return total / count.to(total.dtype)
+    return _output(value["values"], value["form"])

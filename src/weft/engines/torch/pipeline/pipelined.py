@@ -24,6 +24,7 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
+from weft.engines.torch.pipeline.lent_layers import LentLayers
 from weft.engines.torch.pipeline.losses import (
     FORMS,
     Loss,
@@ -34,8 +35,8 @@ from weft.engines.torch.pipeline.losses import (
     share_result,
     with_gradients,
 )
-from weft.engines.torch.pipeline.outputs import as_output, form_of, joined, sendable
-from weft.engines.torch.pipeline.row_probe import RowProbe
+from weft.engines.torch.pipeline.outputs import as_output, form_of, join, joined, sendable
+from weft.engines.torch.pipeline.row_probe import RowProbe, check_rows
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
@@ -48,6 +49,8 @@ from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["PipelinedModule"]
 
+# What forward raises where the loss needs more than the output of the last layer.
+_NEEDS_MORE = (ContractError, RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 _KEPT_BYTES = 1 << 28  # of outputs, to compute their loss together
 
 
@@ -84,7 +87,8 @@ class PipelinedModule:
         self._borders = Borders(group, self.owners, device)
         self._aliases = Aliases()
         self._schedules: dict[Any, Any] = {}
-        self._rows = RowProbe(options.probes, len(options.stages), module)
+        self._rows = RowProbe(options.probes, module, self._borders, self.here, len(options.stages))
+        self._lent = LentLayers(module, options.stages, self.owners, group, device)
         self._stage_modules = {number: _StageModule(self, number) for number in self.here}
         self._pass: _Pass | None = None
         self._broke_off = ""  # the error with which a call ended in between
@@ -131,7 +135,7 @@ class PipelinedModule:
         is_sum = "num_items_in_batch" in inputs.kwargs
         try:
             with self._guard(), units_whole(self._module), self._aliases.in_place(self._module) as pairs:
-                result = self._run(call, batches, is_sum=is_sum)
+                result, mixed = self._run(call, batches, is_sum=is_sum)
                 with_gradient = [(p, alias.grad) for p, alias in pairs if alias.grad is not None]
                 for _, alias in pairs:
                     alias.grad = None
@@ -140,12 +144,13 @@ class PipelinedModule:
             self._break_off(error)
             raise
         check_whole(result)
+        check_rows(mixed)
         kept = Kept([gradient for _, gradient in with_gradient], result.scale)
         loss = with_gradients(result.loss, kept, [p for p, _ in with_gradient])
         self._part_gradients.follow(loss)
         return form_of(loss, FORMS[result.form])
 
-    def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> Result:
+    def _run(self, call: Callable[..., Any], batches: MicroBatches, *, is_sum: bool) -> tuple[Result, Sequence[float]]:
         number = len(batches.parts)
         is_new = batches.key not in self._schedules
         self._pass = _Pass(call, batches)
@@ -170,14 +175,19 @@ class PipelinedModule:
                 stage.begin(self._module)
             target = {"target": torch.arange(number)} if self._last in self.here else {}
             self._schedules[batches.key].step(**target)
-            self._rows.check(self._of_rows, self._group, self._device)
+            self._forward.seeds = True
+            mixed = self._rows.measure(
+                batches, self._measured, self._measured_whole, self._group, self._device, is_sum=is_sum
+            )
+            self._forward.seeds = False
             found = self._found(is_sum=is_sum) if self._last in self.here else None
         except RuntimeError as error:  # torch wraps what forward raises
             raise (self._pass.error or error) from None
         finally:
             self._pass = None
+            self._forward.seeds = False
             self._rows.end()
-        return share_result(found, self._device, self._group, self.owners[self._last])
+        return share_result(found, self._device, self._group, self.owners[self._last]), mixed
 
     def _probe(self, batches: MicroBatches) -> None:
         """Let each stage see once what it receives: the forward of the first micro-batch."""
@@ -200,7 +210,6 @@ class PipelinedModule:
         assert running is not None
         part, key = running.batches.parts[index], running.batches.key
         try:
-            self._rows.see(stage, index, len(running.batches.parts) - 1, part, received)
             output = self._compute(stage, part, self._borders.rebuilt(key, stage - 1, received))
             if stage < self._last:
                 return self._borders.flat(key, stage, output)
@@ -224,16 +233,21 @@ class PipelinedModule:
         """What the last stage tells the others, with the loss of the whole batch at once, or of what fits of it."""
         running = self._pass
         assert running is not None
-        losses, whole = running.losses, None
-        if running.returned and all(one is not None for one in running.returned.values()):
+        losses, whole, returned = running.losses, None, [*running.returned.values()]
+        if returned and self._rows.dims is not None and all(one is not None for one in returned):
             losses = [losses[index] for index in running.window]
             pairs = [(running.batches.parts[index], running.returned[index]) for index in running.window]
-            all_rows = running.batches.together(running.window), joined([returned for _, returned in pairs])
-            with no_trace(self._module), Observed() as observed:
-                with SameDraws() as draws:
-                    whole = self._loss_at_end(*all_rows).mean()
-                if observed.dropped or draws.has_drawn:  # other numbers for the micro-batches
-                    losses, whole = self._losses_of_same_draws(pairs, all_rows)
+            rows = join(returned, self._rows.dims, [1.0] * len(returned))
+            all_rows = running.batches.together(running.window), rows
+            try:
+                with no_trace(self._module), Observed() as observed:
+                    with SameDraws() as draws:
+                        whole = self._loss_at_end(*all_rows).mean()
+                    if observed.dropped or draws.has_drawn:  # other numbers for the micro-batches
+                        losses, whole = self._losses_of_same_draws(pairs, all_rows)
+            except _NEEDS_MORE:
+                self._rows.dims = None
+                losses = running.losses
         result = combined(running.losses, whole, is_sum=is_sum)
         return result._replace(checked=combined(losses, None, is_sum=is_sum).loss)
 
@@ -257,10 +271,19 @@ class PipelinedModule:
         output = self._forward.run(self._last + 1, returned, lambda: running.call(*part.args, **part.kwargs))
         return self._loss_of(output, part)
 
-    def _of_rows(self, stage: int, part: Inputs, received: tuple[torch.Tensor, ...]) -> Any:
+    def _measured(self, stage: int, part: Inputs, received: Any) -> tuple[Any, Any]:
+        """What a stage gives, the last one its loss; and what the last layer has returned."""
+        output = self._compute(stage, part, received)
+        return (output, None) if stage < self._last else (self._loss_of(output, part), self._forward.returned)
+
+    def _measured_whole(self, part: Inputs) -> Loss | None:
+        """The loss, with all layers on all ranks; None if they cannot be lent."""
         running = self._pass
         assert running is not None
-        return self._compute(stage, part, self._borders.rebuilt(running.batches.key, stage - 1, received))
+        if not self._lent.can_lend():
+            return None
+        output = self._forward.run_whole(lambda: running.call(*part.args, **part.kwargs), self._lent.of)
+        return self._loss_of(output, part)
 
     # -- without gradients -----------------------------------------------------------------------
 
@@ -275,7 +298,7 @@ class PipelinedModule:
         self._pass = _Pass(call, batches)
         try:
             with self._guard(), units_whole(self._module):
-                for part in batches.parts:
+                for part in [batches.together(range(2)), *batches.parts[2:]]:  # see `joined`
                     for stage in self.here:
                         received = self._borders.receive(None, stage)
                         output = self._compute(stage, part, received)

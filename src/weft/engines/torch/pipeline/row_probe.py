@@ -1,55 +1,62 @@
-"""A pipeline, measured: rows of two micro-batches through each stage, together and apart."""
+"""A pipeline, measured: two micro-batches through all stages and back, one after the other and as one batch.
+
+What depends on rows of other micro-batches shows in the loss or in a gradient, wherever it is: in a layer, between
+layers, in the loss, or in a backward pass alone. No tensor between the stages needs to have its rows in some dimension.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from weft.engines.probes import Compared, ProbeMode, Schedule
-from weft.engines.torch.pipeline.batch_parts import Inputs
+from weft.engines.torch.pipeline.batch_parts import Inputs, MicroBatches
+from weft.engines.torch.pipeline.losses import Loss, Result, combined
+from weft.engines.torch.pipeline.outputs import join, row_dims
+from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.probes.compare import difference, largest_over
-from weft.engines.torch.probes.no_trace import no_trace, random_kept, zeros_filled
+from weft.engines.torch.probes.no_trace import measured, no_trace, random_kept, zeros_filled
 from weft.engines.torch.probes.observed import Observed
-from weft.engines.torch.probes.repeated_hooks import hooks_off, quiet_hooks
+from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.errors import ProbeFailed
+from weft.tensors.dtensor import local
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["RowProbe"]
+__all__ = ["RowProbe", "check_rows"]
 
-_ROWS = 2  # of a micro-batch: batch statistics need more than one
-_LIMIT, _LOW_LIMIT = 1e-5, 5e-2
+_LIMIT, _LOW_LIMIT = 1e-5, 5e-2  # the second of numbers in 16 bits
+_FLOOR = 1e-2  # of the largest gradient: some are zero but for rounding, as those of the biases of keys
 
-
-class _Rows(NamedTuple):
-    """A few rows of one micro-batch, as a stage computes with them."""
-
-    part: Inputs
-    received: tuple[torch.Tensor, ...]
-    number: int
+Compute = Callable[[int, Inputs, Any], tuple[Any, Any]]
 
 
 class RowProbe:
-    """What stages compute for rows of several micro-batches."""
+    """What two micro-batches give, apart and together.
 
-    def __init__(self, mode: ProbeMode, stages: int, module: nn.Module) -> None:
+    Attributes:
+        dims: The dimension of rows in each tensor that the last layer returns; None if it is not known.
+    """
+
+    def __init__(self, mode: ProbeMode, module: nn.Module, borders: Borders, here: Sequence[int], stages: int) -> None:
+        self.dims: list[int | None] | None = None
         self._schedule = Schedule(mode, ["rows"])
-        self._stages = stages
         self._module = module
-        self._rows: dict[int, dict[int, _Rows]] = {}
-        self._is_due = False
+        self._borders = borders
+        self._here = here
+        self._stages = stages
+        self._is_due = 0
         self._watch = contextlib.ExitStack()
         self._quiet: set[int] = set()
 
     def begin(self) -> None:
         """A call with gradients begins."""
-        self._rows = {}
-        self._is_due = self._schedule.is_due("rows") > 0
+        self._is_due = self._schedule.is_due("rows")
         if self._is_due:
             self._quiet = self._watch.enter_context(quiet_hooks(self._module))
 
@@ -57,88 +64,232 @@ class RowProbe:
         """The call ends, perhaps with an error."""
         self._watch.close()
 
-    def see(self, stage: int, index: int, last: int, part: Inputs, received: Sequence[torch.Tensor]) -> None:
-        """Keep a few rows of the first and of the last micro-batch."""
-        if not self._is_due or not last or index not in (0, last):
-            return
-        size = next((t.shape[0] for t in tensors(part.nested()) if t.dim()), 0)
-        rows = min(size, _ROWS)
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:rows].detach() if tensor.dim() and tensor.shape[0] == size else tensor
-
-        few = Inputs(map_tensors(cut, part.args), map_tensors(cut, part.kwargs), part.target)
-        self._rows.setdefault(stage, {})[index] = _Rows(few, tuple(map(cut, received)), rows)
-
-    def check(
+    def measure(
         self,
-        compute: Callable[[int, Inputs, tuple[torch.Tensor, ...]], Any],
+        batches: MicroBatches,
+        compute: Compute,
+        compute_whole: Callable[[Inputs], Loss | None],
         group: dist.ProcessGroup,
         device: torch.device,
-    ) -> None:
-        """Compare. Collectives: one all-reduce of a number per stage, if this call is measured.
+        *,
+        is_sum: bool,
+    ) -> list[float]:
+        """Relative differences, or 0 where there is none but rounding; nothing if this call is not measured.
 
-        Raises:
-            ProbeFailed: On all ranks: what a stage computes for a row depends on other rows.
+        Of the gradients in each stage and of the loss, apart and together; and of the loss of one micro-batch, with
+        all layers on one rank and on several.
+
+        Collectives: what leaves stages and comes back, and one all-reduce of a number per stage. In the first call,
+        those of `compute_whole`.
+
+        Args:
+            batches: Of which the first and the last one are measured.
+            compute: What a stage gives for a batch and what it has received, with what the last layer has returned;
+                the last stage gives a `Loss`.
+            compute_whole: The loss of all stages for a batch, if it can be had.
+            group: The ranks of the pipeline.
+            device: Of this rank.
+            is_sum: Whether losses are parts of one sum.
         """
-        if not self._is_due:
-            return
         self._watch.close()
-        found = [0.0] * self._stages
-        for stage, pair in self._rows.items():
-            quiet = hooks_off(self._module, lambda _, hook: id(hook) in self._quiet)
-            with no_trace(self._module), zeros_filled(self._module), quiet, torch.no_grad():
-                found[stage] = self._largest(lambda *call, stage=stage: compute(stage, *call), list(pair.values()))
-        self._rows = {}
-        worst = largest_over(group, found, device)
-        wrong = [f"stage {stage}: by {relative:.2g}" for stage, relative in enumerate(worst) if relative]
-        if wrong:
-            raise ProbeFailed(
-                "pipeline: rows of a batch are mixed, which are computed in micro-batches",
-                found=f"rows of two micro-batches, together and apart, differ: {', '.join(wrong)} of their norm",
-                expected="a row that depends on no other one: no statistics, sorting or sums over the batch",
-                fix='LayerNorm or GroupNorm for each row, or weft.pipeline(..., micro_batches=1, schedule="gpipe")',
-            )
+        last = len(batches.parts) - 1
+        if not self._is_due or not last:
+            return []
+        parts, whole = [batches.parts[0], batches.parts[last]], batches.together([0, last])
+        quiet = self._quiet_everywhere(group, device) if self._is_due == 1 else None
+        with measured(recompute=True), no_trace(self._module), zeros_filled(self._module), random_kept():
+            runs = _Runs(self._module, self._borders, self._here, self._stages - 1, compute, is_sum=is_sum)
+            with hooks_off(self._module, lambda _, hook: id(hook) in self._quiet):
+                apart, together = runs.run(parts, together=False), runs.run([whole], together=True)
+            found = [0.0] * (self._stages + 3)
+            for stage in self._here:
+                found[stage] = _largest(apart.gradients[stage], together.gradients[stage])
+            if apart.result is not None and together.result is not None:
+                found[-3] = difference(Compared("the loss", together.result.loss, apart.result.loss))
+                self.dims = _dims(apart.returned, together.returned[0])
+            alone = None
+            if quiet is not None:
+                with hooks_off(self._module, lambda _, hook: id(hook) in quiet):
+                    alone = runs.run_whole(parts[0], compute_whole)
+            if alone is not None and apart.losses:
+                found[-2] = difference(Compared("the loss", apart.losses[0].mean(), alone.mean()))
+            found[-1] = float(runs.observed.low)
+            *worst, low = largest_over(group, found, device)
+        return [relative if relative > (_LOW_LIMIT if low else _LIMIT) else 0.0 for relative in worst]
 
-    def _largest(self, compute: Callable[[Inputs, tuple[torch.Tensor, ...]], Any], rows: list[_Rows]) -> float:
-        """The largest relative difference that is no rounding; 0 without one."""
-        kept = {name: buffer.clone() for name, buffer in self._module.named_buffers() if not buffer.is_meta}
-        buffers = dict(self._module.named_buffers())
-        draws = SameDraws()
+    def _quiet_everywhere(self, group: dist.ProcessGroup, device: torch.device) -> set[int] | None:
+        """The hooks that return nothing on any rank, by id; None if ranks have different ones.
 
-        def run(part: Inputs, received: tuple[torch.Tensor, ...], *, together: bool) -> list[torch.Tensor]:
-            draws.begin(together=together)
-            try:
-                with random_kept():
-                    return list(tensors(compute(part, received)))
-            finally:
-                for name, before in kept.items():
-                    buffers[name].copy_(before)
+        Collectives: up to two all-reduces.
+        """
+        hooks = hooks_of_user(self._module)
+        most, least = largest_over(group, [len(hooks), -len(hooks)], device)
+        if most != -least:
+            return None
+        loud = largest_over(group, [float(id(hook) not in self._quiet) for hook in hooks], device)
+        return {id(hook) for hook, returns in zip(hooks, loud, strict=True) if not returns}
 
-        with Observed() as observed, draws:
-            apart = [run(one.part, one.received, together=False) for one in rows]
-            together = run(*_joined(rows), together=True)
-        limit = _LOW_LIMIT if observed.low else _LIMIT
-        count = sum(one.number for one in rows)
-        pairs = [
-            Compared("a row", whole, torch.cat([one[at] for one in apart]))
-            for at, whole in enumerate(together)
-            if whole.dim() and whole.shape[0] == count and whole.is_floating_point()
+
+def check_rows(worst: Sequence[float]) -> None:
+    """Raise if what `RowProbe.measure` has found is no rounding.
+
+    Raises:
+        ProbeFailed: On all ranks: what is computed for a row depends on other rows.
+    """
+    if worst and worst[-1]:
+        raise ProbeFailed(
+            "pipeline: a value goes from one stage to another past the arguments of the layers",
+            found=f"with all layers on one rank, the loss of a micro-batch differs by {worst[-1]:.2g} of its norm",
+            expected="layers that are given what they need: no dict, attribute, hook, buffer or counter that layers of "
+            "several stages use",
+            fix="x, kept = layer(x, kept)  # what a later layer needs goes through those before it",
+        )
+    names = [*(f"the gradients of stage {number}" for number in range(len(worst) - 2)), "the loss"]
+    wrong = [f"{name} by {relative:.2g}" for name, relative in zip(names, worst, strict=False) if relative]
+    if wrong:
+        raise ProbeFailed(
+            "pipeline: rows of a batch are mixed, which are computed in micro-batches",
+            found=f"two micro-batches, together and apart, differ: {', '.join(wrong)} of their norm",
+            expected="rows that depend on no other ones, in layers, loss and backward: no statistics, sorting or sums "
+            "over the batch",
+            fix='LayerNorm or GroupNorm for each row, or weft.pipeline(..., micro_batches=1, schedule="gpipe")',
+        )
+
+
+class _Run:
+    """What came of some batches, one after the other.
+
+    Attributes:
+        gradients: By stage, of the parameters that this rank trains; their sum over the batches.
+        returned: By the last layer, for each batch.
+        losses: Of the batches, where the last stage is.
+        result: The loss of all of them, there.
+    """
+
+    def __init__(self, here: Sequence[int]) -> None:
+        self.gradients: dict[int, list[torch.Tensor | None]] = {stage: [] for stage in here}
+        self.returned: list[Any] = []
+        self.losses: list[Loss] = []
+        self.result: Result | None = None
+
+
+class _Runs:
+    """Batches through the stages and back, with the same random numbers and buffers."""
+
+    def __init__(
+        self, module: nn.Module, borders: Borders, here: Sequence[int], last: int, compute: Compute, *, is_sum: bool
+    ) -> None:
+        self.observed = Observed()
+        self._draws = SameDraws()
+        self._module = module
+        self._borders = borders
+        self._here = here
+        self._last = last
+        self._compute = compute
+        self._is_sum = is_sum
+        self._trained = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
+        self._buffers = [
+            (part._buffers, name, held)
+            for part in module.modules()
+            for name, held in part._buffers.items()
+            if held is not None and not held.is_meta
         ]
-        return max((relative for relative in map(difference, pairs) if relative > limit), default=0.0)
+
+    def run(self, batches: Sequence[Inputs], *, together: bool) -> _Run:
+        """All forwards, and then all backwards."""
+        run, ends = _Run(self._here), {}
+        for number, batch in enumerate(batches):
+            with self._modes(together=together):
+                self._renew_buffers()
+                for stage in self._here:
+                    received = map_tensors(_leaf, self._borders.receive(None, stage))
+                    output, returned = self._compute(stage, batch, received)
+                    ends[number, stage] = list(tensors(received)), output
+                    if stage < self._last:
+                        self._borders.send(None, stage, map_tensors(torch.Tensor.detach, output))
+                    else:
+                        run.returned.append(map_tensors(torch.Tensor.detach, returned))
+        if self._last in self._here:
+            losses: list[Loss] = [ends[number, self._last][1] for number in range(len(batches))]
+            run.losses = [one._replace(value=one.value.detach()) for one in losses]
+            run.result = combined(run.losses, None, is_sum=self._is_sum)
+        for number in range(len(batches)):
+            for stage in reversed(self._here):
+                received, output = ends.pop((number, stage))
+                with self.observed, self._draws:
+                    back, found = self._gradients(stage, received, output, run.result)
+                self._borders.send_back(stage, back)
+                own = [None if one is None else local(one) for one in found]
+                before = run.gradients[stage] or [None] * len(own)
+                run.gradients[stage] = [_sum(a, b) for a, b in zip(before, own, strict=True)]
+        self._borders.wait()
+        return run
+
+    def run_whole(self, batch: Inputs, compute: Callable[[Inputs], Loss | None]) -> Loss | None:
+        """The forward of a batch, with all layers on each rank."""
+        with torch.no_grad(), self._modes(together=False):
+            self._renew_buffers()
+            return compute(batch)
+
+    @contextlib.contextmanager
+    def _modes(self, *, together: bool) -> Iterator[None]:
+        with random_kept(), self.observed, self._draws:
+            self._draws.begin(together=together)
+            yield
+
+    def _renew_buffers(self) -> None:
+        """Let the forward of a batch begin with the buffers of the call; backward needs those that it had."""
+        made: dict[int, torch.Tensor] = {}
+        for slot, name, held in self._buffers:
+            if id(held) not in made:
+                made[id(held)] = held.clone()
+            slot[name] = made[id(held)]
+
+    def _gradients(
+        self, stage: int, received: list[torch.Tensor], output: Any, result: Result | None
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """Of what a stage has received, and of parameters."""
+        if stage == self._last:
+            assert result is not None
+            ends = [output.value * result.scale.to(output.value.dtype)]
+            arriving: Sequence[torch.Tensor] = [torch.ones_like(ends[0])]
+        else:
+            ends = list(tensors(output))
+            arriving = self._borders.receive_back(stage, ends)
+        pairs = [(end, given) for end, given in zip(ends, arriving, strict=True) if end.requires_grad]
+        inputs = [*received, *self._trained]
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if pairs and inputs:
+            outputs, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+        back = [torch.zeros_like(t) if g is None else g for t, g in zip(received, found, strict=False)]
+        return back, found[len(received) :]
 
 
-def _joined(rows: list[_Rows]) -> tuple[Inputs, tuple[torch.Tensor, ...]]:
-    first = rows[0]
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
 
-    def join(values: Sequence[Any]) -> Any:
-        others = [iter(list(tensors(value))) for value in values[1:]]
 
-        def one(tensor: torch.Tensor) -> torch.Tensor:
-            more = [next(other) for other in others]
-            return torch.cat([tensor, *more]) if tensor.dim() and tensor.shape[0] == first.number else tensor
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return one if other is None else other if one is None else one + other
 
-        return map_tensors(one, values[0])
 
-    part = Inputs(join([one.part.args for one in rows]), join([one.part.kwargs for one in rows]), first.part.target)
-    return part, join([one.received for one in rows])
+def _largest(apart: Sequence[torch.Tensor | None], together: Sequence[torch.Tensor | None]) -> float:
+    norms = [float(g.norm()) for g in apart if g is not None]
+    floor, worst = _FLOOR * max(norms, default=0.0), 0.0
+    for expected, found in zip(apart, together, strict=True):
+        like = expected if found is None else found
+        if like is not None:
+            a, b = (torch.zeros_like(like) if g is None else g for g in (found, expected))
+            worst = max(worst, difference(Compared("a gradient", a, b, floor)))
+    return worst
+
+
+def _dims(apart: Sequence[Any], together: Any) -> list[int | None] | None:
+    """The dimensions of rows in what the last layer returns, if joined there it is what it returns for all rows."""
+    dims = None if any(one is None for one in (*apart, together)) else row_dims(apart[0], together)
+    if dims is None:
+        return None
+    pairs = zip(tensors(join(apart, dims, [1.0] * len(apart))), tensors(together), strict=True)
+    off = (difference(Compared("rows", t, w)) > _LOW_LIMIT for t, w in pairs if t.dim())
+    return None if any(off) else dims

@@ -42,6 +42,7 @@ class Borders:
         self._rank = dist.get_rank(group)
         self._known: dict[tuple[Hashable, int], Border] = {}
         self._here: dict[int, tuple[torch.Tensor, ...]] = {}  # between two stages of this rank
+        self._back: dict[int, Sequence[torch.Tensor]] = {}  # the gradients
         self._sent: list[Any] = []
 
     def send(self, key: Hashable, stage: int, output: Any) -> None:
@@ -75,6 +76,29 @@ class Borders:
             if tensor.numel():
                 dist.recv(tensor, group=self._group, group_src=peer)
         return self.rebuilt(key, stage - 1, tensors)
+
+    def send_back(self, stage: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Send the gradients of what entered a stage to the one before it."""
+        if stage == 0:
+            return
+        peer = self._owners[stage - 1]
+        if peer == self._rank:
+            self._back[stage - 1] = gradients
+            return
+        for gradient in gradients:
+            if gradient.numel():
+                self._sent.append((dist.isend(gradient.contiguous(), group=self._group, group_dst=peer), gradient))
+
+    def receive_back(self, stage: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Receive the gradients of what left a stage."""
+        peer = self._owners[stage + 1]
+        if peer == self._rank:
+            return self._back.pop(stage)
+        found = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in outputs]
+        for gradient in found:
+            if gradient.numel():
+                dist.recv(gradient, group=self._group, group_src=peer)
+        return found
 
     def wait(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -12,8 +12,10 @@ A call is routed outside of all hooks of a layer, which belong to the stage that
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +23,7 @@ from torch import nn
 
 from weft.engines.torch.hooks.method_hooks import Removable, route_calls
 from weft.engines.torch.pipeline.not_computed import Elsewhere, has_elsewhere
+from weft.engines.torch.probes.no_trace import random_kept
 from weft.errors import ContractError
 from weft.tensors.nested import map_tensors, tensors
 
@@ -55,6 +58,7 @@ class StageForward:
         stages: Names of the layers of each stage.
         here: The stages of this rank.
         returned: What the last layer of all has returned in the call that ran last, if it was called once.
+        seeds: Whether each layer draws random numbers of its own, whatever was drawn before it.
     """
 
     def __init__(
@@ -63,10 +67,16 @@ class StageForward:
         self.stages = stages
         self.here = tuple(here)
         self.returned: Any = None
+        self.seeds = False
         self._kind = type(module).__name__
+        self._layers: set[str] = set()  # of the stages, which may also have parameters between them
         self._running: _Call | None = None
+        self._given: dict[str, Any] = {}  # like what layers have returned, as far as known
+        self._lend: Callable[[int, str], AbstractContextManager[None]] | None = None
+        self._numbers = {name: number for number, name in enumerate(name for names in stages for name in names)}
         for number, names in enumerate(stages):
             parts = [(name, module.get_submodule(name)) for name in names if not _is_parameter(module, name)]
+            self._layers |= {name for name, _ in parts}
             for name, part in parts:
                 route = _Route(weakref.ref(self), number, name, is_last=name == parts[-1][0])
                 route_calls(part, removable, route)
@@ -100,9 +110,32 @@ class StageForward:
         self._check_real(output)
         return output
 
+    def run_whole(self, forward: Callable[[], Any], lend: Callable[[int, str], AbstractContextManager[None]]) -> Any:
+        """Compute all stages, on all ranks at once: what `forward` gives.
+
+        Args:
+            forward: Of the module.
+            lend: A context in which a layer of a stage, by name, has its parameters on all ranks.
+        """
+        with contextlib.ExitStack() as stack:
+            for number, names in enumerate(self.stages):
+                for name in names:
+                    if name not in self._layers:
+                        stack.enter_context(lend(number, name))
+            self._lend = lend
+            try:
+                return forward()
+            finally:
+                self._lend = None
+
     def route(self, number: int, name: str, run: Callable[..., Any], args: Any, kwargs: Any, *, is_last: bool) -> Any:
         """What a call of a layer does; see [Note: one forward for all stages]."""
         call = self._running
+        if self._lend is not None:
+            with self._lend(number, name):
+                output = self._run(name, run, args, kwargs)
+            self._note(name, output)
+            return output
         if call is None:
             if number not in self.here:
                 self._raise_not_here(number, name)
@@ -116,7 +149,9 @@ class StageForward:
         if has_elsewhere((args, kwargs)):
             self._raise_order(f"{name} of stage {number} is given what another stage computes", fix=_THROUGH)
         self._check_real((args, kwargs))
-        output = run(*args, **kwargs)
+        output = self._run(name, run, args, kwargs)
+        if number == len(self.stages) - 1:
+            self._note(name, output)
         if not is_last:
             return output
         if number == len(self.stages) - 1:
@@ -127,14 +162,25 @@ class StageForward:
         call.output, call.is_done = output, True
         return map_tensors(Elsewhere.like, output)
 
+    def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.seeds:
+            return run(*args, **kwargs)
+        with random_kept():
+            torch.manual_seed((1 + self._numbers[name]) << 32)
+            return run(*args, **kwargs)
+
+    def _note(self, name: str, output: Any) -> None:
+        self._given[name] = map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=True), output)
+
     def _of_earlier(self, call: _Call, number: int, name: str, *, is_last: bool) -> Any:
         if call.has_received:
             self._raise_order(f"{name} of stage {number} is called after the last layer of stage {call.stage - 1}")
         if is_last and number == call.stage - 1:
             call.has_received = True
             return call.received
-        guessed = call.stage == len(self.stages)  # after all layers: of what is between them, the shapes are not known
-        return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=guessed), call.received)
+        after = call.stage == len(self.stages)  # all layers: of what is between them, the shapes are not known
+        like = self._given.get(name, call.received) if after else call.received
+        return map_tensors(lambda tensor: Elsewhere.like(tensor, any_shape=after), like)
 
     def _check_real(self, value: Any) -> None:
         """Raise if a tensor is on meta, as what torch computes from one that is there."""

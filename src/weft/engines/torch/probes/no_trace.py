@@ -24,6 +24,7 @@ __all__ = [
     "attributes_of",
     "copied",
     "is_measured",
+    "keeps_activations",
     "measured",
     "no_trace",
     "random_kept",
@@ -31,14 +32,18 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_measured: ContextVar[bool] = ContextVar("measured", default=False)
+_measured: ContextVar[str] = ContextVar("measured", default="")
 _SMALL = 0.02
 
 
 @contextlib.contextmanager
-def measured() -> Iterator[None]:
-    """Around what a probe runs."""
-    token = _measured.set(True)
+def measured(*, recompute: bool = False) -> Iterator[None]:
+    """Around what a probe runs.
+
+    Args:
+        recompute: Whether its backward passes may compute blocks again: they have the same parameters then.
+    """
+    token = _measured.set("recompute" if recompute else "keep")
     try:
         yield
     finally:
@@ -46,8 +51,13 @@ def measured() -> Iterator[None]:
 
 
 def is_measured() -> bool:
-    """Whether a probe runs. Its backward passes compute no block again, which has other parameters by then."""
-    return _measured.get()
+    """Whether a probe runs."""
+    return bool(_measured.get())
+
+
+def keeps_activations() -> bool:
+    """Whether a probe runs whose backward passes compute no block again, which has other parameters by then."""
+    return _measured.get() == "keep"
 
 
 @contextlib.contextmanager

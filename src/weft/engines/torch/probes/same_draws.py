@@ -17,8 +17,9 @@ _Shapes = tuple[tuple[int, ...] | None, ...]
 class SameDraws(TorchDispatchMode):
     """Around several calls: for parts of some rows, one after the other, and then for all of them together.
 
-    Each operation that draws begins anew, as the operation of the same number in the other calls. In the last call it
-    is computed for each part by itself, where its arguments are those of the parts, joined.
+    Each operation that draws begins anew, with the seed that the operation of the same number has in the other calls.
+    The next one has the next seed, also in a block that is computed again, with its random state. In the last call an
+    operation is computed for each part by itself, where its arguments are those of the parts, joined.
 
     Attributes:
         has_drawn: Whether an operation drew random numbers of torch.
@@ -27,15 +28,15 @@ class SameDraws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.has_drawn = False
-        self._parts: list[list[_Shapes]] = []
-        self._number = 0
+        self._parts: list[dict[int, _Shapes]] = []  # by seed
         self._is_together = False
 
     def begin(self, *, together: bool) -> None:
         """The next call begins."""
-        self._number, self._is_together = 0, together
+        torch.manual_seed(0)
+        self._is_together = together
         if not together:
-            self._parts.append([])
+            self._parts.append({})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation; see the class."""
@@ -43,13 +44,12 @@ class SameDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         self.has_drawn = True
-        shapes, number = _shapes((*args, *kwargs.values())), self._number
-        self._number += 1
+        shapes, number = _shapes((*args, *kwargs.values())), torch.initial_seed()
         if not self._is_together:
             if self._parts:
-                self._parts[-1].append(shapes)
+                self._parts[-1][number] = shapes
             return _draw(func, args, kwargs, number)
-        parts = [part[number] for part in self._parts if number < len(part)]
+        parts = [part[number] for part in self._parts if number in part]
         cuts = _cuts(shapes, parts) if len(parts) == len(self._parts) else None
         if cuts is None:
             return _draw(func, args, kwargs, number)
@@ -68,7 +68,9 @@ class SameDraws(TorchDispatchMode):
 
 def _draw(func: Any, args: Any, kwargs: Any, number: int) -> Any:
     torch.manual_seed(number)
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    torch.manual_seed((number + 1) % (1 << 62))
+    return result
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
