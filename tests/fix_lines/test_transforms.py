@@ -445,6 +445,24 @@ def test_whole_parameters_of_modules_that_one_rank_cannot_call():
     pretend(cut, mesh={"data": 1, "tensor": 2})
 
 
+def _writes(ctx):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = sgd(model)
+    model, ctx = weft.pipeline(model, ctx, stages=[["0"], ["1"]], micro_batches=2, rebind=optimizer)
+    with told("transforms/full_params.py", "each rank has parameters of its own") as it:
+        weft.full_params(model, ctx, write=True)
+    found = it.run(model=model, ctx=ctx, optimizer=optimizer)
+    with weft.full_params(found["model"], found["ctx"], write=True), torch.no_grad():
+        for p in found["model"].parameters():
+            p.fill_(3.0 + ctx.rank)
+    return [p.unique().tolist() for p in found["model"].parameters()]
+
+
+def test_whole_parameters_of_a_pipeline_are_not_written():
+    for values in run_ranks(_writes, 2, mesh={"pipeline": 2}):
+        assert all(value == [3.0] for value in values)
+
+
 # -- gather_step, hooked -----------------------------------------------------------------------------
 
 

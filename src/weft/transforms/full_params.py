@@ -13,6 +13,7 @@ from weft.context import DistContext
 from weft.contract import ComputesAlone, KeepsParameters, check_not_streamed, layouts, offered
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import resting_parameters
+from weft.tensors.elsewhere import is_elsewhere
 
 __all__ = ["full_params"]
 
@@ -53,7 +54,7 @@ def full_params(
     Raises:
         TypeError: `module` is not a module.
         ContractError: With `forward`, an engine gathers the parameters in each call (DeepSpeed's stage 3), or
-            other axes cut them.
+            other axes cut them; with `write`, other ranks have some (pipelines, lists of experts).
         CollectiveRefused: The context speaks for some ranks only.
 
     Example:
@@ -81,6 +82,14 @@ def full_params(
             found=f"parameters that are sharded over axes other than those of a strategy: {listed(cut)}",
             expected="a module whose calls take no other ranks",
             fix="with weft.full_params(model, ctx): ...  # to look at weights; call the model on all ranks",
+        )
+    away = [name for name, p in module.named_parameters() if is_elsewhere(p)] if write else []
+    if away:
+        raise ContractError(
+            "full_params: write=True, where each rank has parameters of its own",
+            found=f"parameters of other ranks, as of a pipeline or of experts: {listed(away)}",
+            expected="a module of which every rank has all parameters, whole or in shards",
+            fix="model, ctx = weft.undo(model, ctx, rebind=optimizer)",
         )
     group = ctx.require_collective("full_params").group if write else None
     return _gathered(module, ctx, group, write=write, forward=forward)
