@@ -224,7 +224,7 @@ def both(ctx, name):
     return train(ctx, sound), attempt(train, ctx, unsound)
 
 
-@pytest.mark.parametrize("name", one_in(4, PAIRS))
+@pytest.mark.parametrize("name", one_in(6, PAIRS))
 def test_an_expert_that_mixes_tokens_is_refused(name):
     expected = fit(made(PAIRS[name][1]), batches(), loss_of)
     found = run_ranks(both, 2, name, mesh={"expert": 2})

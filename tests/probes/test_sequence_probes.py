@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import weft
 from tests.fix_lines.told import told
-from tests.variants import one_in
+from tests.variants import one_in, slow_cases
 from weft.testing import run_ranks
 
 from .attempts import STEPS, attempt, check_exact, check_refused, fit
@@ -407,7 +407,7 @@ def both(ctx, name):
     return train(ctx, sound), attempt(lambda ctx, watch: train(ctx, unsound, watch=watch), ctx)
 
 
-@pytest.mark.parametrize("name", one_in(4, PAIRS))
+@pytest.mark.parametrize("name", one_in(6, PAIRS))
 def test_what_mixes_positions_is_refused(name):
     _, sound = PAIRS[name]
     expected = fit(made(sound), batches(), loss_of)
@@ -443,7 +443,9 @@ def by_gathering(ctx, name):
     return train(ctx, sound, "contiguous", "gather"), refused
 
 
-@pytest.mark.parametrize("name", ["cumsum", "loss that shifts", "average over neighbours", "number of positions"])
+@pytest.mark.parametrize(
+    "name", one_in(4, ["cumsum", "loss that shifts", "average over neighbours", "number of positions"])
+)
 def test_what_mixes_positions_is_refused_where_keys_are_gathered(name):
     expected = fit(made(PAIRS[name][1]), batches(), loss_of)
     found = run_ranks(by_gathering, 2, name, mesh={"context": 2})
@@ -505,7 +507,9 @@ def large(ctx, number, order):
     return train(ctx, sound, order, data=data), refused
 
 
-@pytest.mark.parametrize(("number", "order"), [(0, "contiguous"), (1, "zigzag"), (2, "contiguous"), (3, "zigzag")])
+@pytest.mark.parametrize(
+    ("number", "order"), [(0, "contiguous"), *slow_cases((1, "zigzag"), (2, "contiguous"), (3, "zigzag"))]
+)
 def test_what_shows_in_one_row_of_a_large_batch_is_refused(number, order):
     (_, sound), data = LARGE[number]
     expected = fit(made(sound), data, loss_of)
@@ -544,7 +548,9 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize(("name", "order"), [("shift", "zigzag"), ("variance", "contiguous"), ("pooled", "zigzag")])
+@pytest.mark.parametrize(
+    ("name", "order"), [("shift", "zigzag"), *slow_cases(("variance", "contiguous"), ("pooled", "zigzag"))]
+)
 def test_what_is_gathered_is_that_of_one_process(name, order):
     expected = fit(made(lambda: WithLoss(OUTSIDE[name])), batches(), loss_of)
     check_exact(run_ranks(as_told, 2, name, order, mesh={"context": 2}), expected)

@@ -525,7 +525,7 @@ def both_random(ctx, name):
     )
 
 
-@pytest.mark.parametrize("name", one_in(4, RANDOM))
+@pytest.mark.parametrize("name", one_in(8, RANDOM))
 def test_random_numbers_between_the_layers_are_refused_and_after_them_are_not(name):
     (one, other), refused = zip(*run_ranks(both_random, 2, name, mesh={"tensor": 2}), strict=True)
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -638,7 +638,7 @@ def test_each_rank_computes_few_rows_with_all_features(rows, whole):
     assert found == [[whole]] * 2
 
 
-@pytest.mark.parametrize("name", one_in(4, PAIRS))
+@pytest.mark.parametrize("name", one_in(6, PAIRS))
 def test_what_mixes_features_is_refused(name):
     _, sound = PAIRS[name]
     expected = fit(made(sound), batches(), loss_of)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import weft
-from tests.variants import slow
+from tests.variants import slow, slow_cases
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.errors import ContractError, WeftError
 from weft.tensors.dtensor import full_tensor
@@ -416,7 +416,7 @@ def _table():
 AXES = {how: {how: 2} for how in ("tensor", "expert", "context", "pipeline")}
 
 
-QUICK = ("zero 3", "fully_shard", "tensor", "expert", "pipeline")
+QUICK = ("fully_shard", "tensor", "pipeline")
 
 
 @pytest.mark.parametrize("how", [*QUICK, *slow(*(how for how in _table() if how not in QUICK))])
@@ -448,7 +448,7 @@ def _penalized(ctx, how):
     return loop.weights()
 
 
-@pytest.mark.parametrize("how", ["zero 3", "fully_shard", "tensor"])
+@pytest.mark.parametrize("how", ["fully_shard", *slow("zero 3", "tensor")])
 def test_penalties_that_are_made_whole_are_as_on_one_process(how):
     expected = _penalized(weft.local(), how)
     for found in run_ranks(_penalized, 2, how, mesh=AXES.get(how), probes="auto"):
@@ -482,8 +482,10 @@ def _clipped(ctx, strategy, by_value):
         return [*found, sum(p.sum().item() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("by_value", [False, True])
-@pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
+@pytest.mark.parametrize(
+    ("by_value", "strategy"),
+    [(False, "fully_shard"), *slow_cases((True, "fully_shard"), (False, "replicate"), (True, "replicate"))],
+)
 def test_torch_clips_gradients_of_cut_layers_under_a_strategy(strategy, by_value):
     expected = _clipped(weft.local(), strategy, by_value)
     for found in run_ranks(_clipped, 4, strategy, by_value, mesh={"data": 2, "tensor": 2}, probes="auto"):
@@ -605,7 +607,7 @@ def _written(ctx, dim):
     return found
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [1, *slow(0)])
 def test_what_is_written_into_a_part_of_a_sharded_tensor_arrives_or_is_refused(dim):
     expected = _written(weft.local(), dim)
     for found in run_ranks(_written, 2, dim):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.optim.rebind import like
 from weft.errors import ContractError, listed
 from weft.tensors.dtensor import groups_of, is_sharded, local
@@ -85,7 +86,7 @@ def _changed(group: Any, before: list[_Versions]) -> list[Any]:
 def _differs(one: Any, before: _Versions) -> bool:
     """Whether this rank's part of a copy is other than the shard, which nobody has written to."""
     copy = _shown(one)
-    if _versions(one) != before or not isinstance(copy, nn.Parameter) or is_sharded(copy):
+    if in_torch_func() or _versions(one) != before or not isinstance(copy, nn.Parameter) or is_sharded(copy):
         return False
     shard = local(one.sharded_param)
     part = local(like(copy.detach().to(shard.device), one.sharded_param))

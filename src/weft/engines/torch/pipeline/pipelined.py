@@ -24,7 +24,6 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
 from weft.engines.torch.pipeline.batch_parts import NOTHING, Inputs, MicroBatches, check_flags, inputs_of, num_items
-from weft.engines.torch.pipeline.lent_layers import LentLayers
 from weft.engines.torch.pipeline.losses import (
     FORMS,
     Loss,
@@ -40,7 +39,7 @@ from weft.engines.torch.pipeline.row_probe import RowProbe, check_rows
 from weft.engines.torch.pipeline.schedules import make_schedule, owners
 from weft.engines.torch.pipeline.stage_borders import Borders
 from weft.engines.torch.pipeline.stage_forward import StageForward
-from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, units_whole
+from weft.engines.torch.pipeline.stage_parameters import Aliases, Kept, LentLayers, units_whole
 from weft.engines.torch.probes.no_trace import no_trace, random_kept
 from weft.engines.torch.probes.observed import Observed
 from weft.engines.torch.probes.same_draws import SameDraws

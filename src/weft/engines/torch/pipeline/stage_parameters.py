@@ -1,4 +1,4 @@
-"""The parameters of the stages of this rank: copies of them that share their memory, for the passes of a schedule.
+"""The parameters of stages: aliases of this rank's for the passes of a schedule, and those that another rank lends.
 
 [Note: aliases] A schedule runs backward passes inside a call. Their gradients are not those of the module yet: what
 arrives at the loss later multiplies them, and strategies and hooks on the parameters may see them only then. So a
@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from weft.tensors.dtensor import local
+from weft.engines.torch.probes.compare import largest_over
+from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local
 
-__all__ = ["Aliases"]
+__all__ = ["Aliases", "LentLayers"]
 
 
 class Aliases:
@@ -107,3 +109,59 @@ class Kept:
     def __init__(self, gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
         self.gradients: list[torch.Tensor] | None = list(gradients)
         self.scale = scale
+
+
+class LentLayers:
+    """Layers of other stages on this rank, with what the rank of their stage lends for one call."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Sequence[Sequence[str]],
+        owners: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._owners = owners
+        self._group = group
+        self._device = device
+        self._slots = {name: _slots(module, name) for names in stages for name in names}
+
+    def can_lend(self) -> bool:
+        """Whether no rank has shards. Collectives: one all-reduce."""
+        cut = any(map(is_sharded, self._module.parameters())) or any(map(is_fsdp_unit, self._module.modules()))
+        return not largest_over(self._group, [float(cut)], self._device)[0]
+
+    @contextlib.contextmanager
+    def of(self, stage: int, name: str) -> Iterator[None]:
+        """Let all ranks have what a layer of a stage has. Collectives: one broadcast per parameter and buffer.
+
+        Yields:
+            Nothing.
+        """
+        mine = self._owners[stage] == dist.get_rank(self._group)
+        before = []
+        try:
+            for held, key in self._slots[name]:
+                like = held[key]
+                value = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+                if mine:
+                    value.copy_(like.detach())
+                dist.broadcast(value, group=self._group, group_src=self._owners[stage])
+                if not mine:
+                    before.append((held, key, like))
+                    held[key] = nn.Parameter(value, requires_grad=False) if isinstance(like, nn.Parameter) else value
+            yield
+        finally:
+            for held, key, like in before:
+                held[key] = like
+
+
+def _slots(module: nn.Module, name: str) -> list[tuple[dict[str, Any], str]]:
+    place, _, own = name.rpartition(".")
+    if own in module.get_submodule(place)._parameters:
+        return [(module.get_submodule(place)._parameters, own)]
+    parts = module.get_submodule(name).modules()
+    dicts: list[dict[str, Any]] = [held for part in parts for held in (part._parameters, part._buffers)]
+    return [(held, key) for held in dicts for key, tensor in held.items() if tensor is not None]
