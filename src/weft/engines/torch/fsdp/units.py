@@ -121,7 +121,7 @@ class Units:
             last.post_forward_mesh_info, self._freed_to = self._freed_to, None
         called, self._calls = self._calls[self._place :], []
         if called and torch.is_grad_enabled():
-            self._left = weakref.WeakSet(one for one in called if not one.is_sharded)
+            self._left = weakref.WeakSet([one for one in called if not one.is_sharded])
             note_left(self._left)
             self._expect_last(called, module)
 

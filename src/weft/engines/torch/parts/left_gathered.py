@@ -24,11 +24,14 @@ _Versions = tuple[int, int, int]
 _left: weakref.WeakKeyDictionary[Any, list[_Versions]] = weakref.WeakKeyDictionary()  # by FSDP2's groups
 
 
+@torch._disable_dynamo
 def note_left(groups: Iterable[Any]) -> None:
     """These groups stay gathered for a backward pass."""
-    _left.update((one, list(map(_versions, one.fsdp_params))) for one in groups)
+    for one in groups:
+        _left[one] = [_versions(p) for p in one.fsdp_params]
 
 
+@torch._disable_dynamo
 def check_left(groups: Iterable[Any]) -> None:
     """Raise if copies that a backward pass is about to use were written to; what was assigned to `.data` is not seen.
 
@@ -44,6 +47,7 @@ def check_left(groups: Iterable[Any]) -> None:
     _raise_lost(lost)
 
 
+@torch._disable_dynamo
 def free_left(groups: Iterable[Any]) -> None:
     """Free what was left gathered.
 
