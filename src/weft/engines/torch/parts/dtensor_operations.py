@@ -139,7 +139,6 @@ def _is_of_dtensors(error: Exception) -> bool:
     words = (
         "Sharding propagation failed",
         "sharding strategy",
-        "got mixed torch.Tensor",
         "with DTensor",
         "dtensor args",
     )
