@@ -79,9 +79,11 @@ def test_workers_that_are_spawned_are_no_exception():
 
 
 STUCK = """
-import os, signal, sys, threading, time
+import multiprocessing, os, signal, sys, time
 import torch, weft
 from torch.utils.data import DataLoader, Dataset
+
+stuck = multiprocessing.Event()
 
 class Stuck(Dataset):
     def __len__(self):
@@ -89,6 +91,7 @@ class Stuck(Dataset):
     def __getitem__(self, index):
         if index == 50:
             print(os.getpid(), flush=True)
+            stuck.set()
             time.sleep(1000)
         return index
 
@@ -96,7 +99,7 @@ loader, ctx = weft.shard_data(DataLoader(Stuck(), batch_size=10, num_workers=1, 
 batches = iter(loader)
 for _ in range(5):
     next(batches)
-print("read", flush=True)
+stuck.wait()  # what the worker is asked may be on its way still
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -106,8 +109,7 @@ if sys.argv[1] == "killed":
 @pytest.mark.parametrize("end", ["ends", "killed"])
 def test_a_worker_that_is_stuck_ends_with_its_rank(end):
     with subprocess.Popen([sys.executable, "-c", STUCK, end], stdout=subprocess.PIPE, text=True) as process:
-        lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}
-        (worker,) = (int(line) for line in lines if line.isdecimal())
+        worker = int(process.stdout.readline())
         process.wait(60)
         if end == "killed":  # nobody ends it; a signal of the scheduler finds that its rank is gone
             os.kill(worker, signal.SIGTERM)
