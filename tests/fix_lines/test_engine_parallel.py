@@ -367,6 +367,60 @@ class Sequences(nn.Module):
         return self.blocks[0](x)
 
 
+class Tied(nn.Module):
+    """Logits [tokens, 8] with the weights of the embedding; of a head that has them too; or a penalty beside them."""
+
+    def __init__(self, how="function"):
+        super().__init__()
+        self.embedding, self.body, self.how = nn.Embedding(8, 4), _heads(), how
+        if how == "head":
+            self.head = nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.body(self.embedding(tokens))
+        if self.how == "head":
+            return self.head(x)
+        if self.how == "function":
+            return nn.functional.linear(x, self.embedding.weight)
+        square = self.body[0].up.weight.square().sum()
+        return x + (square if self.how == "mixed" or not hasattr(square, "full_tensor") else square.full_tensor())
+
+
+def _mixed_in_forward(ctx):
+    plan, tokens = {f"body.{name}": style for name, style in HEADS.items()}, torch.arange(8)
+    for how in ("function", "mixed"):
+        model, _ = weft.tensor_parallel(Tied(how), ctx, plan={**plan, "embedding": "vocab"})
+        with told("tensors/dtensor.py", "computes with tensors of one kind") as it:
+            model(tokens)
+    head, leave, term = it.fix.split("; ")
+    assert head.startswith("call the layers that have the parameters, such as self.head(x)")
+    assert (leave[:29], term[:14]) == ("or leave these layers out of ", ".full_tensor()")
+    fixed = {"head": {"embedding": "vocab", "head": "gather"}, "function": {}, "penalty": {"embedding": "vocab"}}
+    for how, more in fixed.items():
+        model, _ = weft.tensor_parallel(Tied(how), ctx, plan={**plan, **more})
+        alone = Tied(how)
+        alone.load_state_dict({n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.state_dict().items()})
+        for one in (model, alone):
+            one(tokens).square().mean().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), q.grad, atol=1e-6)
+
+
+def _penalty(ctx):
+    x, alone = torch.linspace(-1, 1, 12).view(3, 4), _heads()
+    model, _ = weft.tensor_parallel(_heads(), ctx, plan=HEADS)
+    with told("engines/torch/parts/dtensor_operations.py", "terms of one loss") as it:
+        model(x).square().mean() + model[0].up.weight.square().sum()
+    term, decay = it.fix.split("  # of each term over parameters; or ")
+    penalty = model[0].up.weight.square().sum()
+    eval(term, {"loss": model(x).square().mean(), "penalty": penalty}).backward()
+    (alone(x).square().mean() + 0.1 * alone[0].up.weight.square().sum()).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), q.grad, atol=1e-6)
+    torch.optim.SGD(model.parameters(), **{decay.partition("=")[0]: 0.1}).step()
+
+
 def _tensor_mistakes(ctx):
     plan = {f"blocks.{name}": style for name, style in HEADS.items()}
     x = torch.randn(2, 7, 4)
@@ -523,6 +577,8 @@ def test_layers_that_are_cut(tmp_path):
     run_ranks(_plan_mistakes, 2, "every", mesh={"tensor": 2})
     run_ranks(_plan_mistakes, 2, "off", mesh={"tensor": 2}, probes="off")
     run_ranks(_tensor_mistakes, 2, mesh={"tensor": 2})
+    run_ranks(_penalty, 2, mesh={"tensor": 2})
+    run_ranks(_mixed_in_forward, 2, mesh={"tensor": 2})
 
 
 # -- what strategies have in common ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""expert_parallel: experts for which a token depends on the tokens beside it are refused, however they are written."""
+"""expert_parallel: a layer in which a token depends on the tokens beside it is refused, however it is written."""
 
 import numpy as np
 import pytest
@@ -34,8 +34,11 @@ class Listed(nn.Module):
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, EXPERTS), nn.ModuleList(make() for _ in range(EXPERTS))
 
+    def route(self, x):
+        return self.router(x).softmax(-1).topk(2, -1)
+
     def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        weights, chosen = self.route(x)
         result = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             token, place = torch.where(chosen == number)
@@ -186,7 +189,136 @@ def with_hooks(axis):
     return make
 
 
+# -- functions of the tokens of one rank, around the experts -----------------------------------------------
+
+
+def relu():
+    return Expert(torch.relu)
+
+
+class ExpertsChoose(Listed):
+    """Each expert takes its best tokens; or tokens take the experts that are good enough."""
+
+    def __init__(self, *, unsound):
+        super().__init__(relu)
+        self.unsound = unsound
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if self.unsound:
+                token = scores[:, number].topk(len(x) // 4).indices
+            else:
+                token = torch.where(scores[:, number] > 0.25)[0]
+            result = result.index_add(0, token, expert(x[token]) * scores[token, number, None])
+        return x + result
+
+
+class Slots(Listed):
+    """Experts see means over tokens."""
+
+    def __init__(self, axis):
+        super().__init__(relu)
+        self.axis = axis
+
+    def forward(self, x):
+        scores = self.router(x)
+        if self.axis:
+            return x + sum(expert(x * scores[:, n, None].sigmoid()) for n, expert in enumerate(self.experts))
+        slots = scores.softmax(0).mT @ x
+        rows = [expert(slots[number : number + 1]) for number, expert in enumerate(self.experts)]
+        return x + scores.softmax(1) @ torch.cat(rows)
+
+
+class Routed(Listed):
+    """A router with a function of what it gives, [tokens, experts]."""
+
+    def __init__(self, change):
+        super().__init__(relu)
+        self.change = change
+
+    def route(self, x):
+        return self.change(self.router(x)).softmax(-1).topk(2, -1)
+
+
+class RoutedStack(Stacked):
+    def __init__(self, change):
+        super().__init__(torch.relu)
+        self.change = change
+
+    def forward(self, x):
+        weights, chosen = self.change(self.router(x)).softmax(-1).topk(2, -1)
+        return x + self.experts(x, chosen, top_k_weights=weights)
+
+
+class Balanced(Listed):
+    """A loss of its router: a product of two means over tokens, or one mean of squares."""
+
+    def __init__(self, load):
+        super().__init__(relu)
+        self.load = load
+
+    def route(self, x):
+        scores = self.router(x).softmax(-1)
+        top = scores.topk(2, -1)
+        load = self.load(F.one_hot(top.indices, EXPERTS).double().mean((0, 1)))
+        self.aux = EXPERTS * (load * scores.mean(0)).sum()
+        return top
+
+
+class Biased(Listed):
+    """Experts that many tokens have chosen are chosen less in the next call; or it is only counted how many have."""
+
+    def __init__(self, *, unsound):
+        super().__init__(relu)
+        self.unsound = unsound
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+
+    def route(self, x):
+        scores = self.router(x).softmax(-1)
+        chosen = (scores + self.bias if self.unsound else scores).topk(2, -1).indices
+        if self.training:
+            load = F.one_hot(chosen, EXPERTS).sum((0, 1)).double()
+            self.bias += 0.05 * (load.mean() - load).sign()
+        return scores.gather(1, chosen), chosen
+
+
+class TimeFirst(Listed):
+    """Attention and experts in one module, [positions, rows, features]; what attends may be rows."""
+
+    def __init__(self, axis):
+        super().__init__(relu)
+        self.axis = axis
+
+    def forward(self, x):
+        x = x.view(-1, 4, WIDTH).transpose(0, 1).contiguous()
+        scores = torch.einsum("asd,bsd->sab" if self.axis else "abd,acd->abc", x, x).softmax(-1)
+        x = x + (scores.matmul(x.transpose(0, 1)).transpose(0, 1) if self.axis else scores.matmul(x))
+        return super().forward(x.flatten(0, 1)).view_as(x).transpose(0, 1).flatten(0, 1)
+
+
+AROUND = {
+    "chosen by experts": tuple((lambda one=one: ExpertsChoose(unsound=one)) for one in (True, False)),
+    "slots": (lambda: Slots(0), lambda: Slots(1)),
+    "jitter by place": (
+        lambda: Routed(lambda scores: scores + torch.outer(torch.arange(len(scores)), torch.arange(EXPERTS)).sin()),
+        lambda: Routed(lambda scores: scores + torch.arange(EXPERTS).sin()),
+    ),
+    "stacked, softmax over tokens": (
+        lambda: RoutedStack(lambda scores: scores.softmax(0)),
+        lambda: RoutedStack(lambda scores: scores.softmax(1)),
+    ),
+    "stacked, capacity": (
+        lambda: RoutedStack(lambda scores: scores * (scores.argmax(-1)[:, None] == torch.arange(4)).cumsum(0).le(3)),
+        lambda: RoutedStack(lambda scores: scores * (scores.argmax(-1)[:, None] == torch.arange(4)).cumsum(1).le(3)),
+    ),
+    "balance": (lambda: Balanced(lambda load: load), lambda: Balanced(lambda load: torch.full_like(load, 0.25))),
+    "bias by load": tuple((lambda one=one: Biased(unsound=one)) for one in (True, False)),
+    "attention in the layer": (lambda: TimeFirst(0), lambda: TimeFirst(1)),
+}
 PAIRS = {
+    **AROUND,
     **{name: tuple((lambda mix=one: Listed(lambda: Expert(mix))) for one in pair) for name, pair in LISTED.items()},
     **{name: tuple((lambda mix=one: Stacked(mix)) for one in pair) for name, pair in STACKED.items()},
     "hooks": (with_hooks(0), with_hooks(1)),
@@ -206,7 +338,7 @@ def batches():
 
 def loss_of(model, batch):
     x, y = batch
-    return F.mse_loss(model(x), y)
+    return F.mse_loss(model(x), y) + getattr(model.layer, "aux", 0)
 
 
 def train(ctx, make, watch=None):
@@ -230,6 +362,47 @@ def test_an_expert_that_mixes_tokens_is_refused(name):
     found = run_ranks(both, 2, name, mesh={"expert": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
+
+
+def balanced(ctx):
+    """The loss of a router as the error says: of the load of all ranks."""
+    error = attempt(train, ctx, PAIRS["balance"][0])
+    own = ctx
+
+    def fixed():
+        return Balanced(lambda load: weft.reduce(load, own, "mean"))
+
+    return error.text, train(ctx, fixed)
+
+
+def test_a_loss_of_the_router_is_that_of_all_tokens_with_the_load_of_all_ranks():
+    expected = fit(made(PAIRS["balance"][0]), batches(), loss_of)
+    found = run_ranks(balanced, 2, mesh={"expert": 2})
+    assert all('load = weft.reduce(load, ctx, "mean")' in text for text, _ in found)
+    check_exact([one for _, one in found], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routing_of_each_token_is_measured_in_lower_precision_too(dtype):
+    assert run_ranks(in_dtype, 2, dtype, mesh={"expert": 2}) == [(True, True)] * 2
+
+
+def in_dtype(ctx, dtype):
+    """Many tokens: in 16 bits, rounding sends some of them to other experts."""
+    refused = []
+    for unsound in (True, False):
+        model = Net(ExpertsChoose(unsound=unsound)) if unsound else Net(Listed(relu))
+        model, ctx_of_model = weft.expert_parallel(model.to(dtype), ctx)
+        del ctx_of_model
+        x = torch.randn(512, 3, generator=torch.Generator().manual_seed(ctx.rank)).to(dtype)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                model(x)
+        except ProbeFailed:
+            refused.append(True)
+        else:
+            refused.append(False)
+    return refused[0], not refused[1]
 
 
 def cannot_be_empty(h):

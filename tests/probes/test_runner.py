@@ -297,8 +297,8 @@ PROBES = []
 
 
 @weft.transform(collective=True)
-def doubling(module, ctx, *, outside=False):
-    probe = Doubled(module, ctx.group)
+def doubling(module, ctx, *, outside=False, kind=Doubled):
+    probe = kind(module, ctx.group)
     probe.outside = outside
     PROBES[:] = [probe]
     return module, ctx.offering(probe)
@@ -369,3 +369,26 @@ def without_gradients(ctx):
 
 def test_each_mode_of_call_is_measured():
     assert run_ranks(without_gradients, 2) == [8, 8]
+
+
+LOST = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+
+
+class Lost(Doubled):
+    """A peer is gone while this is measured."""
+
+    def measure(self, name, args, kwargs, *, gradients):
+        raise RuntimeError(LOST)
+
+
+def loses_a_peer(ctx, outside):
+    module, ctx = doubling(Doubling(2.0), ctx, outside=outside, kind=Lost)
+    try:
+        module(torch.ones(3))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_peer_that_is_lost_meanwhile_is_no_mistake_of_the_module(outside):
+    assert run_ranks(loses_a_peer, 2, outside) == [LOST, LOST]

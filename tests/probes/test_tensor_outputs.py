@@ -299,4 +299,7 @@ def test_an_ordinary_loss_of_divided_logits_ends_with_the_line_to_write():
     with pytest.raises(weft.testing.RanksFailed) as caught:
         run_ranks(ordinary_loss, 2, mesh={"tensor": 2})
     # `heads` above is what the line says.
-    assert "vocab_cross_entropy(logits" in printed("context/shutdown.py", "of_logits", str(caught.value)).fix
+    assert (
+        "vocab_cross_entropy(logits"
+        in printed("tensors/dtensor.py", "computes with tensors of one kind", str(caught.value)).fix
+    )

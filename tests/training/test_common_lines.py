@@ -184,6 +184,14 @@ def _(loop):
     p.grad = torch.ones(p.shape, dtype=DTYPE, device=p.device)
 
 
+@line("loss + 0.1 * sum(p.square().sum() for p in model.parameters())")
+def _(loop):
+    loop.optimizer.zero_grad()
+    loss = loop.loss(9)
+    (loss + 0.1 * sum(p.square().sum() for p in loop.model.parameters())).backward()
+    loop.optimizer.step()
+
+
 @line("torch.autograd.grad(y, x, create_graph=True)  # a gradient penalty")
 def _(loop):
     x = loop.batch(5)[0].requires_grad_()

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,13 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.environments.joined import forget_joined
-from weft.errors import ContextError, ContractError, PeerError
+from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
 from weft.peers.gloo_connections import abort_groups, groups_among
-from weft.peers.liveness import culprit, exception_text, is_communication_error, late, part, wait_for_parting
+from weft.peers.liveness import culprit, exception_text, late, part, wait_for_parting
 from weft.peers.world import PREEMPTED, World
-from weft.tensors.dtensor import forget_groups
+from weft.tensors.control import is_communication_error
+from weft.tensors.dtensor import forget_groups, mixed_kinds_error
 
 __all__ = ["close", "close_after", "close_at_exit", "device_mesh", "new_subgroup"]
 
@@ -186,7 +186,7 @@ def close_after(world: World, error: BaseException | None) -> None:
 
     Raises:
         PeerError: `error` is only the echo of a peer that failed; names that peer.
-        ContractError: `error` is torch's of clipping gradients that lie on different meshes; says what clips them.
+        ContractError: `error` is torch's, of plain tensors beside DTensors; says what to write.
     """
     if _is_forked(world):
         return
@@ -214,19 +214,9 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
     After an abort anything may be such an echo, also that all seems to be well; see `abort_groups`.
     """
     blamed = world.failure
-    if error is not None and blamed is None and _mixes_kinds(error):
-        of_logits = "nll_loss" in str(error)
-        return ContractError(
-            "torch computes with tensors of one kind: all whole, or all DTensors over one mesh",
-            found=str(error).splitlines()[0],
-            expected="a function that knows which tensors are sharded over which ranks, or a term of a loss over "
-            "parameters of one kind",
-            fix='weft.collectives.vocab_cross_entropy(logits, labels, ctx)  # of a head of style "vocab"'
-            if of_logits
-            else "weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step(); "
-            "weft.full_params(model, ctx) for parameters; penalty.full_tensor() for each term of a loss over them, "
-            "or weight_decay= of an optimizer",
-        )
+    mixed = mixed_kinds_error(error) if error is not None and blamed is None else None
+    if mixed is not None:
+        return mixed
     if error is not None and (isinstance(error, PeerError) or world.store is None):
         return error
     if error is not None and is_communication_error(error):
@@ -240,16 +230,6 @@ def _cause(world: World, error: BaseException | None) -> BaseException:
     if rank == mine:
         problem = f"others waited for this rank, {rank}, and left: it {text}"
     return PeerError(problem, rank=rank, text=text)
-
-
-def _mixes_kinds(error: BaseException) -> bool:
-    """Whether torch refused tensors beside DTensors; DTensors over several meshes where it clips gradients."""
-    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in ("DTensor", "DeviceMesh")):
-        return False
-    return "got mixed torch.Tensor and DTensor" in str(error) or any(
-        frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def close_at_exit(world: World) -> None:

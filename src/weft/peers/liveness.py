@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from weft.errors import ContextError, PeerError, listed
 from weft.peers.board import Board, StoreLost
 from weft.peers.gloo_connections import connections, listening_ports
@@ -31,7 +29,6 @@ __all__ = [
     "dead_near",
     "exception_text",
     "is_behind",
-    "is_communication_error",
     "late",
     "machine_id",
     "part",
@@ -277,26 +274,6 @@ def dead_near(root: World) -> list[int]:
 def exception_text(error: BaseException) -> str:
     """`Type: text` of an exception, with the notes on it."""
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-
-
-_COMMUNICATION_SIGNS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Timed out waiting",
-    "Socket Timeout",
-    "NCCL",
-    "ProcessGroup",
-    "gloo",
-)
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Say whether `error` is what torch.distributed raises when a peer is lost."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _COMMUNICATION_SIGNS)
 
 
 def blame(world: World, error: BaseException) -> tuple[int, str]:

@@ -34,6 +34,7 @@ def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         kwargs = more[0] if more and isinstance(more[0], dict) else {}
         if _COPIES:
             check_written(op, args, kwargs)
+        _check_terms(op, args)
         try:
             found = call(op, args, *more)
         except (RuntimeError, AssertionError, IndexError) as error:
@@ -47,6 +48,19 @@ def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return run
+
+
+def _check_terms(op: Any, args: Any) -> None:
+    """Raise if a loss is added to a number in a DTensor: its backward pass would meet both kinds of gradients."""
+    numbers = [one for one in args if isinstance(one, torch.Tensor) and not one.ndim]
+    cut = [one for one in numbers if is_sharded(one)]
+    if cut and any(one.grad_fn is not None for one in numbers if not is_sharded(one)):
+        raise ContractError(
+            f"{op}: a loss and a number in a DTensor are terms of one loss",
+            found=f"{_described(cut[0])}, as of a sum over a parameter that is cut, beside a plain tensor",
+            expected="numbers of one kind, each the same on all ranks",
+            fix="loss + 0.1 * penalty.full_tensor()  # of each term over parameters; or weight_decay= of an optimizer",
+        )
 
 
 def _refused(what: str, tensor: torch.Tensor, why: str) -> ContractError:

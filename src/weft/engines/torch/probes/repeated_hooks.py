@@ -85,6 +85,8 @@ def _code_of(hook: Any) -> Any:
 
 
 def _of_package(hook: Any) -> bool:
-    """Whether a hook is one of torch's or weft's."""
+    """Whether a hook is one of torch's or weft's; those that another probe watches are the user's."""
+    if isinstance(hook, _Watched):
+        return False
     home = str(getattr(hook, "__module__", None) or type(hook).__module__)
     return home.partition(".")[0] in ("torch", "weft")

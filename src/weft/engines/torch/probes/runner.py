@@ -33,7 +33,8 @@ from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, diff
 from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
 from weft.errors import ProbeFailed, listed
-from weft.tensors.dtensor import is_fsdp_unit
+from weft.tensors.control import is_communication_error
+from weft.tensors.dtensor import is_fsdp_unit, mixed_kinds_error
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
 
@@ -82,7 +83,7 @@ class Prober:
             attach(unit, self._removable, before=partial(self._before, name), first=True)
             attach(unit, self._removable, around=partial(self._around, name), methods=["forward"])
         if probe.spare is not None:
-            route_calls(module, self._removable, self._around_all)
+            route_calls(module, self._removable, self._told)
             attach(module, self._removable, around=self._around_forward, methods=["forward"])
 
     def undo(self) -> None:
@@ -106,6 +107,8 @@ class Prober:
         except OTHERS:
             raise
         except OF_PARTS as error:
+            if is_communication_error(error):
+                raise
             likely = f"; likely, {self._probe.cause}" if isinstance(error, OnlyInParts) else ""
             if not likely:
                 call(*args, **kwargs)  # which may be what is wrong
@@ -125,6 +128,15 @@ class Prober:
             needs = [n for n, one in enumerate(returned(output, numbers=False)) if one.requires_grad]
             self._judge(name, [(times, one) for times, one in later if one.trained in needs])
         return output
+
+    def _told(self, call: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._around_all(call, args, kwargs)
+        except RuntimeError as error:
+            mixed = mixed_kinds_error(error, in_forward=True)
+            if mixed is None:
+                raise
+            raise mixed from error
 
     def _around_all(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Let a module with compiled parts run once before its call; see [Note: units that are not seen]."""
@@ -192,7 +204,7 @@ class Prober:
             except OTHERS:
                 raise
             except OF_PARTS as error:
-                if not self._works_alone(name, given):
+                if is_communication_error(error) or not self._works_alone(name, given):
                     raise
                 raise self._error(
                     name, found=_line(error), expected="what one process returns: there the same call works"
@@ -202,6 +214,8 @@ class Prober:
         except OTHERS:
             raise
         except OF_PARTS as error:
+            if is_communication_error(error):
+                raise
             if not _holds_tensors(args, kwargs):  # as a cache of earlier calls does, filled with this rank's part
                 raise self._error(
                     name, found=_line(error), expected="a call that one process can make as well, and twice"

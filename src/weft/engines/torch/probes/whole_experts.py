@@ -1,21 +1,39 @@
-"""Expert parallelism, measured: experts on several ranks, and all of them on each."""
+"""Expert parallelism, measured: experts on several ranks, and all of them on each; and the layers around them.
+
+Each rank has its own rows of a batch. What a layer makes of one may depend on the others: a capacity per expert, tokens
+that experts choose, a softmax over tokens, a loss of the router. Then it depends on which rows are on the same rank. So
+a layer is also computed for the first half of its rows, for the others, and for all of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.engines.probes import Compared
 from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
-from weft.engines.torch.probes.whole_unit import WholeUnits
-from weft.tensors.dtensor import full_tensor, is_sharded
+from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned
+from weft.engines.torch.probes.no_trace import copied, no_trace
+from weft.engines.torch.probes.same_draws import SameDraws
+from weft.engines.torch.probes.whole_unit import WholeUnits, is_in
+from weft.tensors.dtensor import full_tensor, is_fsdp_unit, is_sharded
+from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["ExpertUnits"]
+__all__ = ["ExpertUnits", "SplitRows"]
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_LOW = (torch.bfloat16, torch.float16)
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Left = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # what a call leaves: values, and buffers
 
 
 class ExpertUnits(WholeUnits):
@@ -29,15 +47,15 @@ class ExpertUnits(WholeUnits):
         units: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
         divided: Mapping[str, StackedExperts | ListedExperts],
-        owners: Mapping[str, Mapping[str, int]],
+        owners: Mapping[str, int | None],
     ) -> None:
         """Remember who has what.
 
         Args:
             units: Modules, by name.
             group: The ranks of the axis.
-            divided: What is around their forward.
-            owners: By unit: the rank that has a parameter of a single expert.
+            divided: What is around the forward of modules that call experts, by name.
+            owners: By parameter of experts: the rank that has it; None: each one has a part.
         """
         super().__init__(units, group)
         self._divided = divided
@@ -48,21 +66,26 @@ class ExpertUnits(WholeUnits):
         return ()
 
     def _whole(self, name: str) -> dict[str, torch.Tensor]:
-        owners, found = self._owners[name], {}
-        device = next((t.device for t in self.units[name].parameters() if not t.is_meta), torch.device("cpu"))
-        for own, p in self.units[name].named_parameters():
-            owner = owners.get(own)
+        others = [(n, p) for n, p in self.units[name].named_parameters() if _full(name, n) not in self._owners]
+        return {n: full_tensor(p.detach()) for n, p in others} | self._experts(name)
+
+    def _experts(self, name: str) -> dict[str, torch.Tensor]:
+        """The parameters of the experts in a unit, whole. Collectives: an all-gather or a broadcast for each."""
+        unit, found = self.units[name], {}
+        device = next((t.device for t in unit.parameters() if not t.is_meta), torch.device("cpu"))
+        for own, p in unit.named_parameters():
+            owner = self._owners.get(_full(name, own), -1)
             if owner is None:
                 found[own] = full_tensor(p.detach())
-                continue
-            mine = owner == dist.get_rank(self.group)
-            # A copy: what is sent counts as changed.
-            found[own] = full_tensor(p.detach()).clone() if mine else torch.empty_like(p, device=device)
-            dist.broadcast(found[own].detach(), group=self.group, group_src=owner)
+            elif owner >= 0:
+                mine = owner == dist.get_rank(self.group)
+                # A copy: what is sent counts as changed.
+                found[own] = full_tensor(p.detach()).clone() if mine else torch.empty_like(p, device=device)
+                dist.broadcast(found[own].detach(), group=self.group, group_src=owner)
         return found
 
     def _is_elsewhere(self, name: str, own: str) -> bool:
-        return own in self._owners[name] or is_sharded(self.units[name].get_parameter(own))
+        return _full(name, own) in self._owners or is_sharded(self.units[name].get_parameter(own))
 
     def _other_leaves(self, ends: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All of them: a rank that brings no rows sends its part of the backward pass all the same."""
@@ -81,8 +104,145 @@ class ExpertUnits(WholeUnits):
 
     @contextlib.contextmanager
     def _undivided(self, name: str) -> Iterator[None]:
-        self._divided[name].off = True
+        layers = [layer for own, layer in self._divided.items() if is_in(own, name)]
+        for layer in layers:
+            layer.off = True
         try:
             yield
         finally:
-            self._divided[name].off = False
+            for layer in layers:
+                layer.off = False
+
+
+def _full(name: str, own: str) -> str:
+    return f"{name}.{own}" if name else own
+
+
+class SplitRows(ExpertUnits):
+    """The second probe of `expert_parallel`; its units are the modules that route tokens to experts."""
+
+    cause = "what it makes of a token depends on other tokens, of which each rank has some"
+    fix = (
+        "experts chosen for each token alone, such as router(x).topk(k, -1); for a loss of the router, "
+        'load = weft.reduce(load, ctx, "mean")'
+    )
+    _rows = 0
+
+    def note_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The whole module is called, with so many rows."""
+        del module
+        self._rows = next((len(t) for t in tensors((args, kwargs)) if t.ndim), 0)
+
+    def measure(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool
+    ) -> Iterator[Compared]:
+        """Compare what a layer returns, what it leaves in attributes to be trained on, and what its new buffers change.
+
+        Not measured is a layer that communicates by itself, or that cannot be computed with half of its rows.
+
+        Yields:
+            One pair after the other.
+        """
+        del gradients
+        unit, given = self.units[name], (args, dict(kwargs))
+        held = dict(unit.named_parameters()) | self._experts(name)
+        parts = self._parts(given)
+        inner = [part for part in unit.modules() if part is not unit]
+        if not parts or any(isinstance(p, DTensor) for p in held.values()) or any(map(is_fsdp_unit, inner)):
+            return
+        device_type = next(tensors(given)).device.type
+        is_low = torch.is_autocast_enabled(device_type) or any(t.dtype in _LOW for t in tensors((held, given)))
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            # In 16 bits, rounding could send a token to another expert.
+            wide = tensor.detach().float() if is_low and tensor.is_floating_point() else tensor.detach()
+            return wide.requires_grad_(tensor.requires_grad)
+
+        held = {own: leaf(p) for own, p in held.items()}
+        sent, draws = _Messages(), SameDraws()
+
+        def run(call: _Call, buffers: Mapping[str, torch.Tensor], *, together: bool = False) -> _Left:
+            draws.begin(together=together)
+            own = {n: b.clone() for n, b in buffers.items()}
+            with no_trace(unit), sent, draws:
+                output = functional_call(unit, held | own, *map_tensors(leaf, copied(call)))
+                kept = [value for part in unit.modules() for n, value in vars(part).items() if n not in _OF_TORCH]
+                left = [t for t in tensors(kept) if t.requires_grad and not t.is_leaf]
+            return [*returned(output, numbers=False), *left], own
+
+        autocast = torch.autocast(device_type, enabled=False)
+        with self._undivided(name), torch.autograd.graph.saved_tensors_hooks(_same, _same), autocast:
+            try:
+                yield from _differences(run, parts, {n: leaf(b) for n, b in unit.named_buffers()}, sent)
+            except OTHERS:
+                raise
+            except OF_PARTS:
+                return
+
+    def _parts(self, given: _Call) -> list[_Call]:
+        """The arguments for the first rows, for the others, and for all; nothing if there are too few."""
+        first = next((t for t in tensors(given) if t.is_floating_point() and t.ndim > 1), None)
+        if first is None:
+            return []
+        dim = 1 if first.ndim > 2 and first.shape[0] != self._rows == first.shape[1] else 0
+        size = first.shape[dim]
+        each = size // self._rows if self._rows and not size % self._rows else 1  # tokens of one row of the batch
+        cut = size // each // 2 * each
+
+        def part(start: int, end: int) -> _Call:
+            def one(tensor: torch.Tensor) -> torch.Tensor:
+                has_rows = tensor.ndim > dim and tensor.shape[dim] == size
+                return tensor.narrow(dim, start, end - start) if has_rows else tensor
+
+            return map_tensors(one, given)
+
+        return [part(0, cut), part(cut, size), part(0, size)] if cut else []
+
+
+class _Messages(TorchDispatchMode):
+    """Notes whether anything is sent.
+
+    Attributes:
+        any: Whether it was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation."""
+        del types
+        self.any = self.any or func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def _differences(
+    run: Callable[..., _Left], parts: list[_Call], buffers: Mapping[str, torch.Tensor], sent: _Messages
+) -> Iterator[Compared]:
+    one, after_one = run(parts[0], buffers)
+    if sent.any:
+        return
+    (other, _), (whole, after) = run(parts[1], buffers), run(parts[2], buffers, together=True)
+    for number, (a, b, expected) in enumerate(zip(one, other, whole, strict=False)):
+        found = _together(a, b, expected)
+        if found is not None:
+            yield Compared(f"output {number} of half of the rows", found, expected.detach())
+    if any(not torch.equal(buffers[n], after[n]) for n in after):
+        (one, _), (whole, _) = (run(parts[2], state) for state in (after_one, after))
+        for number, (a, expected) in enumerate(zip(one, whole, strict=False)):
+            yield Compared(f"output {number} of the next call, with buffers of half of the rows", a, expected)
+
+
+def _together(one: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+    """What two parts give, as of all rows: joined, or their mean if it is trained on; None for anything else."""
+    if not one.ndim == other.ndim == whole.ndim:
+        return None
+    dims = [dim for dim, size in enumerate(whole.shape) if one.shape[dim] != size]
+    if len(dims) == 1 and one.shape[dims[0]] + other.shape[dims[0]] == whole.shape[dims[0]]:
+        return torch.cat([one.detach(), other.detach()], dims[0])
+    return (one.detach() + other.detach()) / 2 if not dims and whole.requires_grad else None
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

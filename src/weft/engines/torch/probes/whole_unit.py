@@ -30,7 +30,7 @@ from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["BETWEEN_BLOCKS", "TensorUnits", "WholeUnits", "plan_line", "units_around"]
+__all__ = ["BETWEEN_BLOCKS", "TensorUnits", "WholeUnits", "called_around", "is_in", "plan_line", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
@@ -58,10 +58,10 @@ def units_around(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, nn.M
         if word in _ALONE:
             found.add(name)
         elif word not in _COLUMNS:
-            found.add(_up(name, lambda at: any(_is_in(column, at) for column in columns)))
-    found |= {name.rpartition(".")[0] for name in columns if not any(_is_in(name, one) for one in found)}
-    found = {_up(name, lambda at: type(module.get_submodule(at)).forward is not nn.Module.forward) for name in found}
-    outermost = sorted(one for one in found if not any(one != other and _is_in(one, other) for other in found))
+            found.add(_up(name, lambda at: any(is_in(column, at) for column in columns)))
+    found |= {name.rpartition(".")[0] for name in columns if not any(is_in(name, one) for one in found)}
+    found = {called_around(module, name) for name in found}
+    outermost = sorted(one for one in found if not any(one != other and is_in(one, other) for other in found))
     return {name: module.get_submodule(name) for name in outermost}
 
 
@@ -75,7 +75,13 @@ def _up(name: str, fits: Any) -> str:
     return name
 
 
-def _is_in(name: str, outer: str) -> bool:
+def called_around(module: nn.Module, name: str) -> str:
+    """The name of the part itself, or of the next one around it that has a forward."""
+    return _up(name, lambda at: type(module.get_submodule(at)).forward is not nn.Module.forward)
+
+
+def is_in(name: str, outer: str) -> bool:
+    """Whether a part is another one, or in it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
@@ -88,7 +94,7 @@ def plan_line(module: nn.Module, names: Collection[str], cut: Collection[str]) -
         cut: Names of layers that are cut: a part that holds one cannot stay whole.
     """
     parts = {name.rpartition(".")[0] for name in names}
-    if any(_is_in(one, part) for one in cut for part in parts):
+    if any(is_in(one, part) for one in cut for part in parts):
         return TensorUnits.fix
     patterns = set()
     for part in parts:
@@ -418,7 +424,7 @@ class TensorUnits(WholeUnits):
         return partial(self._part, dim=dims[0]) if len(dims) == 1 else _same
 
     def _fix_of_output(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> str:
-        columns = [one for one, style in self._options.styles.items() if style == "column" and _is_in(one, name)]
+        columns = [one for one, style in self._options.styles.items() if style == "column" and is_in(one, name)]
         if found.shape == expected.shape or not columns:
             return ""
         return f'plan={{..., "{columns[-1]}": "gather"}}  # or "vocab": logits for weft.collectives.vocab_cross_entropy'
@@ -436,7 +442,7 @@ class TensorUnits(WholeUnits):
     def line_for(self, names: Collection[str]) -> str:
         """The line to write if gradients of whole parameters differ between the ranks."""
         assert self.spare is not None
-        if all(any(_is_in(name, unit) for unit in self.units) for name in names):
+        if all(any(is_in(name, unit) for unit in self.units) for name in names):
             return plan_line(self.spare, names, self._options.styles)
         return BETWEEN_BLOCKS if self._options.blocks else self.fix
 

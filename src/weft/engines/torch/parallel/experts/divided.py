@@ -31,7 +31,8 @@ from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.parts.no_file import refuse_states
 from weft.engines.torch.parts.part_gradients import PartGradients
-from weft.engines.torch.probes.whole_experts import ExpertUnits
+from weft.engines.torch.probes.whole_experts import ExpertUnits, SplitRows
+from weft.engines.torch.probes.whole_unit import called_around
 from weft.engines.torch.stepping.one_kind import step_on_one_kind
 from weft.engines.torch.strategy import broadcast
 from weft.tensors.elsewhere import empty_elsewhere
@@ -76,7 +77,8 @@ class DividedExperts:
         gradients = PartGradients("expert_parallel", module)
         self._removable.add(gradients.undo)
         layers: dict[str, StackedExperts | ListedExperts] = {}
-        places: dict[str, dict[str, int]] = {name: {} for name in packed}
+        owners: dict[str, int | None] = dict.fromkeys(self._packed)
+        routing = {called_around(module, name.rpartition(".")[0]) for name in packed}
         for name, part in packed.items():
             layers[name] = StackedExperts(name, part, self._line)
             attach(part, self._removable, around=layers[name], methods=["forward"])
@@ -88,12 +90,15 @@ class DividedExperts:
             attach(part, self._removable, around=layer, methods=["forward"])
             units[around], layers[around] = part, layer
             attach(part, self._removable, after=lambda *called: gradients.follow(called[2]))
-            places[around] = {
-                f"{own}.{number}.{rest}": number // (len(experts) // self._line.size)
+            routing.add(around)
+            owners |= {
+                f"{name}.{number}.{rest}": number // (len(experts) // self._line.size)
                 for number, expert in enumerate(experts)
                 for rest, _ in expert.named_parameters()
             }
-        self.probes: tuple[Probe, ...] = (ExpertUnits(units, self._line.group, layers, places),)
+        rows = SplitRows({n: module.get_submodule(n) for n in sorted(routing)}, self._line.group, layers, owners)
+        attach(module, self._removable, before=rows.note_rows, first=True)
+        self.probes: tuple[Probe, ...] = (ExpertUnits(units, self._line.group, layers, owners), rows)
         refuse_local_losses("expert_parallel", module, self._removable)
         refuse_torch_func("expert_parallel", module, self._removable)
         self._hooks: list[RemovableHandle] = []
