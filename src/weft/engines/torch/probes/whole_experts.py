@@ -31,6 +31,7 @@ from weft.tensors.nested import map_tensors, tensors
 __all__ = ["ExpertUnits", "SplitRows"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+_SOME = 64  # tokens, where it is not known which are of one row
 _LOW = (torch.bfloat16, torch.float16)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Left = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # what a call leaves: values, and buffers
@@ -70,8 +71,12 @@ class ExpertUnits(WholeUnits):
         return {n: full_tensor(p.detach()) for n, p in others} | self._experts(name)
 
     def _experts(self, name: str) -> dict[str, torch.Tensor]:
-        """The parameters of the experts in a unit, whole. Collectives: an all-gather or a broadcast for each."""
+        """The parameters of the experts in a unit, whole.
+
+        Collectives: an all-gather for each that is stacked, and a broadcast per rank.
+        """
         unit, found = self.units[name], {}
+        lent: dict[int, list[torch.Tensor]] = {}
         device = next((t.device for t in unit.parameters() if not t.is_meta), torch.device("cpu"))
         for own, p in unit.named_parameters():
             owner = self._owners.get(_full(name, own), -1)
@@ -81,7 +86,10 @@ class ExpertUnits(WholeUnits):
                 mine = owner == dist.get_rank(self.group)
                 # A copy: what is sent counts as changed.
                 found[own] = full_tensor(p.detach()).clone() if mine else torch.empty_like(p, device=device)
-                dist.broadcast(found[own].detach(), group=self.group, group_src=owner)
+                lent.setdefault(owner, []).append(found[own].detach())
+        assert self.group is not None
+        for owner, ones in sorted(lent.items()):
+            dist._broadcast_coalesced(self.group, ones, 250 * 2**20, owner)
         return found
 
     def _is_elsewhere(self, name: str, own: str) -> bool:
@@ -180,14 +188,15 @@ class SplitRows(ExpertUnits):
                 return
 
     def _parts(self, given: _Call) -> list[_Call]:
-        """The arguments for the first rows, for the others, and for all; nothing if there are too few."""
+        """The arguments for some rows, for as many others, and for both; nothing if there are too few."""
         first = next((t for t in tensors(given) if t.is_floating_point() and t.ndim > 1), None)
         if first is None:
             return []
         dim = 1 if first.ndim > 2 and first.shape[0] != self._rows == first.shape[1] else 0
         size = first.shape[dim]
         each = size // self._rows if self._rows and not size % self._rows else 1  # tokens of one row of the batch
-        cut = size // each // 2 * each
+        most = max(_SOME, size // each // 4) if each == 1 else max(2, size // each // 4)
+        cut = min(most, size // each) // 2 * each
 
         def part(start: int, end: int) -> _Call:
             def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,7 +205,7 @@ class SplitRows(ExpertUnits):
 
             return map_tensors(one, given)
 
-        return [part(0, cut), part(cut, size), part(0, size)] if cut else []
+        return [part(0, cut), part(cut, 2 * cut), part(0, 2 * cut)] if cut else []
 
 
 class _Messages(TorchDispatchMode):
