@@ -203,7 +203,8 @@ class ExpertsChoose(Listed):
         super().__init__(relu)
         self.unsound = unsound
 
-    def forward(self, x):
+    def forward(self, tokens):
+        x = tokens.flatten(0, -2)
         scores = self.router(x).softmax(-1)
         result = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -212,7 +213,25 @@ class ExpertsChoose(Listed):
             else:
                 token = torch.where(scores[:, number] > 0.25)[0]
             result = result.index_add(0, token, expert(x[token]) * scores[token, number, None])
-        return x + result
+        return (x + result).view_as(tokens)
+
+
+class Attending(ExpertsChoose):
+    """Attention over the positions of a row, in one module with the experts."""
+
+    def forward(self, x):
+        return super().forward(x + F.scaled_dot_product_attention(x, x, x))
+
+
+class OneRow(nn.Module):
+    """A layer of tokens [rows, positions, features], or [tokens, features]."""
+
+    def __init__(self, layer, *, is_flat):
+        super().__init__()
+        self.layer, self.is_flat = layer, is_flat
+
+    def forward(self, x):
+        return self.layer(x.flatten(0, 1) if self.is_flat else x)
 
 
 class Slots(Listed):
@@ -362,6 +381,24 @@ def test_an_expert_that_mixes_tokens_is_refused(name):
     found = run_ranks(both, 2, name, mesh={"expert": 2})
     check_exact([one for one, _ in found], expected)
     check_refused([one for _, one in found])
+
+
+def single_rows(ctx, kind, is_flat):
+    refused = []
+    for unsound in (True, False):
+        torch.manual_seed(0)
+        model, _ = weft.expert_parallel(OneRow(kind(unsound=unsound), is_flat=is_flat).double(), ctx)
+        x = torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(ctx.rank), dtype=torch.float64)
+        try:
+            model(x)
+        except ProbeFailed:
+            refused.append(unsound)
+    return refused
+
+
+@pytest.mark.parametrize(("kind", "is_flat"), [(ExpertsChoose, True), (ExpertsChoose, False), (Attending, False)])
+def test_a_rank_with_a_single_row_compares_it_with_another_one(kind, is_flat):
+    assert run_ranks(single_rows, 2, kind, is_flat, mesh={"expert": 2}) == [[True], [True]]
 
 
 def balanced(ctx):

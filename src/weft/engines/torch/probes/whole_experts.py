@@ -188,7 +188,7 @@ class SplitRows(ExpertUnits):
                 return
 
     def _parts(self, given: _Call) -> list[_Call]:
-        """The arguments for some rows, for as many others, and for both; nothing if there are too few."""
+        """The arguments for some rows, for as many others, and for both; of a single row, the other is made of it."""
         first = next((t for t in tensors(given) if t.is_floating_point() and t.ndim > 1), None)
         if first is None:
             return []
@@ -198,14 +198,15 @@ class SplitRows(ExpertUnits):
         most = max(_SOME, size // each // 4) if each == 1 else max(2, size // each // 4)
         cut = min(most, size // each) // 2 * each
 
-        def part(start: int, end: int) -> _Call:
-            def one(tensor: torch.Tensor) -> torch.Tensor:
-                has_rows = tensor.ndim > dim and tensor.shape[dim] == size
-                return tensor.narrow(dim, start, end - start) if has_rows else tensor
+        def of_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> _Call:
+            return map_tensors(lambda t: change(t) if t.ndim > dim and t.shape[dim] == size else t, given)
 
-            return map_tensors(one, given)
-
-        return [part(0, cut), part(cut, 2 * cut), part(0, 2 * cut)] if cut else []
+        if cut:
+            spans = (0, cut), (cut, cut), (0, 2 * cut)
+            return [of_rows(lambda t, at=start, n=n: t.narrow(dim, at, n)) for start, n in spans]  # type: ignore[misc]
+        stranger = first.roll(1, -1)
+        other = map_tensors(lambda t: stranger if t is first else t, given)
+        return [given, other, of_rows(lambda t: torch.cat([t, stranger if t is first else t], dim))]
 
 
 class _Messages(TorchDispatchMode):
