@@ -31,7 +31,7 @@ from weft.tensors.nested import map_tensors, tensors
 __all__ = ["ExpertUnits", "SplitRows"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-_SOME = 64  # tokens, where it is not known which are of one row
+_SOME = 64  # tokens: of a few, none might be over a capacity
 _LOW = (torch.bfloat16, torch.float16)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Left = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # what a call leaves: values, and buffers
@@ -189,14 +189,14 @@ class SplitRows(ExpertUnits):
 
     def _parts(self, given: _Call) -> list[_Call]:
         """The arguments for some rows, for as many others, and for both; of a single row, the other is made of it."""
-        first = next((t for t in tensors(given) if t.is_floating_point() and t.ndim > 1), None)
+        first = next((t for t in tensors(given) if t.is_floating_point() and t.ndim > 1 and t.numel()), None)
         if first is None:
             return []
         dim = 1 if first.ndim > 2 and first.shape[0] != self._rows == first.shape[1] else 0
         size = first.shape[dim]
-        each = size // self._rows if self._rows and not size % self._rows else 1  # tokens of one row of the batch
-        most = max(_SOME, size // each // 4) if each == 1 else max(2, size // each // 4)
-        cut = min(most, size // each) // 2 * each
+        each = size // self._rows if self._rows and not size % self._rows else 1  # of that dimension, one row has
+        rows, tokens = size // each, first.numel() // first.shape[-1]
+        cut = min(max(2, rows // 4, _SOME * rows // tokens), rows) // 2 * each
 
         def of_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> _Call:
             return map_tensors(lambda t: change(t) if t.ndim > dim and t.shape[dim] == size else t, given)
