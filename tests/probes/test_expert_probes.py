@@ -360,12 +360,15 @@ def loss_of(model, batch):
     return F.mse_loss(model(x), y) + getattr(model.layer, "aux", 0)
 
 
-def train(ctx, make, watch=None):
+def train(ctx, make, watch=None, units=None):
     model = made(make)
     if watch is not None:
         watch.begin(model)
     model, ctx = weft.expert_parallel(model, ctx)
-    model, ctx = weft.replicate(model, ctx, unused="zero")
+    if units is None:
+        model, ctx = weft.replicate(model, ctx, unused="zero")
+    else:
+        model, ctx = weft.fully_shard(model, ctx, units=units, unused="zero")
     rows = [[part.chunk(ctx.data_size)[ctx.data_rank] for part in batch] for batch in batches()]
     return fit(model, rows, loss_of, watch)
 
@@ -440,6 +443,20 @@ def in_dtype(ctx, dtype):
         else:
             refused.append(False)
     return refused[0], not refused[1]
+
+
+def both_sharded(ctx, name, units):
+    unsound, sound = PAIRS[name]
+    return train(ctx, sound, units=units), attempt(lambda *args: train(*args, units=units), ctx, unsound)
+
+
+@pytest.mark.parametrize("units", [["layer"], ["layer.experts.*"]])
+@pytest.mark.parametrize("name", one_in(3, ["chosen by experts", "balance", "bias by load"]))
+def test_so_is_one_whose_parameters_are_sharded(name, units):
+    expected = fit(made(PAIRS[name][1]), batches(), loss_of)
+    found = run_ranks(both_sharded, 2, name, units, mesh={"expert": 2})
+    check_exact([one for one, _ in found], expected)
+    check_refused([one for _, one in found])
 
 
 def cannot_be_empty(h):

@@ -23,8 +23,9 @@ from weft.engines.torch.parallel.experts.listed import ListedExperts
 from weft.engines.torch.parallel.experts.stacked import StackedExperts
 from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, returned
 from weft.engines.torch.probes.no_trace import copied, no_trace
+from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
-from weft.engines.torch.probes.whole_unit import WholeUnits, is_in
+from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit, is_sharded
 from weft.tensors.nested import map_tensors, tensors
 
@@ -153,10 +154,10 @@ class SplitRows(ExpertUnits):
         """
         del gradients
         unit, given = self.units[name], (args, dict(kwargs))
-        held = dict(unit.named_parameters()) | self._experts(name)
+        is_nested = any(is_fsdp_unit(part) for part in unit.modules() if part is not unit)
+        held = self._whole(name) if is_nested else dict(unit.named_parameters()) | self._experts(name)
         parts = self._parts(given)
-        inner = [part for part in unit.modules() if part is not unit]
-        if not parts or any(isinstance(p, DTensor) for p in held.values()) or any(map(is_fsdp_unit, inner)):
+        if not parts or any(isinstance(p, DTensor) for p in held.values()):
             return
         device_type = next(tensors(given)).device.type
         is_low = torch.is_autocast_enabled(device_type) or any(t.dtype in _LOW for t in tensors((held, given)))
@@ -172,7 +173,7 @@ class SplitRows(ExpertUnits):
         def run(call: _Call, buffers: Mapping[str, torch.Tensor], *, together: bool = False) -> _Left:
             draws.begin(together=together)
             own = {n: b.clone() for n, b in buffers.items()}
-            with no_trace(unit), sent, draws:
+            with no_trace(unit), hooks_off(unit, lambda _, hook: gathers(hook)), sent, draws:
                 output = functional_call(unit, held | own, *map_tensors(leaf, copied(call)))
                 kept = [value for part in unit.modules() for n, value in vars(part).items() if n not in _OF_TORCH]
                 left = [t for t in tensors(kept) if t.requires_grad and not t.is_leaf]

@@ -30,7 +30,7 @@ from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit
 from weft.tensors.nested import map_tensors, tensors
 
-__all__ = ["BETWEEN_BLOCKS", "TensorUnits", "WholeUnits", "called_around", "is_in", "plan_line", "units_around"]
+__all__ = ["BETWEEN_BLOCKS", "TensorUnits", "WholeUnits", "called_around", "gathers", "is_in", "plan_line", "units_around"]
 
 _ALONE = ("gather", "vocab", "sequence", "replicate")  # parts of these styles give what they give by themselves
 _COLUMNS, _ROWS = ("column", "ColwiseParallel"), ("row", "RowwiseParallel")
@@ -147,7 +147,7 @@ class WholeUnits:
     def _call_whole(self, name: str, parameters: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
         unit = self._unit(name)
         buffers = {own: full_tensor(b).clone() for own, b in unit.named_buffers()}
-        with self._undivided(name), hooks_off(unit, lambda _, hook: _gathers(hook)):
+        with self._undivided(name), hooks_off(unit, lambda _, hook: gathers(hook)):
             return functional_call(unit, {**parameters, **buffers}, tuple(args), dict(kwargs))
 
     def _is_summed(self, name: str, own: str) -> bool:
@@ -465,6 +465,6 @@ def _first_float(given: list[torch.Tensor]) -> int | None:
     return next((place for place, tensor in enumerate(given) if tensor.is_floating_point()), None)
 
 
-def _gathers(hook: Any) -> bool:
+def gathers(hook: Any) -> bool:
     """Whether a hook gathers parameters for FSDP2, which are there already, or looks whether they are its own."""
     return str(getattr(hook, "__module__", "")).startswith(_OF_FSDP)
