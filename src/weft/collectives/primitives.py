@@ -18,10 +18,10 @@ from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
 from weft.peers.liveness import absent, check_failed, culprit, late, peer_error
-from weft.tensors.control import is_communication_error
 from weft.tensors.dtensor import axes_of, is_sharded
 from weft.tensors.nested import leaves, map_tensors
 from weft.tensors.pairwise import in_pairs, pair_rounds
+from weft.torch_errors import is_communication_error
 
 __all__ = [
     "HEADER_WORDS",

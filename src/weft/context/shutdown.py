@@ -23,8 +23,8 @@ from weft.peers.board import StoreLost
 from weft.peers.gloo_connections import abort_groups, groups_among
 from weft.peers.liveness import culprit, exception_text, late, part, wait_for_parting
 from weft.peers.world import PREEMPTED, World
-from weft.tensors.control import is_communication_error
-from weft.tensors.dtensor import forget_groups, mixed_kinds_error
+from weft.tensors.dtensor import forget_groups
+from weft.torch_errors import is_communication_error, mixed_kinds_error
 
 __all__ = ["close", "close_after", "close_at_exit", "device_mesh", "new_subgroup"]
 

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from weft.environments import Topology
 from weft.errors import PeerError
 from weft.peers.world import PREEMPTED
-from weft.tensors.control import is_communication_error
+from weft.torch_errors import is_communication_error
 
 __all__ = [
     "PREEMPTED_TEXT",

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.errors import ContractError
 from weft.tensors.sharded_grad import CutGradient
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "is_sharded",
     "kept_prefetches",
     "local",
-    "mixed_kinds_error",
     "reset_units",
     "resting_parameters",
     "set_spec_of",
@@ -258,40 +255,3 @@ def _call_in_backward(call: Callable[[], object]) -> None:
         number = torch.zeros((), device=device, requires_grad=True)
         number.register_hook(lambda _: call() and None)
         number.backward()
-
-
-# -- torch's refusal of plain tensors beside DTensors, in words that say what to write ---------------------
-
-_OF_LOGITS = 'weft.collectives.vocab_cross_entropy(logits, labels, ctx)  # of a head of style "vocab"'
-_IN_FORWARD = (
-    "call the layers that have the parameters, such as self.head(x) with self.head.weight = self.embedding.weight, in "
-    "place of F.linear(x, self.embedding.weight); or leave these layers out of the plan; .full_tensor() for each "
-    "term of a loss over parameters"
-)
-_ELSEWHERE = (
-    "weft.clip_grads(model, ctx, max_norm=1.0), or max_value=, before optimizer.step(); weft.full_params(model, ctx) "
-    "for parameters; penalty.full_tensor() for each term of a loss over them, or weight_decay= of an optimizer"
-)
-
-
-def mixed_kinds_error(error: BaseException, *, in_forward: bool = False) -> ContractError | None:
-    """What to raise for an error of torch's; None if it is about something else.
-
-    Args:
-        error: Of torch: plain tensors and DTensors, or DTensors over several meshes where gradients are clipped.
-        in_forward: Whether a module's forward raised it.
-    """
-    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in ("DTensor", "DeviceMesh")):
-        return None
-    frames = traceback.walk_tb(error.__traceback__)
-    if "got mixed torch.Tensor and DTensor" not in str(error) and not any(
-        frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad" for frame, _ in frames
-    ):
-        return None
-    return ContractError(
-        "torch computes with tensors of one kind: all whole, or all DTensors over one mesh",
-        found=str(error).splitlines()[0],
-        expected="a function that knows which tensors are sharded over which ranks, or a term of a loss over "
-        "parameters of one kind",
-        fix=_OF_LOGITS if "nll_loss" in str(error) else _IN_FORWARD if in_forward else _ELSEWHERE,
-    )

@@ -22,9 +22,9 @@ from weft.tensors.dtensor import is_sharded
 __all__ = ["Strategy", "as_sent", "broadcast"]
 
 
-def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give tensors the values of the group's first rank."""
-    dist._broadcast_coalesced(group, [as_sent(tensor.detach()) for tensor in tensors], 250 * 2**20, 0)
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Give tensors the values that they have on one rank of the group."""
+    dist._broadcast_coalesced(group, [as_sent(tensor.detach()) for tensor in tensors], 250 * 2**20, source)
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Each rank has its own rows of a batch. What a layer makes of one may depend on the others: a capacity per expert, tokens
 that experts choose, a softmax over tokens, a loss of the router. Then it depends on which rows are on the same rank. So
-a layer is also computed for the first half of its rows, for the others, and for all of them.
+a layer is also computed for some of its rows, for as many others, and for both together.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weft.engines.torch.probes.no_trace import copied, no_trace
 from weft.engines.torch.probes.repeated_hooks import hooks_off
 from weft.engines.torch.probes.same_draws import SameDraws
 from weft.engines.torch.probes.whole_unit import WholeUnits, gathers, is_in
+from weft.engines.torch.strategy import broadcast
 from weft.tensors.dtensor import full_tensor, is_fsdp_unit, is_sharded
 from weft.tensors.nested import map_tensors, tensors
 
@@ -87,10 +88,10 @@ class ExpertUnits(WholeUnits):
                 mine = owner == dist.get_rank(self.group)
                 # A copy: what is sent counts as changed.
                 found[own] = full_tensor(p.detach()).clone() if mine else torch.empty_like(p, device=device)
-                lent.setdefault(owner, []).append(found[own].detach())
+                lent.setdefault(owner, []).append(found[own])
         assert self.group is not None
         for owner, ones in sorted(lent.items()):
-            dist._broadcast_coalesced(self.group, ones, 250 * 2**20, owner)
+            broadcast(ones, self.group, owner)
         return found
 
     def _is_elsewhere(self, name: str, own: str) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from weft.checks import check_count, check_optimizer
 from weft.engines.peers import Peers
 from weft.engines.torch.hooks.every_optimizer import before_every_step
+from weft.engines.torch.strategy import broadcast
 from weft.errors import ContractError, listed, type_error
 from weft.tensors.dtensor import local, resting_parameters
 
@@ -176,7 +177,7 @@ class LocalSteps:
         module = self._module()
         buffers = [] if module is None else list(module.buffers())
         if buffers and self._group is not None:
-            dist._broadcast_coalesced(self._group, [buffer.detach() for buffer in buffers], 250 * 2**20, 0)
+            broadcast(buffers, self._group)
 
     # -- the mean, for evaluation
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -137,7 +136,7 @@ class DividedExperts:
         ]
         device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
         whole = {p: p if own else _like(p, device) for p in theirs}
-        dist._broadcast_coalesced(self._line.group, [p.detach() for p in whole.values()], 250 * 2**20, owner)
+        broadcast(list(whole.values()), self._line.group, owner)
         if not own:
             replace_parameters(module, whole)
 
