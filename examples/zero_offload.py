@@ -1,6 +1,6 @@
 """ZeRO with DeepSpeed: everything divided among the ranks, the optimizer's state in the memory of the CPU.
 
-Needs the extra: DS_BUILD_OPS=0 pip install 'weft[deepspeed]'. Gradients and weights lie in pieces, so norms,
+Needs the extra: DS_BUILD_OPS=0 pip install 'torchweft[deepspeed]'. Gradients and weights lie in pieces, so norms,
 gradients and weights are asked of weft.
 
 Differs from base_loop.py in the lines marked `new`.

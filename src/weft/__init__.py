@@ -12,6 +12,7 @@ The names that most programs use are here. The rest is in `weft.data`, `weft.met
 """
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import errors as errors
@@ -21,6 +22,7 @@ from weft.context.placement import to_device
 from weft.contract import compose, transform
 from weft.precision import Precision
 from weft.version import __version__ as __version__
+from weft.version import refuse_other_packages
 
 if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
@@ -70,6 +72,8 @@ if TYPE_CHECKING:
     from weft.transforms.with_precision import loss_scale, with_precision
     from weft.transforms.zero_partition import zero_partition
     from weft.weights import export, load_weights, quantized
+
+refuse_other_packages(Path(__file__).parents[1])
 
 # Imported when a program asks for one of their names: `import weft` costs little, and most programs need a part of it.
 _SUBMODULES = {

@@ -200,5 +200,5 @@ def import_extra(module: str, problem: str, *, expected: str, extra: str) -> Any
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        fix = f"pip install 'weft[{extra}]'"
+        fix = f"pip install 'torchweft[{extra}]'"
         raise MissingExtra(problem, found=str(error), expected=expected, fix=fix) from error

@@ -208,7 +208,7 @@ def test_a_file_of_accelerate_is_converted(tmp_path, capsys, monkeypatch):
     assert from_accelerate({"num_processes": 1, "use_cpu": True})[0]["start"] == {"device": "cpu"}
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert weft.cli.main(["config", "import", str(tmp_path / "default_config.yaml"), "--out", "x"]) == 2
-    assert r"pip install 'weft[config]'" in capsys.readouterr().err
+    assert r"pip install 'torchweft[config]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,6 @@ def test_without_deepspeed_the_line_to_type_is_told():
     ((found, text, fix),) = run_ranks(_partitioned, 1)
     assert found == []
     assert "found:    ModuleNotFoundError: No module named 'deepspeed'" in text
-    assert shlex.split(fix) == ["DS_BUILD_OPS=0", "pip", "install", "weft[deepspeed]"]
+    assert shlex.split(fix) == ["DS_BUILD_OPS=0", "pip", "install", "torchweft[deepspeed]"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(one.startswith("deepspeed>=0.19") for one in extras["deepspeed"])

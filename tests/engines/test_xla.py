@@ -255,7 +255,7 @@ def test_without_torch_xla_the_line_to_type_is_told():
     hidden += "    return find(name)\nm.version = version\n"
     done = _run(["-c", hidden + START], limit_s=60)
     assert "MissingExtra" in done.stdout and "found:    no package torch-xla" in done.stdout, done.stderr
-    assert "fix:      pip install 'weft[xla]'" in done.stdout and "not imported" in done.stdout
+    assert "fix:      pip install 'torchweft[xla]'" in done.stdout and "not imported" in done.stdout
 
 
 @pytest.mark.slow

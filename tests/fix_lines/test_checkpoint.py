@@ -279,7 +279,7 @@ def test_urls(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with told("checkpoint/storage/bucket.py", "need a package") as it:
         weft.save(state, "gs://bucket/run", 1, ctx)
-    assert it.fix == "pip install 'weft[remote]' gcsfs"
+    assert it.fix == "pip install 'torchweft[remote]' gcsfs"
 
 
 # -- what does not fit ---------------------------------------------------------------------------------

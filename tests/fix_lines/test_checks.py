@@ -21,7 +21,7 @@ EXTRAS = EXTRAS["optional-dependencies"]
 
 def installs(fix, package):
     """Whether a line installs a package, by an extra of weft."""
-    command, extra = fix.removesuffix("]'").split("'weft[")
+    command, extra = fix.removesuffix("]'").split("'torchweft[")
     return command == "pip install " and any(one.startswith(package) for one in EXTRAS[extra])
 
 

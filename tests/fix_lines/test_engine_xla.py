@@ -86,5 +86,5 @@ def test_without_torch_xla():
     it = printed("engines/xla/library.py", "MissingExtra", err)
     pip, install, extra = shlex.split(it.fix, comments=True)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert (pip, install, extra) == ("pip", "install", "weft[xla]")
+    assert (pip, install, extra) == ("pip", "install", "torchweft[xla]")
     assert any(one.startswith("torch-xla") for one in extras["xla"])

@@ -258,7 +258,7 @@ def test_a_rank_may_not_start_ranks(monkeypatch):
 def test_without_cloudpickle_only_functions_of_modules_are_sent(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(
-        weft.errors.MissingExtra, match=r"(?s)<lambda> and its arguments.*found: .*pip install 'weft\[notebook\]'"
+        weft.errors.MissingExtra, match=r"(?s)<lambda> and its arguments.*found: .*pip install 'torchweft\[notebook\]'"
     ):
         weft.launch_function(lambda: 1, 2)
     main = sys.modules["__main__"]

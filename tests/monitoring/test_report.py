@@ -483,10 +483,10 @@ def test_names_and_texts_cannot_break_the_page(tmp_path):
 def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
     _log_a_run(tmp_path, range(1, 3), monitoring.jsonl(tmp_path / "log.jsonl"))
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(weft.errors.MissingExtra, match=r"pip install 'weft\[report\]'"):
+    with pytest.raises(weft.errors.MissingExtra, match=r"pip install 'torchweft\[report\]'"):
         write_report(tmp_path)
     assert main(["report", str(tmp_path)]) == 1
-    assert "pip install 'weft[report]'" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    assert "pip install 'torchweft[report]'" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
 def test_the_command_says_when_there_is_nothing(tmp_path, capsys):

@@ -23,6 +23,7 @@ from weft.context.settings import resolve
 from weft.environments import cores_here, topology
 from weft.errors import ContextError
 from weft.peers.connect import interface_to
+from weft.version import __version__
 
 __all__ = ["Verdict", "add_parser", "check_environment", "check_nccl", "check_network", "numa_nodes", "run"]
 
@@ -34,7 +35,7 @@ _NEXT = {  # by check, as rank_checks.py does them
     "fully_shard step": "report it with the output of weft doctor",
     "checkpoint": "weft doctor --folder DIRECTORY, on a file system that all ranks share",
 }
-_OPTIONAL = ("accelerate", "deepspeed", "rich", "safetensors", "tensorboard", "torch_xla", "xxhash")
+_OPTIONAL = ("accelerate", "deepspeed", "rich", "tensorboard", "torch_xla", "xxhash")
 
 
 class Verdict(NamedTuple):
@@ -95,7 +96,7 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
 
 
 def _versions() -> Verdict:
-    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    found = [f"weft {__version__}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
     for name in _OPTIONAL:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")

@@ -48,7 +48,7 @@ def launch_function(fn: Callable[..., R], n: int, *args: Any, max_restarts: int 
     Changes: starts processes, which have ended when it returns. Collectives: those of `fn`.
 
     Args:
-        fn: Any function; those of a notebook or a script, lambdas and closures need the extra `weft[notebook]`.
+        fn: Any function; those of a notebook or a script, lambdas and closures need the extra `torchweft[notebook]`.
         n: Number of ranks.
         args: For `fn`; they are pickled, so a rank changes a copy.
         max_restarts: How often all ranks are started again after one of them failed.

@@ -54,7 +54,7 @@ def dumps(value: Any, what: str) -> bytes:
         raise MissingExtra(
             f"{what} cannot be sent to another process without cloudpickle",
             found=found or "something that is defined in __main__",
-            expected="a function of a module, or the extra weft[notebook]",
-            fix="pip install 'weft[notebook]'",
+            expected="a function of a module, or the extra torchweft[notebook]",
+            fix="pip install 'torchweft[notebook]'",
         ) from cause
     return data

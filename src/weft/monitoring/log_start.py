@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import importlib.metadata
 import json
 import platform
 import shlex
@@ -21,6 +20,7 @@ from weft.checks import as_number
 from weft.context import DistContext, explain
 from weft.monitoring.log import log
 from weft.monitoring.values import HParams, Tracker
+from weft.version import __version__
 
 __all__ = ["log_start"]
 
@@ -70,8 +70,7 @@ def _program(ctx: DistContext, settings: Mapping[str, Any]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "ranks": f"{ctx.world_size} on {ctx.device.type}, nodes: {ctx.num_nodes}, attempt: {ctx.attempt + 1}",
         "strategy": ", ".join(dict.fromkeys(record.name for record in ctx.applied)),
-        "versions": f"weft {importlib.metadata.version('weft')}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}",
+        "versions": f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "commit": _commit(Path(sys.argv[0]).resolve().parent),
         "settings": dict(settings),
     }

@@ -64,7 +64,7 @@ def run_ranks(
 
     Args:
         fn: Any function; local functions and lambdas need the package cloudpickle, which the
-            extra `weft[test]` installs.
+            extra `torchweft[test]` installs.
         n: Number of ranks; 1 runs in a process of its own too, without a group.
         args: For `fn`; must pickle.
         timeout_s: A call that takes longer is a hang: the ranks are killed and it fails.
@@ -337,7 +337,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             found=f"{type(error).__name__}: {error}",
             expected="a function of a module and arguments that pickle"
             + (", or cloudpickle" if cloudpickle is None else ""),
-            fix="pip install 'weft[test]'" if cloudpickle is None else "build such arguments inside the function",
+            fix="pip install 'torchweft[test]'" if cloudpickle is None else "build such arguments inside the function",
         ) from error
     return data
 

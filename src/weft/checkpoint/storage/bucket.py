@@ -77,7 +77,7 @@ class Bucket:
                 f"checkpoints at {where} need a package that is not installed",
                 found=str(error),
                 expected="fsspec, and its package for this kind of URL: s3fs, gcsfs, adlfs, ...",
-                fix=f"pip install 'weft[remote]' {_PACKAGES.get(where.parts[0], '')}".rstrip(),
+                fix=f"pip install 'torchweft[remote]' {_PACKAGES.get(where.parts[0], '')}".rstrip(),
             ) from error
         self._store.invalidate_cache()  # others write there, too
         self.where = where

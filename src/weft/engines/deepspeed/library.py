@@ -70,7 +70,7 @@ def _missing(problem: str, found: str, expected: str) -> MissingExtra:
         f'zero_partition: engine="deepspeed" {problem}',
         found=found,
         expected=expected,
-        fix="DS_BUILD_OPS=0 pip install 'weft[deepspeed]'",
+        fix="DS_BUILD_OPS=0 pip install 'torchweft[deepspeed]'",
     )
 
 

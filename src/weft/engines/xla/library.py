@@ -17,7 +17,7 @@ from weft.errors import ContextError, MissingExtra
 
 __all__ = ["Library", "check_processes", "check_versions", "library", "use_spmd"]
 
-_INSTALL = "pip install 'weft[xla]'  # torch-xla 2.9 and torch 2.9.0, in an environment of their own"
+_INSTALL = "pip install 'torchweft[xla]'  # torch-xla 2.9 and torch 2.9.0, in an environment of their own"
 
 
 class Library(NamedTuple):

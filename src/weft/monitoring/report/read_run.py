@@ -222,7 +222,7 @@ def _log_of_events(run: Run, place: Path) -> _Log:
     try:
         log.series, log.texts = _read_events(place)
     except ImportError:
-        run.problems.append(f"event files were not read: pip install 'weft[tracking]' ({place})")
+        run.problems.append(f"event files were not read: pip install 'torchweft[tracking]' ({place})")
     return log
 
 

@@ -1,0 +1,216 @@
+"""Names of other libraries that are not public: looked up when they are first needed, and one error when one is gone.
+
+A library's names stand in one file: `weft.torch_internals`, `weft.engines.deepspeed.internals`,
+`weft.engines.xla.internals`. `Private` is an object of a module or a class, `Attribute` is what objects of a class have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from weft.errors import ContextError
+
+__all__ = ["Attribute", "Library", "Private"]
+
+
+class Library(NamedTuple):
+    """Where names come from.
+
+    Attributes:
+        name: As pip knows it.
+        version: The one that is installed.
+        tested: The versions that weft is tested with.
+    """
+
+    name: str
+    version: Callable[[], str]
+    tested: tuple[str, ...]
+
+
+class _Name:
+    __slots__ = ("_instead", "_library", "_name", "_use", "_where", "since", "until")
+
+    def __init__(
+        self, library: Library, where: str, name: str, use: str, since: str = "", until: str = "", instead: str = ""
+    ) -> None:
+        """A name.
+
+        Args:
+            library: Whose it is.
+            where: The module, or "module:Class".
+            name: In it.
+            use: What of weft needs it.
+            since: The first version with it, where weft supports an older one.
+            until: The first version without it.
+            instead: What takes its place then.
+        """
+        self.since, self.until = since, until
+        self._library, self._where, self._name, self._use, self._instead = library, where, name, use, instead
+
+    def __repr__(self) -> str:
+        return f"{self._where.replace(':', '.')}.{self._name}"
+
+    def _home(self) -> Any:
+        module, _, cls = self._where.partition(":")
+        found: Any = importlib.import_module(module)
+        for part in filter(None, cls.split(".")):
+            found = getattr(found, part)
+        return found
+
+    def _raise(self, error: Exception | None = None) -> NoReturn:
+        library = self._library
+        there = " ".join([f" since {self.since}" if self.since else "", f" before {self.until}" if self.until else ""])
+        raise ContextError(
+            f"{library.name} {library.version()} lacks a name that {self._use} needs",
+            found=f"no {self!r}" + (f"; its place has taken {self._instead}" if self._instead else ""),
+            expected=f"a version that weft is tested with: {library.name} {', '.join(library.tested)}"
+            + (f" (the name is there{there.rstrip()})" if there.strip() else ""),
+            fix=f"pip install '{library.name}=={library.tested[-1]}'",
+        ) from error
+
+
+class Private(_Name):
+    """A function, class or constant. Calling it calls that."""
+
+    __slots__ = ("_found",)
+
+    _found: Any
+
+    @property
+    def found(self) -> Any:
+        """The object itself.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
+        try:
+            return self._found
+        except AttributeError:
+            pass
+        try:
+            self._found = getattr(self._home(), self._name)
+        except (ImportError, AttributeError) as error:
+            self._raise(error)
+        return self._found
+
+    @property
+    def exists(self) -> bool:
+        """Whether the installed version has it: for names that came or went between versions that are supported."""
+        try:
+            return hasattr(self._home(), self._name)
+        except (ImportError, AttributeError):
+            return False
+
+    @property
+    def home(self) -> tuple[Any, str]:
+        """The module or class, and the name in it: for what is replaced there for a while.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
+        if not self.exists:
+            self._raise()
+        return self._home(), self._name
+
+    @property
+    def base(self) -> Any:
+        """The class, to be derived from. Where it is gone, one whose objects cannot be made: the error comes then."""
+        try:
+            return self.found
+        except ContextError as error:
+            gone = error
+
+        def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+            raise gone
+
+        return type(self._name, (), {"__init__": refuse})
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is of this class. Imports nothing: without its module there are no objects.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
+        return self._where.partition(":")[0] in sys.modules and isinstance(value, self.found)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.found(*args, **kwargs)
+
+
+class Attribute(_Name):
+    """An attribute of objects: one that the class has, or that a method of the class sets."""
+
+    __slots__ = ("_is_there",)
+
+    _is_there: bool
+
+    @property
+    def exists(self) -> bool:
+        """Whether objects of the installed version have it: for names that came or went between supported versions."""
+        try:
+            return self._is_there
+        except AttributeError:
+            pass
+        try:
+            self._is_there = _has(self._home(), self._name)
+        except (ImportError, AttributeError):
+            self._is_there = False
+        return self._is_there
+
+    @property
+    def name(self) -> str:
+        """The name, for `vars(owner)` and the like.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
+        if not self.exists:
+            self._raise()
+        return self._name
+
+    def of(self, owner: Any) -> Any:
+        """The value.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
+        try:
+            return getattr(owner, self._name)
+        except AttributeError as error:
+            self._raise(error)
+
+    def get(self, owner: Any, default: Any = None) -> Any:
+        """The value; the default where an object has none although others of this version have.
+
+        Raises:
+            ContextError: No object of the installed version has it.
+        """
+        return getattr(owner, self.name, default)
+
+    def set(self, owner: Any, value: Any) -> None:
+        """Give an object that has it another value.
+
+        Raises:
+            ContextError: The installed version does not have it.
+        """
+        if not hasattr(owner, self._name):
+            self._raise()
+        setattr(owner, self._name, value)
+
+
+def _has(home: Any, name: str) -> bool:
+    if hasattr(home, name) or not isinstance(home, type):
+        return hasattr(home, name)
+    values = [value for cls in home.__mro__ for value in vars(cls).values()]
+    annotated = any(name in vars(cls).get("__annotations__", ()) for cls in home.__mro__)
+    return annotated or any(name in code.co_names or name in code.co_consts for v in values for code in _codes(v))
+
+
+def _codes(value: Any) -> list[types.CodeType]:
+    function = getattr(value, "__func__", getattr(value, "fget", value))
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    return [] if code is None else [code, *(one for one in code.co_consts if isinstance(one, types.CodeType))]
