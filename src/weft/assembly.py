@@ -9,10 +9,11 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from typing import Any, Generic, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import nn
+from typing_extensions import TypeVar
 
 from weft.context import DistContext
 from weft.contract import offered
@@ -31,7 +32,7 @@ from weft.transforms.with_precision import with_precision
 __all__ = ["Assembled", "assemble"]
 
 M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O")  # noqa: E741  (as in the transforms)
+O = TypeVar("O", default=None)  # noqa: E741  (as in the transforms)
 Strategy = Literal["replicate", "fully_shard"] | Callable[..., Any]
 
 _NAMED: dict[str, Callable[..., Any]] = {"replicate": replicate, "fully_shard": fully_shard}
@@ -57,31 +58,22 @@ class Assembled(Generic[M, O]):
         return "\n".join(self.lines)
 
 
+class _Settings(TypedDict, total=False):
+    loader: Any
+    precision: PolicyName | Precision | partial[Any] | None
+    recompute: Selection | partial[Any] | None
+    strategy: Strategy | Sequence[Strategy]
+    compile: bool | partial[Any]
+    accumulate: int | partial[Any] | None
+
+
 @overload
 def assemble(
-    ctx: DistContext,
-    *,
-    model: M,
-    optimizer: None = None,
-    loader: Any = None,
-    precision: PolicyName | Precision | partial[Any] | None = None,
-    recompute: Selection | partial[Any] | None = None,
-    strategy: Strategy | Sequence[Strategy] = "replicate",
-    compile: bool | partial[Any] = False,
-    accumulate: int | partial[Any] | None = None,
-) -> tuple[Assembled[M, None], DistContext]: ...
+    ctx: DistContext, *, model: M, optimizer: None = None, **settings: Unpack[_Settings]
+) -> tuple[Assembled[M], DistContext]: ...
 @overload
 def assemble(
-    ctx: DistContext,
-    *,
-    model: M,
-    optimizer: Callable[[M], O],
-    loader: Any = None,
-    precision: PolicyName | Precision | partial[Any] | None = None,
-    recompute: Selection | partial[Any] | None = None,
-    strategy: Strategy | Sequence[Strategy] = "replicate",
-    compile: bool | partial[Any] = False,
-    accumulate: int | partial[Any] | None = None,
+    ctx: DistContext, *, model: M, optimizer: Callable[[M], O], **settings: Unpack[_Settings]
 ) -> tuple[Assembled[M, O], DistContext]: ...
 def assemble(
     ctx: DistContext,

@@ -1,7 +1,7 @@
 """Names of other libraries that are not public: looked up when they are first needed, and one error when one is gone.
 
 A library's names stand in one file: `weft.torch_internals`, `weft.engines.deepspeed.internals`,
-`weft.engines.xla.internals`. `Private` is an object of a module or a class, `Attribute` is what objects of a class have.
+`weft.engines.xla.internals`. A `Private` is in a module or a class, an `Attribute` on the objects of a class.
 """
 
 from __future__ import annotations

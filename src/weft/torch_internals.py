@@ -7,6 +7,7 @@ names elsewhere, and another compares this file with the installed torch.
 from __future__ import annotations
 
 from functools import partial
+
 import torch
 
 from weft import private_names

@@ -1,4 +1,4 @@
-"""The version of weft, which ranks compare when they start; and whether another project's package lies over this one."""
+"""The version of weft, which ranks compare when they start; and whether another package named weft lies over it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Reading blocks of tensors of safetensors files straight into memory that is there.
 
-The format is eight bytes of length, a header in JSON, and the bytes themselves; the header is read with
-suspicion, as it may come from anywhere.
+The header, which may come from anywhere, is parsed and judged by the safetensors package.
 """
 
-# Not by `safe_open`: what it maps counts as memory of the process (1 GB read: VmHWM + 1,020 MB), and a disk that dies
-# is then a SIGBUS; with backend="pread" a slice of one row reads the whole tensor, there is no reading into a tensor,
-# and errors come without errno, which tells a limit of this moment from damage. It takes a name that comes twice.
+# The bytes are not read by `safe_open`: what it maps counts as memory of the process (1 GB read: VmHWM + 1,020 MB), and
+# a disk that dies is then a SIGBUS; with backend="pread" a slice of one row reads the whole tensor, there is no reading
+# into a tensor, and errors come without errno, which tells a limit of this moment from damage.
 
 from __future__ import annotations
 
@@ -14,16 +13,17 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from weft.checkpoint.format.json_text import parse_json
-from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, NamedPiece, Piece, TensorEntry, sizes_of
+from weft.checkpoint.format.manifest import DTYPES, MAX_HEADER_BYTES, NamedPiece, Piece, TensorEntry
 from weft.checkpoint.format.plain_files import open_plain, raise_if_unreadable, read_into
 from weft.checkpoint.format.tensor_blocks import Block, memory_of, overlap
 from weft.errors import CheckpointError
@@ -31,6 +31,7 @@ from weft.errors import CheckpointError
 __all__ = ["Slot", "TensorFiles", "in_order", "open_tensors"]
 
 _CODES = {code: dtype for dtype, (code, _) in DTYPES.items()}
+_ENTRY = re.compile(rb'"data_offsets"\s*:\s*\[')
 Slot: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, offset of the first byte in the file
 
 
@@ -220,36 +221,20 @@ def _slots(handle: int, file_bytes: int) -> dict[str, Slot]:
         raise ValueError("a file of torch.save" if pickled else f"{file_bytes} bytes, too few for its header")
     text = bytearray(length)
     read_into(handle, memoryview(text), 8)
-    data = parse_json(bytes(text), pairs=_once)
-    try:
-        slots = {name: _slot(entry, 8 + length) for name, entry in data.items() if name != "__metadata__"}
-    except (LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"a header that cannot be understood ({type(error).__name__}: {error})") from error
+    found: dict[str, Slot] = {}
     end = 8 + length
-    for start, size in sorted((start, math.prod(shape) * DTYPES[dtype][1]) for dtype, shape, start in slots.values()):
-        if start != end:
-            raise ValueError(f"a tensor at byte {start} where the one before ends at {end}")
-        end += size
-    if end != file_bytes:
-        raise ValueError(f"{file_bytes} bytes, where its header tells of {end}")
-    return slots
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    try:
+        with safe_open(f"/dev/fd/{handle}", "pt", backend="pread") as file:  # the open file, whatever has its name now
+            for name in file.offset_keys():  # a file has no gaps: one tensor begins where the one before ends
+                part = file.get_slice(name)
+                code, shape = part.get_dtype(), tuple(part.get_shape())
+                if code not in _CODES:
+                    raise ValueError(f"dtype {code!r:.20}, which weft does not know")
+                dtype = _CODES[code]
+                found[name] = dtype, shape, end
+                end += math.prod(shape) * DTYPES[dtype][1]
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    if len(_ENTRY.findall(text)) != len(found):  # of two entries, the package takes the last
         raise ValueError("a name that comes twice in the header")
     return found
-
-
-def _slot(entry: Any, start: int) -> Slot:
-    begin, end = entry["data_offsets"]
-    shape = sizes_of(entry["shape"])
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 2**62:
-        raise ValueError(f"offsets {begin!r:.20} to {end!r:.20}")
-    if entry["dtype"] not in _CODES:
-        raise ValueError(f"dtype {entry['dtype']!r:.20}, which weft does not know")
-    dtype = _CODES[entry["dtype"]]
-    if end - begin != math.prod(shape) * DTYPES[dtype][1]:
-        raise ValueError(f"{end - begin} bytes for {dtype} of shape {shape!s:.60}")
-    return dtype, shape, start + begin
