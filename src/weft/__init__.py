@@ -22,7 +22,7 @@ from weft.context.placement import to_device
 from weft.contract import compose, transform
 from weft.precision import Precision
 from weft.version import __version__ as __version__
-from weft.version import refuse_other_packages
+from weft.version import refuse_other_packages as _refuse_other_packages
 
 if TYPE_CHECKING:
     from weft import checkpoint as checkpoint
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from weft.transforms.zero_partition import zero_partition
     from weft.weights import export, load_weights, quantized
 
-refuse_other_packages(Path(__file__).parents[1])
+_refuse_other_packages(Path(__file__).parents[1])
 
 # Imported when a program asks for one of their names: `import weft` costs little, and most programs need a part of it.
 _SUBMODULES = {

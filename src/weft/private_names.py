@@ -32,7 +32,7 @@ class Library(NamedTuple):
 
 
 class _Name:
-    __slots__ = ("_instead", "_library", "_name", "_use", "_where", "since", "until")
+    __slots__ = ("_instead", "_library", "_use", "_where", "since", "spelling", "until")
 
     def __init__(
         self, library: Library, where: str, name: str, use: str, since: str = "", until: str = "", instead: str = ""
@@ -49,10 +49,11 @@ class _Name:
             instead: What takes its place then.
         """
         self.since, self.until = since, until
-        self._library, self._where, self._name, self._use, self._instead = library, where, name, use, instead
+        self.spelling = name
+        self._library, self._where, self._use, self._instead = library, where, use, instead
 
     def __repr__(self) -> str:
-        return f"{self._where.replace(':', '.')}.{self._name}"
+        return f"{self._where.replace(':', '.')}.{self.spelling}"
 
     def _home(self) -> Any:
         module, _, cls = self._where.partition(":")
@@ -92,7 +93,7 @@ class Private(_Name):
         except AttributeError:
             pass
         try:
-            self._found = getattr(self._home(), self._name)
+            self._found = getattr(self._home(), self.spelling)
         except (ImportError, AttributeError) as error:
             self._raise(error)
         return self._found
@@ -101,7 +102,7 @@ class Private(_Name):
     def exists(self) -> bool:
         """Whether the installed version has it: for names that came or went between versions that are supported."""
         try:
-            return hasattr(self._home(), self._name)
+            return hasattr(self._home(), self.spelling)
         except (ImportError, AttributeError):
             return False
 
@@ -114,7 +115,7 @@ class Private(_Name):
         """
         if not self.exists:
             self._raise()
-        return self._home(), self._name
+        return self._home(), self.spelling
 
     @property
     def base(self) -> Any:
@@ -127,7 +128,7 @@ class Private(_Name):
         def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
             raise gone
 
-        return type(self._name, (), {"__init__": refuse})
+        return type(self.spelling, (), {"__init__": refuse})
 
     def holds(self, value: object) -> bool:
         """Whether a value is of this class. Imports nothing: without its module there are no objects.
@@ -138,6 +139,7 @@ class Private(_Name):
         return self._where.partition(":")[0] in sys.modules and isinstance(value, self.found)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
         return self.found(*args, **kwargs)
 
 
@@ -156,7 +158,7 @@ class Attribute(_Name):
         except AttributeError:
             pass
         try:
-            self._is_there = _has(self._home(), self._name)
+            self._is_there = _has(self._home(), self.spelling)
         except (ImportError, AttributeError):
             self._is_there = False
         return self._is_there
@@ -170,7 +172,7 @@ class Attribute(_Name):
         """
         if not self.exists:
             self._raise()
-        return self._name
+        return self.spelling
 
     def of(self, owner: Any) -> Any:
         """The value.
@@ -179,7 +181,7 @@ class Attribute(_Name):
             ContextError: The installed version does not have it.
         """
         try:
-            return getattr(owner, self._name)
+            return getattr(owner, self.spelling)
         except AttributeError as error:
             self._raise(error)
 
@@ -197,9 +199,9 @@ class Attribute(_Name):
         Raises:
             ContextError: The installed version does not have it.
         """
-        if not hasattr(owner, self._name):
+        if not hasattr(owner, self.spelling):
             self._raise()
-        setattr(owner, self._name, value)
+        setattr(owner, self.spelling, value)
 
 
 def _has(home: Any, name: str) -> bool:

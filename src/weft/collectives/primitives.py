@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from weft.context import DistContext, World
 from weft.context.guards import line_outside
+from weft.engines.torch_errors import is_communication_error
 from weft.errors import ContextError, listed, type_error
 from weft.peers.agreement import agree
 from weft.peers.board import StoreLost
@@ -21,7 +22,6 @@ from weft.peers.liveness import absent, check_failed, culprit, late, peer_error
 from weft.tensors.dtensor import axes_of, is_sharded
 from weft.tensors.nested import leaves, map_tensors
 from weft.tensors.pairwise import in_pairs, pair_rounds
-from weft.torch_errors import is_communication_error
 
 __all__ = [
     "HEADER_WORDS",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.engines.torch_errors import is_communication_error, mixed_kinds_error
 from weft.environments.joined import forget_joined
 from weft.errors import ContextError, PeerError
 from weft.peers.agreement import agree
@@ -24,7 +25,6 @@ from weft.peers.gloo_connections import abort_groups, groups_among
 from weft.peers.liveness import culprit, exception_text, late, part, wait_for_parting
 from weft.peers.world import PREEMPTED, World
 from weft.tensors.dtensor import forget_groups
-from weft.torch_errors import is_communication_error, mixed_kinds_error
 
 __all__ = ["close", "close_after", "close_at_exit", "device_mesh", "new_subgroup"]
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from weft.engines.torch_errors import is_communication_error
 from weft.environments import Topology
 from weft.errors import PeerError
 from weft.peers.world import PREEMPTED
-from weft.torch_errors import is_communication_error
 
 __all__ = [
     "PREEMPTED_TEXT",

@@ -32,11 +32,11 @@ from weft.engines.torch.hooks.method_hooks import Removable, attach, route_calls
 from weft.engines.torch.probes.compare import OF_PARTS, OTHERS, difference, differing_ranks, largest_over, returned
 from weft.engines.torch.probes.no_trace import copied, is_measured, measured, no_trace, zeros_filled
 from weft.engines.torch.probes.repeated_hooks import hooks_of_user, hooks_off, quiet_hooks
+from weft.engines.torch_errors import is_communication_error, mixed_kinds_error
 from weft.errors import ProbeFailed, listed
 from weft.tensors.dtensor import is_fsdp_unit
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import leaves, tensors
-from weft.torch_errors import is_communication_error, mixed_kinds_error
 
 __all__ = ["Prober"]
 
