@@ -82,7 +82,6 @@ class OwnParameters:
         self._assigned.look((torch_internals.PARAM_NAME.of(one), one.sharded_param) for one in self._parameters)
 
     def _before_unit(self, own: Sequence[_Place]) -> Callable[..., None]:
-        @torch_internals.untraced
         def before(unit: Any, args: Any) -> None:
             if torch_internals.graph_task_id() != -1:
                 return  # computed again
@@ -91,7 +90,8 @@ class OwnParameters:
             if strangers and torch_internals.STATE_TRAINING.of(state_of(unit)) != torch_internals.BEFORE_BACKWARD.found:
                 self._raise(strangers)
 
-        return before
+        untraced: Callable[..., None] = torch_internals.untraced(before)
+        return untraced
 
     def _strangers(self, places: Sequence[_Place]) -> list[tuple[str, Any]]:
         """The other parameters, with the names of those in whose place they are."""

@@ -101,7 +101,7 @@ def watch_reductions(groups: Iterable[Any], unused: Unused, enter: Callable[[], 
         fills = not hasattr(unit, "set_reduce_scatter_unused_params")  # torch before 2.13
         if not fills:
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        torch_internals.GROUP_REDUCE.set(group, _noting(weakref.ref(group), unused, enter, fills=fills))
+        torch_internals.GROUP_AFTER_BACKWARD.set(group, _noting(weakref.ref(group), unused, enter, fills=fills))
 
 
 def _noting(group: weakref.ref[Any], unused: Unused, enter: Callable[[], None], *, fills: bool) -> Callable[..., None]:
