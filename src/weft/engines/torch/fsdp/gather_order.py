@@ -10,9 +10,9 @@ another way first waits for all ranks at the store: if they take it too, it is e
 that rank waits in a collective, which is noticed, and both are named. Where nothing is known yet, all ranks are new
 and compare what they are about to do in one small message.
 
-[Note: is it called] All of this hangs on torch calling the objects that it is given. A version that does not would
-lose it without a word. So at the end of the first backward pass that reduces, what units hold tells which were gathered
-and reduced, and the ways that were new whether through those objects.
+[Note: is it called] All of this hangs on torch calling the objects that it is given; a version that does not would lose
+it without a word. So the first backward pass that reduces ends with a look: each unit that was gathered, and each that
+had gradients when torch was about to reduce it, must have come along here.
 """
 
 from __future__ import annotations
