@@ -30,6 +30,21 @@ class Library(NamedTuple):
     version: Callable[[], str]
     tested: tuple[str, ...]
 
+    def error(self, does: str, found: str, note: str = "") -> ContextError:
+        """What to raise where the installed version is not what weft relies on.
+
+        Args:
+            does: What it does, or lacks.
+            found: What was seen of that.
+            note: On the versions that are expected.
+        """
+        return ContextError(
+            f"{self.name} {self.version()} {does}",
+            found=found,
+            expected=f"a version that weft is tested with: {self.name} {', '.join(self.tested)}{note}",
+            fix=f"pip install '{self.name}=={self.tested[-1]}'",
+        )
+
 
 class _Name:
     __slots__ = ("_instead", "_library", "_use", "_where", "since", "spelling", "until")
@@ -63,14 +78,11 @@ class _Name:
         return found
 
     def _raise(self, error: Exception | None = None) -> NoReturn:
-        library = self._library
         there = " ".join([f" since {self.since}" if self.since else "", f" before {self.until}" if self.until else ""])
-        raise ContextError(
-            f"{library.name} {library.version()} lacks a name that {self._use} needs",
-            found=f"no {self!r}" + (f"; its place has taken {self._instead}" if self._instead else ""),
-            expected=f"a version that weft is tested with: {library.name} {', '.join(library.tested)}"
-            + (f" (the name is there{there.rstrip()})" if there.strip() else ""),
-            fix=f"pip install '{library.name}=={library.tested[-1]}'",
+        raise self._library.error(
+            f"lacks a name that {self._use} needs",
+            f"no {self!r}" + (f"; its place has taken {self._instead}" if self._instead else ""),
+            f" (the name is there{there.rstrip()})" if there.strip() else "",
         ) from error
 
 
@@ -144,7 +156,7 @@ class Private(_Name):
 
 
 class Attribute(_Name):
-    """An attribute of objects: one that the class has, or that a method of the class sets."""
+    """An attribute of objects: one that the class has, or that a method of the class, or a function, sets."""
 
     __slots__ = ("_is_there",)
 
@@ -191,7 +203,12 @@ class Attribute(_Name):
         Raises:
             ContextError: No object of the installed version has it.
         """
-        return getattr(owner, self.name, default)
+        try:
+            return getattr(owner, self._name)
+        except AttributeError:
+            if not self.exists:
+                self._raise()
+            return default
 
     def set(self, owner: Any, value: Any) -> None:
         """Give an object that has it another value.
@@ -205,10 +222,11 @@ class Attribute(_Name):
 
 
 def _has(home: Any, name: str) -> bool:
-    if hasattr(home, name) or not isinstance(home, type):
+    if hasattr(home, name) or isinstance(home, types.ModuleType):
         return hasattr(home, name)
-    values = [value for cls in home.__mro__ for value in vars(cls).values()]
-    annotated = any(name in vars(cls).get("__annotations__", ()) for cls in home.__mro__)
+    classes = home.__mro__ if isinstance(home, type) else ()
+    values = [value for cls in classes for value in vars(cls).values()] or [home]
+    annotated = any(name in vars(cls).get("__annotations__", ()) for cls in classes)
     return annotated or any(name in code.co_names or name in code.co_consts for v in values for code in _codes(v))
 
 

@@ -13,9 +13,9 @@ import torch
 from weft import private_names
 from weft.version import TESTED_TORCH
 
-_TORCH = private_names.Library("torch", lambda: str(torch.__version__), TESTED_TORCH)
-Private = partial(private_names.Private, _TORCH)
-Attribute = partial(private_names.Attribute, _TORCH)
+LIBRARY = private_names.Library("torch", lambda: str(torch.__version__), TESTED_TORCH)
+Private = partial(private_names.Private, LIBRARY)
+Attribute = partial(private_names.Attribute, LIBRARY)
 
 # -- autograd ------------------------------------------------------------------------------------------------
 
@@ -33,6 +33,7 @@ IS_VIEW = Attribute("torch:Tensor", "_is_view", "zero_partition: views")
 VERSION = Attribute("torch:Tensor", "_version", "checks of what was written")
 TENSOR_HOOKS = Attribute("torch:Tensor", "_backward_hooks", "checks of hooks on parameters")
 ACCUMULATE_HOOKS = Attribute("torch:Tensor", "_post_accumulate_grad_hooks", "checks of hooks on parameters")
+IS_PARAMETER = Attribute("torch.nn.parameter:Parameter", "_is_param", "parameters that another rank has")
 STORAGE_ADDRESS = Attribute("torch.storage:UntypedStorage", "_cdata", "what shares memory")
 
 # -- modules and optimizers ------------------------------------------------------------------------------------
@@ -42,6 +43,7 @@ _OPTIMIZER = "torch.optim.optimizer:Optimizer"
 PARAMETERS = Attribute(_MODULE, "_parameters", "every transform")
 BUFFERS = Attribute(_MODULE, "_buffers", "every transform")
 MODULES = Attribute(_MODULE, "_modules", "lists of experts")
+APPLY = Attribute(_MODULE, "_apply", "place; load_weights")
 CALL = Attribute(_MODULE, "_call_impl", "what is around the calls of a module")
 COMPILED_CALL = Attribute(_MODULE, "_compiled_call_impl", "what is around the calls of a module")
 FORWARD_HOOKS = Attribute(_MODULE, "_forward_hooks", "probes; undo")
@@ -59,10 +61,12 @@ LOAD_OPTIMIZER_PRE_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_pre
 LOAD_OPTIMIZER_POST_HOOKS = Attribute(_OPTIMIZER, "_optimizer_load_state_dict_post_hooks", "restore")
 call_functional = Private("torch.nn.utils.stateless", "_functional_call", "fully_shard inside functional_call")
 batch_norm = Private("torch.nn.modules.batchnorm", "_BatchNorm", "sync_batch_norm")
+applied = Private("torch.distributed._composable.contract", "_get_registry", "recompute: what is recomputed already")
 norm_base = Private("torch.nn.modules.batchnorm", "_NormBase", "recompute")
 dropout = Private("torch.nn.modules.dropout", "_DropoutNd", "zero_partition: what draws")
 sync_batch_norm = Private("torch.nn.modules._functions", "SyncBatchNorm", "sync_batch_norm")
 untraced = Private("torch", "_disable_dynamo", "what runs outside of compiled code")
+compiled_module = Private("torch._dynamo", "OptimizedModule", "compile: what is compiled already")
 COMPILED_MODULE = Attribute("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "compile; names in checkpoints")
 
 # -- fully sharded data parallelism ----------------------------------------------------------------------------
@@ -73,6 +77,17 @@ _STATE, _GROUP, _PARAM = (
     f"{_FSDP}_fsdp_param_group:FSDPParamGroup",
     f"{_FSDP}_fsdp_param:FSDPParam",
 )
+_TRAINING = f"{_FSDP}_fsdp_common:TrainingState"
+_CONTEXT = f"{_FSDP}_fsdp_param_group:FSDPCommContext"
+IN_FORWARD = Private(_TRAINING, "FORWARD", "fully_shard: after a forward that raised")
+BEFORE_BACKWARD = Private(_TRAINING, "PRE_BACKWARD", "fully_shard beside pipeline")
+IDLE = Private(_TRAINING, "IDLE", "fully_shard: after a forward that raised")
+module_states = Private("torch.distributed._composable_state", "_module_state_mapping", "undo of fully_shard")
+IS_MANAGED = Attribute(
+    f"{_FSDP}_fully_shard:fully_shard", "_is_fsdp_managed_module", "checks of what is sharded already"
+)
+HAS_PARAMETERS = Attribute(f"{_FSDP}_fully_shard:fully_shard", "_fsdp_use_orig_params", "undo of fully_shard")
+CONTEXT_CALLS = Attribute(_CONTEXT, "post_forward_order", "fully_shard: which unit a call ended with; probes")
 FSDP_STATE = Attribute(f"{_FSDP}_fully_shard:FSDPModule", "_get_fsdp_state", "fully_shard")
 STATE_TRAINING = Attribute(_STATE, "_training_state", "fully_shard: forward or backward")
 STATE_COMM = Attribute(_STATE, "_comm_ctx", "fully_shard: the order of gathers")
@@ -81,16 +96,21 @@ STATE_INIT = Attribute(_STATE, "_lazy_init", "fully_shard: which unit is the out
 STATE_IS_ROOT = Attribute(_STATE, "_is_root", "fully_shard: which unit is the outermost")
 STATE_GROUP = Attribute(_STATE, "_fsdp_param_group", "fully_shard", instead="_fsdp_param_groups, in torch 2.12")
 STATE_GROUPS = Attribute(_STATE, "_fsdp_param_groups", "fully_shard", since="2.12")
+STATE_DEVICE = Attribute(_STATE, "_device", "fully_shard: after a forward that raised")
 STATE_TO_RUN = Attribute(_STATE, "_modules_to_run_forward", "fully_shard: after a forward that raised")
 STATE_BEFORE = Attribute(_STATE, "_pre_forward", "fully_shard: methods=")
 STATE_AFTER = Attribute(_STATE, "_post_forward", "fully_shard: methods=")
 STATE_LAST = Attribute(_STATE, "_register_root_post_backward_final_callback", "fully_shard: the end of backward")
-GROUP_GATHER = Attribute(_GROUP, "_all_gather_comm", "fully_shard: gathers in one order")
-GROUP_REDUCE = Attribute(_GROUP, "_reduce_scatter_comm", "fully_shard: reductions in one order")
+GROUP_CONTEXT = Attribute(_GROUP, "comm_ctx", "probes: prefetches")
+GROUP_AFTER_BACKWARD = Attribute(_GROUP, "post_backward", "fully_shard: parameters without gradient")
 GROUP_PARTIAL = Attribute(_GROUP, "_partial_reduce_output", "fully_shard: windows on hybrid meshes")
 GROUP_CALLS = Attribute(_GROUP, "_post_forward_indices", "probes: prefetches")
 GROUP_TRAINING = Attribute(_GROUP, "_training_state", "fully_shard: after a forward that raised")
 GROUP_RESHARD = Attribute(_GROUP, "_to_sharded", "fully_shard: after a forward that raised")
+PARAM_DTYPE = Attribute(_PARAM, "param_dtype", "with_precision(gather=...)")
+PARAM_INIT_DTYPES = Attribute(_PARAM, "init_dtype_attrs", "with_precision(gather=...)")
+PARAM_INIT_WHOLE = Attribute(_PARAM, "init_unsharded_param", "with_precision(gather=...)")
+PARAM_KEPT = Attribute(_PARAM, "unsharded_accumulated_grad", "fully_shard: gradients of windows")
 PARAM_NAME = Attribute(_PARAM, "_param_fqn", "fully_shard: names in errors")
 PARAM_WHOLE = Attribute(_PARAM, "_unsharded_param", "fully_shard: gathered parameters")
 PARAM_LEFT = Attribute(_PARAM, "_sharded_post_forward_param", "fully_shard: reshard_after_forward=int")
@@ -99,6 +119,7 @@ PARAM_SPEC = Attribute(_PARAM, "_unsharded_dtensor_spec", "fully_shard beside te
 PARAM_SPEC_BEFORE = Attribute(
     _PARAM, "_tp_spec", "fully_shard beside tensor_parallel", until="2.12", instead="_unsharded_dtensor_spec"
 )
+MESH_SHARDS = Attribute(f"{_FSDP}_fsdp_common:FSDPMeshInfo", "shard_mesh_size", "fully_shard: does a unit communicate")
 chunk = Private(f"{_FSDP}_fsdp_common", "_chunk_with_empty", "a rehearsal")
 
 # -- data parallelism ------------------------------------------------------------------------------------------
@@ -178,6 +199,28 @@ tree = Private("torch.utils", "_pytree", "nested values as torch sees them")
 fake_tensor = Private("torch._subclasses.fake_tensor", "FakeTensor", "a rehearsal")
 fake_mode = Private("torch._subclasses.fake_tensor", "FakeTensorMode", "a rehearsal")
 without_fakes = Private("torch._subclasses.fake_tensor", "unset_fake_temporarily", "a rehearsal")
+op_packet = Private("torch._ops", "OpOverloadPacket", "recompute(save=...)")
+op_overload = Private("torch._ops", "OpOverload", "recompute(save=...)")
+higher_order_op = Private("torch._ops", "HigherOrderOperator", "recompute(save=...)")
+op_has_kernel = Private("torch._C", "_dispatch_has_kernel", "recompute(save=...)")
+DECOMPOSED = Private("torch._C:DispatchKey", "CompositeImplicitAutograd", "recompute(save=...)")
+OVERLOAD = Attribute("torch._ops:OpOverload", "_overloadname", "recompute(save=...)")
+ATTENTION_OPS = tuple(
+    Private("torch:ops.aten", f"_scaled_dot_product_{name}", "recompute(save=['attention'])")
+    for name in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+        "attention_math_for_mps",
+    )
+)
+SCALED_PRODUCT_OP = Private("torch:ops.aten", "_scaled_mm", "recompute(save=['matmul'])")
+FOREACH_OPS = tuple(
+    Private("torch:ops.aten", f"_foreach_{name}_", "zero_partition: gradients in pieces")
+    for name in ("zero", "mul", "div")
+)
 schema = Attribute("torch._ops:OpOverload", "_schema", "probes; a rehearsal")
 
 # -- operations on many tensors --------------------------------------------------------------------------------

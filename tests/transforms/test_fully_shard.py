@@ -18,6 +18,7 @@ import weft
 from tests.variants import diagonal, slow
 from weft.tensors.dtensor import groups_of
 from weft.testing import RanksFailed, largest_difference, run_ranks
+from weft.version import TESTED_TORCH
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -1499,3 +1500,33 @@ def test_copies_and_pickles_of_shards_are_one_clear_error():
         for kind, text in found:
             assert kind == "ContractError" and "can be neither copied nor pickled" in text, text
             assert "weft.undo(model, ctx, rebind=optimizer)" in text
+
+
+def _goes_another_way(ctx, ignored):
+    from torch.distributed.fsdp import FSDPModule
+
+    with pytest.MonkeyPatch.context() as patch:  # as in a version that keeps them and asks others
+        for name in ignored:
+            patch.setattr(FSDPModule, name, lambda unit, comm: None)
+        model, _ = weft.fully_shard(_net(), ctx, units=Block)
+    model(_mine(ctx))  # nothing was reduced yet
+    return _refusal(_train, model, _mine(ctx))
+
+
+@pytest.mark.parametrize(
+    ("ignored", "found"),
+    [
+        (["set_custom_all_gather"], ["gathers the outermost unit in forward", "gathers 'blocks.1' in forward"]),
+        (["set_custom_reduce_scatter"], ["reduces the outermost unit", "reduces 'blocks.1'"]),
+        (
+            ["set_custom_all_gather", "set_custom_reduce_scatter"],
+            ["gathers 'blocks.0' in forward", "reduces 'blocks.0'"],
+        ),
+    ],
+    ids=["gathers", "reductions", "both"],
+)
+def test_a_torch_that_goes_around_the_order_of_gathers_is_an_error_of_the_first_step_on_all_ranks(ignored, found):
+    for kind, text in run_ranks(_goes_another_way, 2, ignored):
+        assert kind == "ContextError" and f"torch {torch.__version__} did not call" in text, text
+        assert all(one in text for one in found), text
+        assert f"pip install 'torch=={TESTED_TORCH[-1]}'" in text and TESTED_TORCH[0] in text

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from weft import torch_internals
+
 __all__ = ["can_be_read", "sum_of_bits", "sums_of_bits"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,7 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def can_be_read(tensor: torch.Tensor) -> bool:
     """Whether it has memory of its own here: not in a rehearsal, under `torch.func`, nor as a part of something."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped: bool = torch_internals.is_functorch_tensor(tensor)
     return plain and not wrapped and not tensor.is_meta and not tensor.is_quantized and tensor.numel() > 0
 
 

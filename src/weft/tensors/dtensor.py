@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.tensors.sharded_grad import CutGradient
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "resting_parameters",
     "set_spec_of",
     "spec_of",
+    "state_of",
     "whole_along",
 ]
 
@@ -50,12 +52,15 @@ def axes_of(tensor: torch.Tensor) -> str:
 
 def is_fsdp(module: nn.Module) -> bool:
     """Whether FSDP2 was applied to a part of a module, or to a module around it."""
-    return any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    return any(torch_internals.IS_MANAGED.get(part, False) for part in module.modules())
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
     """Whether FSDP2 was applied to this very module."""
-    return hasattr(module, "_get_fsdp_state")
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +79,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor
     cut: Any = tensor
-    strided = [dim for dim, placement in enumerate(cut.placements) if type(placement).__name__ == "_StridedShard"]
+    strided = [dim for dim, placement in enumerate(cut.placements) if torch_internals.strided_shard.holds(placement)]
     if strided:  # what FSDP2 has cut comes first: torch would send everything twice
         cut = whole_along(cut, strided[-1] + 1)
     found: torch.Tensor = cut.full_tensor()
@@ -122,9 +127,7 @@ def _gathered(part: torch.Tensor, mesh: Any, dim: int, cut: int, shape: Sequence
 
 def block_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and offsets of the block that this rank holds of a tensor that is cut so."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415  (see above)
-
-    size, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, tuple(placements))
+    size, offsets = torch_internals.block_of(torch.Size(shape), mesh, tuple(placements))
     return tuple(size), tuple(offsets)
 
 
@@ -145,63 +148,74 @@ def _as_dtensor(part: torch.Tensor, of: Any, mesh: Any, placements: Sequence[Any
     return DTensor.from_local(part, mesh, tuple(placements), run_check=False, shape=of.shape, stride=of.stride())
 
 
+def state_of(unit: Any) -> Any:
+    """What FSDP2 keeps of one unit."""
+    return torch_internals.FSDP_STATE.of(unit)()
+
+
 def groups_of(unit: Any) -> list[Any]:
     """The groups of parameters that FSDP2 gathers together in one unit."""
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.12 has one
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
+    state = state_of(unit)
+    if torch_internals.STATE_GROUPS.exists:
+        return list(torch_internals.STATE_GROUPS.of(state))
+    group = torch_internals.STATE_GROUP.of(state)  # torch before 2.12 has one
+    return [] if group is None else [group]
 
 
 @contextlib.contextmanager
 def kept_prefetches(groups: Iterable[Any]) -> Iterator[None]:
     """Let calls inside not change by which groups of parameters backward gathers ahead."""
-    begun = [one for one in groups if hasattr(getattr(one, "comm_ctx", None), "post_forward_order")]
-    indices = [list(one._post_forward_indices) for one in begun]
-    orders = {id(one.comm_ctx): one.comm_ctx.post_forward_order for one in begun}
+    found = [(one, torch_internals.CONTEXT_CALLS.get(torch_internals.GROUP_CONTEXT.of(one))) for one in groups]
+    begun = [(one, order) for one, order in found if order is not None]
+    indices = [list(torch_internals.GROUP_CALLS.of(one)) for one, _ in begun]
+    orders = {id(order): order for _, order in begun}
     lengths = {key: len(order) for key, order in orders.items()}
     try:
         yield
     finally:
         for key, order in orders.items():
             del order[lengths[key] :]
-        for one, before in zip(begun, indices, strict=True):
-            one._post_forward_indices[:] = before
+        for (one, _), before in zip(begun, indices, strict=True):
+            torch_internals.GROUP_CALLS.of(one)[:] = before
 
 
 def spec_of(parameter: Any) -> Any:
     """Mesh and placements of what FSDP2 gathers for one of its parameters; None if that is a plain tensor."""
-    return getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)
+    return _spec().get(parameter)
 
 
 def set_spec_of(parameter: Any, spec: Any) -> None:
     """Let the gathered parameter lie on another mesh of the same ranks; does nothing without one."""
     if spec is not None:
-        name = "_unsharded_dtensor_spec" if hasattr(parameter, "_unsharded_dtensor_spec") else "_tp_spec"
-        setattr(parameter, name, spec)  # torch before 2.12 calls it so
+        _spec().set(parameter, spec)
+
+
+def _spec() -> Any:
+    return torch_internals.PARAM_SPEC if torch_internals.PARAM_SPEC.exists else torch_internals.PARAM_SPEC_BEFORE
 
 
 def reset_units(module: Any) -> None:
     """Let FSDP2 forget a pass that was not finished, as `reset_iter_state` of torch 2.13 does, in older ones."""
-    root: Any = module._get_fsdp_state()
-    if not hasattr(root._comm_ctx, "post_forward_order"):
+    root = state_of(module)
+    context, shared = torch_internals.STATE_COMM.of(root), torch_internals.STATE_SHARED.of(root)
+    calls = torch_internals.CONTEXT_CALLS.get(context)
+    if calls is None:
         return  # no pass has begun
-    if root._device.type != "cpu":
+    if torch_internals.STATE_DEVICE.of(root).type != "cpu":
         torch.accelerator.synchronize()
-    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
-    root._comm_ctx.post_forward_order.clear()
-    for state in root._state_ctx.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = type(state._training_state).IDLE
-        group = state._fsdp_param_group
+    context.all_gather_state = context.reduce_scatter_state = None
+    calls.clear()
+    for state in shared.all_states:
+        torch_internals.STATE_TO_RUN.of(state).clear()
+        torch_internals.STATE_TRAINING.set(state, torch_internals.IDLE.found)
+        group = torch_internals.STATE_GROUP.of(state)
         if group is not None:
             group.finalize_backward()
-            group._partial_reduce_output = None
-            group._training_state = state._training_state
-            group._to_sharded()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False
+            torch_internals.GROUP_PARTIAL.set(group, None)
+            torch_internals.GROUP_TRAINING.set(group, torch_internals.IDLE.found)
+            torch_internals.GROUP_RESHARD.of(group)()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
 
 
 def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -212,11 +226,10 @@ def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
         return parameters
     units = [part for part in module.modules() if isinstance(part, loaded.FSDPModule)]
     shards = {
-        id(one._unsharded_param): one.sharded_param
+        id(torch_internals.PARAM_WHOLE.get(one)): one.sharded_param
         for unit in units
         for group in groups_of(unit)
         for one in group.fsdp_params
-        if hasattr(one, "_unsharded_param")
     }
     return [shards.get(id(p), p) for p in parameters]
 
@@ -231,19 +244,18 @@ def forget_groups(*, is_device_usable: bool = True) -> None:
         is_device_usable: Whether the accelerator may be asked: after a failure, it may wait for ever.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import DTensor, debug  # noqa: PLC0415  (see above)
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  (see above)
 
-        # The first is torch 2.13's and clears two memories, the other is older and there is one; 2.9 has neither.
-        clear: Any = getattr(debug, "_clear_sharding_prop_cache", None) or getattr(
-            debug, "_clear_python_sharding_prop_cache", None
-        )
-        memory: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-        if clear is None and hasattr(memory, "cache"):
-            clear = memory.cache.cache_clear
-        if clear is not None:
-            clear()
-            if is_device_usable:
-                _call_in_backward(clear)
+        version: Any = torch.__version__
+        every, one = torch_internals.CLEAR_PROPAGATION  # torch 2.13's clears two memories, and there was one before
+        if version >= (2, 10):
+            clear: Any = (every if every.exists else one).found
+        else:
+            dispatcher = torch_internals.DISPATCHER.of(DTensor)
+            clear = dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+        clear()
+        if is_device_usable:
+            _call_in_backward(clear)
 
 
 def _call_in_backward(call: Callable[[], object]) -> None:

@@ -12,10 +12,13 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.errors import ContractError, WeftError
 from weft.tensors.nested import map_tensors, tensors
 
 __all__ = ["Elsewhere", "empty_elsewhere", "forget_elsewhere", "is_elsewhere"]
+
+_MARK = "_weft_elsewhere"
 
 
 class Elsewhere(torch.Tensor):
@@ -28,7 +31,7 @@ class Elsewhere(torch.Tensor):
         Raises:
             ContractError: `func` returns numbers, or changes a tensor of this rank.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_internals.without_subclasses():
             try:
                 return _computed(func, args, kwargs or {})
             except WeftError:
@@ -124,21 +127,21 @@ def empty_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     marked: Any = made
     if isinstance(tensor, nn.Parameter):
         marked = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        marked._is_param = True
+        vars(marked)[torch_internals.IS_PARAMETER.name] = True
     if type(made) is torch.Tensor:
         marked.__class__ = Elsewhere
-    marked._weft_elsewhere = True
+    vars(marked)[_MARK] = True
     return cast("torch.Tensor", marked)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether another rank has a tensor."""
-    return isinstance(tensor, Elsewhere) or (tensor.is_meta and getattr(tensor, "_weft_elsewhere", False))
+    return isinstance(tensor, Elsewhere) or (tensor.is_meta and getattr(tensor, _MARK, False))
 
 
 def forget_elsewhere(tensor: torch.Tensor) -> None:
     """Let a tensor be an ordinary one on meta."""
-    vars(tensor).pop("_weft_elsewhere", None)
+    vars(tensor).pop(_MARK, None)
     if isinstance(tensor, Elsewhere):
         marked: Any = tensor
         marked.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor

@@ -22,7 +22,7 @@ def quantized_parts(module: nn.Module) -> dict[str, str]:
             found[name] = "4 bits"
         elif bitsandbytes is not None and isinstance(part, bitsandbytes.nn.Linear8bitLt):
             found[name] = "8 bits"
-        elif any(is_wrapped(p) for p in part._parameters.values() if p is not None):
+        elif any(map(is_wrapped, part.parameters(recurse=False))):
             found[name] = "torchao"
     return found
 

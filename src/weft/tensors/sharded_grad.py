@@ -7,12 +7,14 @@ element alike (`zero_`, `mul_`, `div_`, and their `_foreach` forms) works on the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from weft import torch_internals
 from weft.errors import ContractError
 
 __all__ = ["CutGradient"]
@@ -24,14 +26,19 @@ _EACH: dict[Any, Any] = {
     torch.ops.aten.div_.Tensor: torch.Tensor.div_,
     torch.ops.aten.div_.Scalar: torch.Tensor.div_,
 }
-_FOREACH: dict[Any, Any] = {
-    torch.ops.aten._foreach_zero_.default: torch._foreach_zero_,
-    torch.ops.aten._foreach_mul_.Scalar: torch._foreach_mul_,
-    torch.ops.aten._foreach_mul_.Tensor: torch._foreach_mul_,
-    torch.ops.aten._foreach_div_.Scalar: torch._foreach_div_,
-    torch.ops.aten._foreach_div_.Tensor: torch._foreach_div_,
-}
 _ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+
+@functools.cache
+def _foreach() -> dict[Any, Any]:
+    zero, mul, div = (one.found for one in torch_internals.FOREACH_OPS)
+    return {
+        zero.default: torch_internals.foreach_zero.found,
+        mul.Scalar: torch_internals.foreach_mul.found,
+        mul.Tensor: torch_internals.foreach_mul.found,
+        div.Scalar: torch_internals.foreach_div.found,
+        div.Tensor: torch_internals.foreach_div.found,
+    }
 
 
 class CutGradient(torch.Tensor):
@@ -61,8 +68,9 @@ class CutGradient(torch.Tensor):
         piece: Callable[[], torch.Tensor],
     ) -> CutGradient:
         """A tensor without memory, of the parameter's shape."""
-        make: Any = torch.Tensor._make_wrapper_subclass
-        made: CutGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        made: CutGradient = torch_internals.make_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
         made.parameter_name, made.group, made._piece = name, group, piece
         made.spent, made.cleared, made.pending = False, False, None
         return made
@@ -96,7 +104,7 @@ class CutGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
-        if func in _ADD and torch._C._current_graph_task_id() != -1 and isinstance(args[0], cls):
+        if func in _ADD and torch_internals.graph_task_id() != -1 and isinstance(args[0], cls):
             return args[0]._take(args[1])  # autograd adds to the gradient there is
         if func is torch.ops.aten.zero_.default and isinstance(args[0], cls) and args[0].spent:
             args[0].cleared = True
@@ -104,14 +112,14 @@ class CutGradient(torch.Tensor):
         if func in _EACH and isinstance(args[0], cls):
             _EACH[func](args[0].piece(), *args[1:])
             return args[0]
-        if func in _FOREACH:
+        if func in _foreach():
             given: Sequence[torch.Tensor] = args[0]
-            if func is torch.ops.aten._foreach_zero_.default:
+            if _foreach()[func] is torch_internals.foreach_zero.found:
                 spent = [one for one in given if isinstance(one, cls) and one.spent]
                 for one in spent:
                     one.cleared = True
                 given = [one for one in given if not any(one is other for other in spent)]
-            _FOREACH[func]([one.piece() if isinstance(one, cls) else one for one in given], *args[1:])
+            _foreach()[func]([one.piece() if isinstance(one, cls) else one for one in given], *args[1:])
             return None
         names = [one.parameter_name for one in _flat(args) if isinstance(one, cls)]
         raise ContractError(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import check_not_elsewhere, transform
 from weft.contract.select_modules import Selection, select_apart
@@ -131,7 +132,7 @@ def _check_options(backend: object, mode: str | None, options: Mapping[str, Any]
 def _check_new(module: nn.Module, ctx: DistContext) -> None:
     done = already_compiled(module)
     if done:
-        wrapped = hasattr(module, "_orig_mod")
+        wrapped = torch_internals.compiled_module.holds(module)
         raise AlreadyApplied(
             f"compile: parts of {type(module).__name__} are compiled already",
             found=listed(done),

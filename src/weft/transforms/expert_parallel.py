@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checks import check_module
 from weft.context import DistContext
 from weft.context.placement import place_module
@@ -162,7 +163,9 @@ class _Placement:
         self._module = weakref.ref(module)
         self._ctx = ctx
         self._axis = axis
-        self._packed = {f"{name}.{own}" for name, part in experts.packed.items() for own in part._parameters}
+        self._packed = {
+            f"{name}.{own}" for name, part in experts.packed.items() for own in torch_internals.PARAMETERS.of(part)
+        }
         self._owners: dict[str, int] = {}
         for name, part in experts.lists.items():
             held = len(part) // ctx.axis_size(axis)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from weft import torch_internals
 from weft.context import DistContext
 from weft.contract import transform
 
@@ -50,7 +51,7 @@ def sync_batch_norm(module: M, ctx: DistContext, *, axis: str | Sequence[str] | 
     line = ctx.on(ctx.data_axes if axis is None else axis)
     ctx.agree(
         "sync_batch_norm",
-        {"batch norms": sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())},
+        {"batch norms": sum(isinstance(m, torch_internals.batch_norm.found) for m in module.modules())},
     )
     if line.world_size == 1:
         return module, ctx

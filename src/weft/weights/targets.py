@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checkpoint.state.collect import check_memory, is_extra, plain_name
 from weft.checks import check_module, check_not_lazy
 from weft.context import DistContext
@@ -117,7 +118,7 @@ class Memory:
     def take(self) -> None:
         """Put real tensors in the place of those on meta, and draw what no file has."""
         for part in self._module.modules():
-            for kind in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
+            for kind in (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part)):
                 for name, tensor in kind.items():
                     if tensor is not None and waits_for_values(tensor):
                         self._before.append((kind, name, tensor))
@@ -147,7 +148,7 @@ class Memory:
                 tensor.data = tensor.data.to(device)
         loaded: Any = sys.modules.get("torch.distributed.fsdp")
         if self._real and loaded and any(isinstance(part, loaded.FSDPModule) for part in self._module.modules()):
-            self._module._apply(lambda tensor: tensor)
+            torch_internals.APPLY.of(self._module)(lambda tensor: tensor)
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._real:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.contract.select_modules import Selection, select, select_apart
 from weft.engines.torch.streaming.slots import slot_bytes
 from weft.sharding.units import blocks_of
@@ -151,7 +152,8 @@ def _own_tensors(module: nn.Module, parts: Iterable[nn.Module]) -> Iterator[torc
     inside = {id(one) for part in parts for one in part.modules()}
     for part in module.modules():
         if id(part) not in inside:
-            yield from (t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None)
+            kinds = (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part))
+            yield from (t for kind in kinds for t in kind.values() if t is not None)
 
 
 def _tied(parts: dict[str, nn.Module]) -> list[tuple[str, ...]]:

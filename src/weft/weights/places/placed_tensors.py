@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Stored, Transfer, transfer
 from weft.engines.torch.streaming.stand_in import stand_in
@@ -52,7 +53,7 @@ class _Placed:
     def put(self, tensor: torch.Tensor) -> None:
         """Give a tensor to the owners."""
         for owner, name in self.owners:
-            kinds = cast("tuple[dict[str, Any], ...]", (owner._parameters, owner._buffers))
+            kinds = (torch_internals.PARAMETERS.of(owner), torch_internals.BUFFERS.of(owner))
             next(kind for kind in kinds if name in kind)[name] = tensor
 
 
@@ -78,7 +79,8 @@ class PlacedTensors:
         self._module, self._plan, self._source, self._threads = module, plan, source, num_threads
         self._placed: dict[int, _Placed] = {}
         for prefix, part in module.named_modules():
-            for own, tensor in (*part._parameters.items(), *part._buffers.items()):
+            kinds = (torch_internals.PARAMETERS.of(part), torch_internals.BUFFERS.of(part))
+            for own, tensor in [item for kind in kinds for item in kind.items()]:
                 if tensor is not None:
                     if id(tensor) not in self._placed:
                         self._placed[id(tensor)] = self._settle(f"{prefix}.{own}".lstrip("."), tensor)

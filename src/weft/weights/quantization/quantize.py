@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.checkpoint.format.tensor_blocks import whole
 from weft.checkpoint.format.transfer import Transfer, transfer
 from weft.checks import check_module
@@ -180,7 +181,9 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _is_shared(layer: nn.Linear, module: nn.Module) -> bool:
-    users = [part for part in module.modules() for p in part._parameters.values() if p is layer.weight]
+    users = [
+        part for part in module.modules() for p in torch_internals.PARAMETERS.of(part).values() if p is layer.weight
+    ]
     return len(users) > 1
 
 

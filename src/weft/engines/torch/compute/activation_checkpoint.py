@@ -19,10 +19,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from weft import torch_internals
 from weft.engines.options import RecomputeOptions
 from weft.engines.probes import Schedule
 from weft.engines.torch.hooks.method_hooks import Removable, arounds, attach
@@ -40,17 +39,10 @@ __all__ = [
     "saved_ops",
 ]
 
-# Composite operations, by what they come down to below autograd; those a version of torch lacks are left out.
-_GROUPS = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_scaled_dot_product_attention_math_for_mps",
-    ),
+# Composite operations, by what they come down to below autograd.
+_GROUPS: dict[str, tuple[Any, ...]] = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", torch_internals.SCALED_PRODUCT_OP),
+    "attention": torch_internals.ATTENTION_OPS,
     "convolution": ("convolution",),
 }
 
@@ -133,7 +125,7 @@ class Checkpoint:
                 with _kept(_statistics(block)):
                     output = call(*args, **kwargs)
                 if is_due:
-                    with _disable_current_modes():
+                    with torch_internals.without_modes():
                         self._check_equal(returned, digest(output))
                 return output
             first = False
@@ -141,7 +133,7 @@ class Checkpoint:
             output = call(*args, **kwargs)
             self._check_unchanged(before, _buffers(block))
             if is_due:
-                with _disable_current_modes():
+                with torch_internals.without_modes():
                     returned = digest(output)
             return output
 
@@ -182,7 +174,7 @@ def no_cached_casts() -> Iterator[None]:
 
 def _statistics(block: nn.Module) -> list[torch.Tensor]:
     """Running statistics that a forward in training moves on, and that its result does not depend on."""
-    norms = [part for part in block.modules() if isinstance(part, _NormBase) and part.training]
+    norms = [part for part in block.modules() if isinstance(part, torch_internals.norm_base.found) and part.training]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
@@ -191,9 +183,11 @@ _Version: TypeAlias = tuple[torch.Tensor, int]
 
 def _buffers(block: nn.Module) -> dict[str, _Version]:
     """All other buffers, with the number of changes each has seen."""
-    others = [(name, part) for name, part in block.named_modules() if not isinstance(part, _NormBase)]
+    others = [
+        (name, part) for name, part in block.named_modules() if not isinstance(part, torch_internals.norm_base.found)
+    ]
     return {
-        f"{name}.{own}".lstrip("."): (buffer, 0 if buffer.is_inference() else buffer._version)
+        f"{name}.{own}".lstrip("."): (buffer, 0 if buffer.is_inference() else torch_internals.VERSION.of(buffer))
         for name, part in others
         for own, buffer in part.named_buffers(recurse=False)
     }
@@ -207,13 +201,13 @@ def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
         return
     # Values are what they were, so autograd need not take what it saved of them for changed. What is done here is no
     # part of what a policy chooses from.
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-        with _disable_current_modes():
+    with torch_internals.keeps_version(tuple(buffers)):
+        with torch_internals.without_modes():
             values = [buffer.detach().clone() for buffer in buffers]
         try:
             yield
         finally:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), torch_internals.without_modes():
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
@@ -235,17 +229,15 @@ def offloaded(module: nn.Module) -> list[str]:
 def moves_statistics_twice(module: nn.Module) -> bool:
     """Whether norms with running statistics are in blocks that are run twice by `Recomputed`."""
     blocks = [part for part in module.modules() if any(isinstance(one, Checkpoint) for one in arounds(part, "forward"))]
-    norms = [part for block in blocks for part in block.modules() if isinstance(part, _NormBase)]
+    norms = [part for block in blocks for part in block.modules() if isinstance(part, torch_internals.norm_base.found)]
     return any(True for norm in norms for _ in norm.buffers(recurse=False))
 
 
 def _is_checkpointed(part: nn.Module) -> bool:
-    from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415  (costs 3 ms)
-
     return (
         any(isinstance(around, Checkpoint) for around in arounds(part, "forward"))
         # torch.distributed._composable.checkpoint, checkpoint_wrapper, and the switch of transformers
-        or "checkpoint" in (_get_registry(part) or ())
+        or "checkpoint" in (torch_internals.applied(part) or ())
         or any(cls.__name__ == "CheckpointWrapper" for cls in type(part).__mro__)
         or getattr(part, "gradient_checkpointing", False) is True
     )
@@ -267,15 +259,17 @@ def saved_ops(save: Any) -> tuple[Any, ...]:
 def _resolve(op: Any) -> list[Any]:
     if isinstance(op, str):
         if op in _GROUPS:
-            return [o for name in _GROUPS[op] if hasattr(torch.ops.aten, name) for o in _resolve(f"aten.{name}")]
+            group = [f"aten.{one}" if isinstance(one, str) else one.found for one in _GROUPS[op]]
+            return [o for one in group for o in _resolve(one)]
         return _resolve(_named(op))
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, torch_internals.op_packet.found):
         overloads = [getattr(op, name) for name in op.overloads()]
-        overloads = [o for o in overloads if torch._C._dispatch_has_kernel(o.name())]  # others are for TorchScript
+        overloads = [o for o in overloads if torch_internals.op_has_kernel(o.name())]  # others are for TorchScript
         # Those that write into a given tensor have no gradient.
-        usable = [o for o in overloads if "out" not in o._overloadname.split("_") and not _is_composite(o)]
+        name_of = torch_internals.OVERLOAD.of
+        usable = [o for o in overloads if "out" not in name_of(o).split("_") and not _is_composite(o)]
         return usable or _resolve(overloads[0])
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, torch_internals.op_overload.found):
         if _is_composite(op):
             raise value_error(
                 f"recompute: {op} cannot be saved",
@@ -284,7 +278,7 @@ def _resolve(op: Any) -> list[Any]:
                 fix='weft.recompute(model, ctx, blocks=..., save=["matmul"])',
             )
         return [op]
-    if isinstance(op, torch._ops.HigherOrderOperator):
+    if isinstance(op, torch_internals.higher_order_op.found):
         return [op]
     raise type_error(
         f"recompute: save = {op!r} is not an operation",
@@ -295,15 +289,15 @@ def _resolve(op: Any) -> list[Any]:
 
 
 def _is_composite(op: Any) -> bool:
-    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    return bool(op.has_kernel_for_dispatch_key(torch_internals.DECOMPOSED.found))
 
 
 def _named(name: str) -> Any:
     value: Any = torch.ops
     for part in name.split(".") if "." in name else ("aten", name):
         value = getattr(value, part, None)
-    kinds = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._ops.HigherOrderOperator)
-    if isinstance(value, kinds):
+    kinds = (torch_internals.op_packet, torch_internals.op_overload, torch_internals.higher_order_op)
+    if isinstance(value, tuple(kind.found for kind in kinds)):
         return value
     raise value_error(
         f"recompute: save = {name!r} is not an operation of torch",

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.options import CompileOptions
 from weft.engines.torch.compute.activation_checkpoint import (
     already_recomputed,
@@ -110,8 +111,8 @@ def already_compiled(module: nn.Module) -> list[str]:
 def _is_compiled(part: nn.Module) -> bool:
     return (
         any(isinstance(around, _Compiled) for around in arounds(part, "forward"))
-        or not isinstance(part._compiled_call_impl, (Routed, type(None)))
-        or isinstance(part, torch._dynamo.OptimizedModule)
+        or not isinstance(torch_internals.COMPILED_CALL.of(part), (Routed, type(None)))
+        or torch_internals.compiled_module.holds(part)
     )
 
 

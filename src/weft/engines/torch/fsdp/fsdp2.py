@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft import torch_internals
 from weft.engines.options import Reduction, ShardOptions
 from weft.engines.peers import Peers
 from weft.engines.torch.amp.graph_walk import running_backward
@@ -45,7 +46,7 @@ from weft.engines.torch.hooks.parameter_reads import explain_read
 from weft.engines.torch.parts.dtensor_reads import check_reads
 from weft.engines.torch.reduced_apart import ReducedApart
 from weft.engines.torch.strategy import Strategy
-from weft.tensors.dtensor import spec_of
+from weft.tensors.dtensor import spec_of, state_of
 from weft.tensors.nested import tensors
 
 __all__ = ["ShardedModule"]
@@ -125,7 +126,7 @@ class ShardedModule(Strategy):
         self._units.reshard()
         self._trained.unsharded.release()
         self._removable.remove()
-        remove_fsdp(module, {one._param_fqn: spec_of(one) for one in self._units.parameters()})
+        remove_fsdp(module, {torch_internals.PARAM_NAME.of(one): spec_of(one) for one in self._units.parameters()})
         allow_copies(module)
         self.release()
 
@@ -133,7 +134,7 @@ class ShardedModule(Strategy):
 
     def _before(self, module: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """The module is about to be called; see [Note: torn passes]."""
-        if torch._C._current_graph_task_id() != -1:
+        if torch_internals.graph_task_id() != -1:
             return  # computed again, inside backward
         module = self._module()
         if self._units.alone:
@@ -145,7 +146,8 @@ class ShardedModule(Strategy):
         else:
             self._own.check(module)
         self._refused.remove()
-        if self._session.was_torn() or module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        shared = torch_internals.STATE_SHARED.of(state_of(module))
+        if self._session.was_torn() or shared.post_backward_final_callback_queued:
             self._order.tear()
             self._units.start_anew(module)
             self._held.drop()
@@ -159,14 +161,14 @@ class ShardedModule(Strategy):
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         """The module was called, or its call raised."""
-        if torch._C._current_graph_task_id() != -1 or self._units.alone:
+        if torch_internals.graph_task_id() != -1 or self._units.alone:
             return
         if not self._calls:
             return  # it was refused before it began
         place = self._calls.pop()
         if not self._calls:
             self._units.end_call(module)
-        if module._get_fsdp_state()._training_state.name == "FORWARD":
+        if torch_internals.STATE_TRAINING.of(state_of(module)) == torch_internals.IN_FORWARD.found:
             explain_read(self._what, module, sys.exception())
             self._order.tear()
             self._units.start_anew(module)
@@ -224,6 +226,7 @@ class ShardedModule(Strategy):
             self._held.pending = not self.enabled
             self._pass_on_buffers(lambda: self._retains_graph, reduced=False)
             return
+        self._order.check_called(self._unused.reduced())
         self._order.end()
         self._note_reduction()
         self._held.pending = False
@@ -239,11 +242,11 @@ class ShardedModule(Strategy):
         self._trained.look_for_optimizers(self._steps)  # no rank may have called the module yet
         if any(self._peers.meet(what, self._held.pending)):
             module: Any = self._module()
-            state = module._get_fsdp_state()
+            finish = torch_internals.STATE_LAST.of(state_of(module))
 
             def end() -> None:
                 self._session.enter()
-                state._register_root_post_backward_final_callback()
+                finish()
 
             inside_backward(end)
 
@@ -255,7 +258,7 @@ class ShardedModule(Strategy):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce what is pending, so that a step never leaves gradients out."""
-        if self._module() is None or torch._C._current_graph_task_id() != -1:
+        if self._module() is None or torch_internals.graph_task_id() != -1:
             return  # inside backward FSDP2 calls hooks with gradients that it has reduced
         self._units.free_left()  # it would not be what is trained
         if self._held.pending and not self.enabled:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weft import torch_internals
 from weft.engines.torch.optim.rebind import like
 from weft.engines.torch.parts.left_gathered import drop_gathered
 from weft.tensors.dtensor import full_tensor, local, resting_parameters
@@ -64,7 +65,7 @@ def _put_whole(module: nn.Module, shards: Mapping[str, nn.Parameter]) -> list[tu
 
     These are DTensors even when FSDP2 has gathered them, and parameters that it gathers in a lower dtype.
     """
-    held: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+    held: list[dict[str, Any]] = [torch_internals.PARAMETERS.of(part) for part in module.modules()]
     lower = {id(p): shards[name] for name, p in module.named_parameters() if p.dtype != shards[name].dtype}
     found = [(slots, name, p) for slots in held for name, p in slots.items() if p is not None]
     cut = [(slots, name, p) for slots, name, p in found if isinstance(p, DTensor) or id(p) in lower]
@@ -79,9 +80,9 @@ def _put_whole(module: nn.Module, shards: Mapping[str, nn.Parameter]) -> list[tu
 def _take_hooks(module: nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
     """Take the hooks off by which `state_dict` would shard the parameters of FSDP2 again; returns what was where."""
     found = [
-        (part._state_dict_pre_hooks, key, hook)
-        for part in module.modules()
-        for key, hook in part._state_dict_pre_hooks.items()
+        (hooks, key, hook)
+        for hooks in map(torch_internals.STATE_DICT_PRE_HOOKS.of, module.modules())
+        for key, hook in hooks.items()
         if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
     ]
     for registered, key, _ in found:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.hooks.program_lines import path
 from weft.errors import ContractError
@@ -44,14 +45,14 @@ def _gather_one(ref: weakref.ref[Any], dtype: torch.dtype) -> None:
     def init_dtypes(policy: Any) -> None:
         one: Any = ref()
         type(one).init_dtype_attrs(one, policy)
-        one.param_dtype = dtype
+        torch_internals.PARAM_DTYPE.set(one, dtype)
 
     def init_unsharded() -> None:
         one: Any = ref()
-        is_new = not hasattr(one, "_unsharded_param")
+        is_new = torch_internals.PARAM_WHOLE.get(one) is None
         type(one).init_unsharded_param(one)
         if is_new:
-            one._unsharded_param.register_post_accumulate_grad_hook(widen)
+            torch_internals.PARAM_WHOLE.of(one).register_post_accumulate_grad_hook(widen)
 
     def widen(parameter: torch.Tensor) -> None:
         one: Any = ref()
@@ -59,11 +60,12 @@ def _gather_one(ref: weakref.ref[Any], dtype: torch.dtype) -> None:
             return
         wide = parameter.grad.to(one.orig_dtype)
         parameter.grad = None
-        kept = one.unsharded_accumulated_grad
-        one.unsharded_accumulated_grad = wide if kept is None else kept.add_(wide)
+        kept = torch_internals.PARAM_KEPT.of(one)
+        torch_internals.PARAM_KEPT.set(one, wide if kept is None else kept.add_(wide))
 
     parameter: Any = ref()
-    parameter.init_dtype_attrs, parameter.init_unsharded_param = init_dtypes, init_unsharded
+    torch_internals.PARAM_INIT_DTYPES.set(parameter, init_dtypes)
+    torch_internals.PARAM_INIT_WHOLE.set(parameter, init_unsharded)
 
 
 def _checking(name: str) -> Any:
@@ -83,4 +85,4 @@ def _checking(name: str) -> Any:
 
 def zeros_for(one: Any) -> None:
     """Give a parameter that is gathered in a lower dtype a gradient of zeros."""
-    one.unsharded_accumulated_grad = torch.zeros_like(one.unsharded_param, dtype=one.orig_dtype)
+    torch_internals.PARAM_KEPT.set(one, torch.zeros_like(one.unsharded_param, dtype=one.orig_dtype))

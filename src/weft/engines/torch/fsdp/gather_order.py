@@ -9,17 +9,23 @@ At each place of the tree one way is expected, the one taken last. A rank that t
 another way first waits for all ranks at the store: if they take it too, it is expected from then on; if one does not,
 that rank waits in a collective, which is noticed, and both are named. Where nothing is known yet, all ranks are new
 and compare what they are about to do in one small message.
+
+[Note: is it called] All of this hangs on torch calling the objects that it is given; a version that does not would lose
+it without a word. So the first backward pass that reduces ends with a look: each unit that was gathered, and each that
+had gradients when torch was about to reduce it, must have come along here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.strategy import as_sent
 from weft.errors import NotSynchronized, PeerError, listed
@@ -55,8 +61,19 @@ class GatherOrder:
         forward: What a gather outside of backward is now: one with gradients, or one of an evaluation.
     """
 
-    def __init__(self, what: str, names: Sequence[str], group: dist.ProcessGroup, peers: Peers, device: str) -> None:
-        self.names = list(names)
+    def __init__(
+        self, what: str, names: Mapping[Any, str], group: dist.ProcessGroup, peers: Peers, device: str
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            what: Name of the strategy.
+            names: Of the units, by what FSDP2 keeps of each.
+            group: The ranks.
+            peers: The same strategy on them.
+            device: The type of their devices.
+        """
+        self.names = list(names.values())
         self._what = what
         self._group: dist.ProcessGroup | None = group
         self._peers = peers
@@ -64,6 +81,9 @@ class GatherOrder:
         self._root = self._place = _Place()
         self._num_places = 0
         self._torn = False
+        self._known: set[int] = set()  # steps that were taken
+        shares = {one: unit for unit, one in enumerate(names) if torch_internals.MESH_SHARDS.of(one.mesh_info) > 1}
+        self._unchecked = weakref.WeakKeyDictionary(shares)  # by what FSDP2 keeps of units: their number
         self.forward = _FORWARD
 
     def take(self, step: int) -> None:
@@ -81,6 +101,37 @@ class GatherOrder:
         """A backward pass that reduces has ended."""
         self.take(_END)
         self._place = self._root
+
+    def check_called(self, reduced: Collection[str]) -> None:
+        """A backward pass that reduces is about to end; see [Note: is it called].
+
+        Args:
+            reduced: The names of parameters whose gradients torch had when it was about to reduce them.
+
+        Raises:
+            ContextError: On all ranks.
+        """
+        if not self._unchecked:
+            return
+        whole, name = torch_internals.PARAM_WHOLE.get, torch_internals.PARAM_NAME.of
+        gathered = {
+            unit: {name(p) for p in one.fsdp_params}
+            for one, unit in self._unchecked.items()
+            if any(whole(p) is not None for p in one.fsdp_params)
+        }
+        missing = []
+        for first, names in ((unit * _NUM_KINDS, names) for unit, names in gathered.items()):
+            if self._known.isdisjoint(range(first, first + _REDUCTION)):
+                missing.append(first)
+            if first + _REDUCTION not in self._known and not names.isdisjoint(reduced):
+                missing.append(first + _REDUCTION)
+        if missing:
+            raise torch_internals.LIBRARY.error(
+                f"did not call the objects with which {self._what} gathers and reduces units",
+                f"collectives without them where it {listed(map(self._words, missing))}",
+            )
+        if gathered:
+            self._unchecked.clear()
 
     def begin_forward(self) -> _Place | None:
         """A call of the module begins. Returns where the path goes back to after it, if it is without gradients."""
@@ -107,6 +158,7 @@ class GatherOrder:
             self._peers.meet("the first gather after a pass that broke off", None)
             self._place = self._root
         place = self._place
+        self._known.add(step)
         if step != place.expected:
             self._compare(step)
             following = place.ways.get(step)
@@ -176,13 +228,15 @@ def watch_order(
         device: The type of their devices.
     """
     names = {id(part): name for name, part in module.named_modules()}
-    named = [", ".join(names[id(part)] for part in one.modules) for one in groups]
+    named = {one: ", ".join(names[id(part)] for part in one.modules) for one in groups}
     order = GatherOrder(what, named, group, peers, device)
     parameters = {id(p): name for name, p in module.named_parameters()}
     for number, one in enumerate(groups):
         for held in one.fsdp_params:  # FSDP2 itself names them in the first forward pass
-            held._param_fqn = parameters[id(held.sharded_param)]
-        one._all_gather_comm, one._reduce_scatter_comm = UnitGather(order, number), UnitReduce(order, number)
+            torch_internals.PARAM_NAME.set(held, parameters[id(held.sharded_param)])
+        unit = one.modules[0]
+        unit.set_custom_all_gather(UnitGather(order, number))
+        unit.set_custom_reduce_scatter(UnitReduce(order, number))
     return order
 
 
@@ -210,7 +264,7 @@ class UnitGather(_Comm):
     ) -> dist.Work | None:
         """See `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
         order = self._order
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = torch_internals.graph_task_id() != -1
         order.take(self._first + (_BACKWARD if in_backward else order.forward))
         if output_tensor.dtype.itemsize == 1:
             output_tensor, input_tensor = as_sent(output_tensor), as_sent(input_tensor)

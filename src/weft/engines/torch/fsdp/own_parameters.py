@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.stateless import _functional_call  # pyright: ignore[reportPrivateUsage]
 
+from weft import torch_internals
 from weft.engines.torch.fsdp.units import Units
 from weft.engines.torch.hooks.function_transforms import in_torch_func
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.program_lines import applied
 from weft.engines.torch.parts.assigned_data import AssignedData
 from weft.errors import ContractError, listed
-from weft.tensors.dtensor import groups_of
+from weft.tensors.dtensor import groups_of, state_of
 
 __all__ = ["OwnParameters"]
 
@@ -52,22 +52,23 @@ class OwnParameters:
             ContractError: Parameters are not the module's own, one has a hook, or `.data` of one was assigned.
         """
         strangers = self._strangers(self._places)
-        is_first = module._get_fsdp_state()._is_root is None
+        state = state_of(module)
+        is_first = torch_internals.STATE_IS_ROOT.of(state) is None
         if strangers and not (is_first and _were_loaded(strangers)):
             self._raise(strangers)
         self._check_hooks()
         self._look_at_data()
         if is_first:
-            module._get_fsdp_state()._lazy_init()  # may pad parts, which are other ones then
+            torch_internals.STATE_INIT.of(state)()  # may pad parts, which are other ones then
             self._look_at_data()
 
     def _check_hooks(self) -> None:
         """Raise for hooks on what torch computes no gradient of, or on what is freed: one of a part would see none."""
+        hooks, whole = torch_internals.TENSOR_HOOKS.get, torch_internals.PARAM_WHOLE.get
         hooked = [
-            one._param_fqn
+            torch_internals.PARAM_NAME.of(one)
             for one in self._parameters
-            if one.sharded_param._backward_hooks
-            or getattr(getattr(one, "_unsharded_param", None), "_backward_hooks", None)
+            if hooks(one.sharded_param) or hooks(whole(one))
         ]
         if hooked:
             raise ContractError(
@@ -78,29 +79,29 @@ class OwnParameters:
             )
 
     def _look_at_data(self) -> None:
-        self._assigned.look((one._param_fqn, one.sharded_param) for one in self._parameters)
+        self._assigned.look((torch_internals.PARAM_NAME.of(one), one.sharded_param) for one in self._parameters)
 
     def _before_unit(self, own: Sequence[_Place]) -> Callable[..., None]:
-        @torch._disable_dynamo
         def before(unit: Any, args: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
+            if torch_internals.graph_task_id() != -1:
                 return  # computed again
             strangers = self._strangers(own)
             # In a pipeline all units are whole, and FSDP2 leaves what the stage has put there.
-            if strangers and unit._get_fsdp_state()._training_state.name != "PRE_BACKWARD":
+            if strangers and torch_internals.STATE_TRAINING.of(state_of(unit)) != torch_internals.BEFORE_BACKWARD.found:
                 self._raise(strangers)
 
-        return before
+        untraced: Callable[..., None] = torch_internals.untraced(before)
+        return untraced
 
     def _strangers(self, places: Sequence[_Place]) -> list[tuple[str, Any]]:
         """The other parameters, with the names of those in whose place they are."""
         found = [(slots.get(name), one) for slots, name, one in places if slots.get(name) is not one.sharded_param]
         strangers = [
-            (one._param_fqn, here)
+            (torch_internals.PARAM_NAME.of(one), here)
             for here, one in found
             if here is not None
-            and here is not getattr(one, "_unsharded_param", None)
-            and here is not getattr(one, "_sharded_post_forward_param", None)
+            and here is not torch_internals.PARAM_WHOLE.get(one)
+            and here is not torch_internals.PARAM_LEFT.get(one)
         ]
         if self._units.alone:  # nothing is gathered, and what is given is used
             return [(name, here) for name, here in strangers if isinstance(here, DTensor)]
@@ -128,9 +129,9 @@ class OwnParameters:
 def _places(parameters: Sequence[Any]) -> list[_Place]:
     found = []
     for one in parameters:
-        info = one._module_info
+        info = torch_internals.PARAM_HOME.of(one)
         parts = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
-        found += [(part._parameters, name, one) for part, name in parts]
+        found += [(torch_internals.PARAMETERS.of(part), name, one) for part, name in parts]
     return found
 
 
@@ -141,4 +142,5 @@ def _were_loaded(strangers: Sequence[tuple[str, Any]]) -> bool:
 
 
 def _in_functional_call() -> bool:
-    return any(frame.f_code is _functional_call.__code__ for frame, _ in traceback.walk_stack(None))
+    code = torch_internals.call_functional.found.__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))

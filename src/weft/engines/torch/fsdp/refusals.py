@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from weft import torch_internals
 from weft.engines.torch.amp.graph_walk import Running
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.hooks.past_forward import calls_past_forward
@@ -75,7 +76,7 @@ def refuse_parts(
     def refuse(part: nn.Module, args: Any) -> None:
         whole, ids = of(), sharded()
         names = {id(p): name for name, p in whole.named_parameters()} if whole is not None else {}
-        held = [names[id(p)] for p in part._parameters.values() if id(p) in ids and id(p) in names]
+        held = [names[id(p)] for p in part.parameters(recurse=False) if id(p) in ids and id(p) in names]
         if held:
             found, fix = calls_past_forward(what, held[0], whole, methods)
             raise ContractError(
@@ -86,7 +87,7 @@ def refuse_parts(
             )
 
     for part in module.modules():
-        if part._parameters and not isinstance(part, FSDPModule):
+        if torch_internals.PARAMETERS.of(part) and not isinstance(part, FSDPModule):
             removable.add(part.register_forward_pre_hook(refuse).remove)
 
 

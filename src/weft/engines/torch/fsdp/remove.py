@@ -11,21 +11,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from weft import torch_internals
 from weft.tensors.dtensor import whole_along
 
 __all__ = ["remove_fsdp", "replace_parameters", "unsharded_parameter"]
 
-_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+_KINDS = (
+    torch_internals.FORWARD_PRE_HOOKS,
+    torch_internals.FORWARD_HOOKS,
+    torch_internals.STATE_DICT_PRE_HOOKS,
+    torch_internals.LOAD_PRE_HOOKS,
+    torch_internals.LOAD_POST_HOOKS,
+)
 _HOOKS = (
     *_KINDS,
-    "_load_state_dict_post_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
+    torch_internals.FORWARD_PRE_HOOKS_WITH_KWARGS,
+    torch_internals.FORWARD_HOOKS_WITH_KWARGS,
+    torch_internals.FORWARD_HOOKS_ALWAYS,
 )
 
 
@@ -61,22 +66,23 @@ def replace_parameters(module: nn.Module, new: dict[Any, nn.Parameter]) -> None:
     """Exchange parameters for others, wherever they are used, so that tied ones stay tied."""
     by_id = {id(old): parameter for old, parameter in new.items()}
     for part in module.modules():
-        for name, old in part._parameters.items():
+        slots = torch_internals.PARAMETERS.of(part)
+        for name, old in slots.items():
             if id(old) in by_id:
-                part._parameters[name] = by_id[id(old)]
+                slots[name] = by_id[id(old)]
 
 
 def _take_fsdp_off(part: nn.Module) -> None:
     """Make one module what it was before FSDP2."""
-    for kind in _HOOKS[:5]:
-        ours = [key for key, hook in part.__dict__[kind].items() if _comes_from_fsdp(hook)]
+    for kind in _KINDS:
+        ours = [key for key, hook in kind.of(part).items() if _comes_from_fsdp(hook)]
         for key in ours:
             for each in _HOOKS:
-                part.__dict__[each].pop(key, None)
-    part.__dict__.pop("_is_fsdp_managed_module", None)
-    part.__dict__.pop("_fsdp_use_orig_params", None)
+                each.of(part).pop(key, None)
+    part.__dict__.pop(torch_internals.IS_MANAGED.name, None)
+    part.__dict__.pop(torch_internals.HAS_PARAMETERS.name, None)
     if isinstance(part, FSDPModule):
-        _module_state_mapping.pop(part, None)
+        torch_internals.module_states.found.pop(part, None)
         for key in [key for key, value in part.__dict__.items() if _is_registry(value)]:
             del part.__dict__[key]
         kinds: tuple[type, ...] = type(part).__mro__

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.peers import Peers
 from weft.engines.torch.fsdp.refusals import check_loaded
 from weft.engines.torch.fsdp.units import Units
@@ -48,7 +49,7 @@ class Trained:
 
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters an optimizer sees, by name."""
-        sharded = {one._param_fqn: one.sharded_param for one in self._units.parameters()}
+        sharded = {torch_internals.PARAM_NAME.of(one): one.sharded_param for one in self._units.parameters()}
         return {name: p for name, p in {**sharded, **self.unsharded.named}.items() if p.requires_grad}
 
     def first(self) -> nn.Parameter | None:
@@ -65,7 +66,7 @@ class Trained:
         """What gradients of parameters could be asked for: also those that FSDP2 has put into the module."""
         ids = set(map(id, self.unsharded.named.values()))
         for one in self._units.parameters():
-            ids |= {id(one.sharded_param), id(getattr(one, "_unsharded_param", None))}
+            ids |= {id(one.sharded_param), id(torch_internals.PARAM_WHOLE.get(one))}
         return ids
 
     def take_loaded(self, class_name: str, module: nn.Module) -> None:
@@ -90,7 +91,7 @@ class Trained:
         """Average the gradients of parameters that FSDP2 does not cut, as `ReducedApart.average` does."""
         return self.unsharded.average() if self.unsharded.named else []
 
-    @torch._disable_dynamo
+    @torch_internals.untraced
     def look_for_optimizers(self, steps: Steps) -> None:
         """Notice new ones."""
         steps.look(self.first(), lambda: self.named().values())

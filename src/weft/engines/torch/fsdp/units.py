@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from weft import torch_internals
 from weft.engines.options import ShardOptions
 from weft.engines.torch.fsdp.gather_dtype import gather_in
 from weft.engines.torch.hooks.method_hooks import Removable
 from weft.engines.torch.parts.left_gathered import check_left, free_left, note_left
-from weft.tensors.dtensor import groups_of, kept_prefetches, reset_units, set_spec_of
+from weft.tensors.dtensor import groups_of, kept_prefetches, reset_units, set_spec_of, state_of
 from weft.tensors.elsewhere import is_elsewhere
 from weft.tensors.nested import map_tensors, tensors
 
@@ -106,9 +107,9 @@ class Units:
     def begin_call(self, module: Any) -> None:
         """The module is about to be called; see [Note: what stays gathered]."""
         self.free_left()
-        state = module._get_fsdp_state()
-        state._lazy_init()  # makes the list, once
-        self._calls = state._comm_ctx.post_forward_order
+        state = state_of(module)
+        torch_internals.STATE_INIT.of(state)()  # makes the list, once
+        self._calls = torch_internals.CONTEXT_CALLS.of(torch_internals.STATE_COMM.of(state))
         self._place = len(self._calls)
         last = self._last()
         if last is not None and torch.is_grad_enabled():
@@ -149,23 +150,23 @@ class Units:
     def drop_gradients(self) -> None:
         """Forget the gradients that are not reduced."""
         for parameter in self.parameters():
-            parameter.unsharded_accumulated_grad = None
-            full = getattr(parameter, "_unsharded_param", None)
+            torch_internals.PARAM_KEPT.set(parameter, None)
+            full = torch_internals.PARAM_WHOLE.get(parameter)
             if full is not None:
                 full.grad = None
         for group in self.groups():
-            group._partial_reduce_output = None
+            torch_internals.GROUP_PARTIAL.set(group, None)
 
     def stands_in(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is one that FSDP2 has put into the module."""
         return isinstance(parameter, DTensor) or any(
-            getattr(one, "_unsharded_param", None) is parameter for one in self.parameters()
+            torch_internals.PARAM_WHOLE.get(one) is parameter for one in self.parameters()
         )
 
     @contextlib.contextmanager
     def kept_full(self, module: Any) -> Iterator[None]:
         """Keep the units full, which are full now, through calls of the module by this rank alone."""
-        module._get_fsdp_state()._lazy_init()  # decides about the outermost unit, once
+        torch_internals.STATE_INIT.of(state_of(module))()  # decides about the outermost unit, once
         groups = list(self.groups())
         before = [one.post_forward_mesh_info for one in groups]
         self.alone = True
@@ -228,22 +229,22 @@ def offload_policy(device_type: str, *, offload: bool) -> OffloadPolicy:
 
 def called_as_forward(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a method of a unit as FSDP2 calls its forward."""
-    state = module._get_fsdp_state()
-    args, kwargs = state._pre_forward(module, args, kwargs)
-    return state._post_forward(module, args, _without_views(call(*args, **kwargs)))
+    state = state_of(module)
+    args, kwargs = torch_internals.STATE_BEFORE.of(state)(module, args, kwargs)
+    return torch_internals.STATE_AFTER.of(state)(module, args, _without_views(call(*args, **kwargs)))
 
 
 def _return_no_views(module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook; nearly all units return one tensor that is none."""
-    return None if type(output) is torch.Tensor and output._base is None else _without_views(output)
+    return None if type(output) is torch.Tensor and torch_internals.BASE.of(output) is None else _without_views(output)
 
 
 def _without_views(output: Any) -> Any:
     """The same values, in tensors that are no views for autograd."""
-    if not torch.is_grad_enabled() or not any(t._base is not None for t in tensors(output)):
+    if not torch.is_grad_enabled() or not any(torch_internals.BASE.of(t) is not None for t in tensors(output)):
         return output
     return map_tensors(
-        lambda t: _Same.apply(t) if t._base is not None and t.requires_grad else t,  # type: ignore[no-untyped-call]
+        lambda t: _Same.apply(t) if torch_internals.BASE.of(t) is not None and t.requires_grad else t,  # type: ignore[no-untyped-call]
         output,
     )
 

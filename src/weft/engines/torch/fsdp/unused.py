@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.fsdp.gather_dtype import zeros_for
 
 __all__ = ["Unused", "watch_reductions"]
@@ -38,6 +39,10 @@ class Unused:
         """Those that got none, on this rank."""
         return self._missing - self._used
 
+    def reduced(self) -> set[str]:
+        """Those that had a gradient when their unit was reduced, in all backward passes since the last that began."""
+        return self._used
+
     def note(self, group: Any, *, fills: bool) -> None:
         """The gradients of a unit are about to be reduced; after several forward passes, several times.
 
@@ -46,13 +51,13 @@ class Unused:
             fills: Put zeros where there is no gradient.
         """
         for parameter in group.fsdp_params:
-            full = getattr(parameter, "_unsharded_param", None)
+            full = torch_internals.PARAM_WHOLE.get(parameter)
             if full is None:  # the unit was never gathered
                 continue
-            if full.grad is not None or parameter.unsharded_accumulated_grad is not None:
-                self._used.add(parameter._param_fqn)
+            if full.grad is not None or torch_internals.PARAM_KEPT.of(parameter) is not None:
+                self._used.add(torch_internals.PARAM_NAME.of(parameter))
             elif full.requires_grad:
-                self._missing.add(parameter._param_fqn)
+                self._missing.add(torch_internals.PARAM_NAME.of(parameter))
                 if parameter.param_dtype is not None:
                     zeros_for(parameter)
                 elif fills:
@@ -92,10 +97,11 @@ def watch_reductions(groups: Iterable[Any], unused: Unused, enter: Callable[[], 
         enter: Called before that; the gradients of a unit may be the first that a backward pass meets.
     """
     for group in groups:
-        fills = not hasattr(group, "reduce_scatter_unused_params")  # torch before 2.13
+        unit = group.modules[0]
+        fills = not hasattr(unit, "set_reduce_scatter_unused_params")  # torch before 2.13
         if not fills:
-            group.reduce_scatter_unused_params = True
-        group.post_backward = _noting(weakref.ref(group), unused, enter, fills=fills)
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        torch_internals.GROUP_AFTER_BACKWARD.set(group, _noting(weakref.ref(group), unused, enter, fills=fills))
 
 
 def _noting(group: weakref.ref[Any], unused: Unused, enter: Callable[[], None], *, fills: bool) -> Callable[..., None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_internals
 from weft.errors import ContractError
 
 __all__ = ["Elsewhere", "has_elsewhere"]
@@ -34,8 +35,7 @@ class Elsewhere(torch.Tensor):
     @staticmethod
     def like(tensor: torch.Tensor, device: torch.device | None = None, *, any_shape: bool = False) -> Elsewhere:
         """One of the same shape, dtype and device."""
-        make: Any = torch.Tensor._make_wrapper_subclass
-        made: Elsewhere = make(
+        made: Elsewhere = torch_internals.make_subclass(
             Elsewhere, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
         )
         made.any_shape = any_shape
@@ -60,7 +60,7 @@ class Elsewhere(torch.Tensor):
                 else value
             )
 
-        if func._schema.name.partition("::")[2] in _MADE:
+        if torch_internals.schema.of(func).name.partition("::")[2] in _MADE:
             return func(*_mapped(real, args), **_mapped(real, kwargs or {}))
         try:
             found = func(*_mapped(on_meta, args), **_mapped(on_meta, kwargs or {}))
@@ -73,7 +73,7 @@ class Elsewhere(torch.Tensor):
                 expected="between the layers of a module only what does not depend on values of other stages",
                 fix="the operation in the forward of a layer, which one rank computes",
             ) from error
-        if func._schema.is_mutable:
+        if torch_internals.schema.of(func).is_mutable:
             return args[0]
 
         def elsewhere(value: Any) -> Any:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.probes.compare import largest_over
-from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local
+from weft.tensors.dtensor import is_fsdp_unit, is_sharded, local, state_of
 
 __all__ = ["Aliases", "LentLayers"]
 
@@ -38,11 +39,12 @@ class Aliases:
         slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for part in module.modules():
-            for name, parameter in part._parameters.items():
+            own = torch_internals.PARAMETERS.of(part)
+            for name, parameter in own.items():
                 if parameter is not None and not parameter.is_meta:
                     if id(parameter) not in pairs:
                         pairs[id(parameter)] = (parameter, self._alias(parameter))
-                    slots.append((part._parameters, name, parameter))
+                    slots.append((own, name, parameter))
         self._made = pairs
         for slot, name, parameter in slots:
             slot[name] = pairs[id(parameter)][1]
@@ -68,7 +70,8 @@ class Aliases:
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     first, second = local(one), local(other)
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata and first.shape == second.shape
+    address = torch_internals.STORAGE_ADDRESS.of
+    return address(first.untyped_storage()) == address(second.untyped_storage()) and first.shape == second.shape
 
 
 @contextlib.contextmanager
@@ -85,17 +88,18 @@ def units_whole(module: nn.Module) -> Iterator[None]:
     units: list[Any] = (
         [part for part in module.modules() if part is not module and isinstance(part, kind)] if kind else []
     )
-    states = list({id(state): state for state in (unit._get_fsdp_state() for unit in units)}.values())
-    before = [state._training_state for state in states]
+    states = list({id(state): state for state in map(state_of, units)}.values())
+    training = torch_internals.STATE_TRAINING
+    before = [training.of(state) for state in states]
     for unit in units:
         unit.unshard()
     try:
         for state in states:
-            state._training_state = type(state._training_state).PRE_BACKWARD
+            training.set(state, torch_internals.BEFORE_BACKWARD.found)
         yield
     finally:
-        for state, training in zip(states, before, strict=True):
-            state._training_state = training
+        for state, was in zip(states, before, strict=True):
+            training.set(state, was)
 
 
 class Kept:
@@ -160,8 +164,10 @@ class LentLayers:
 
 def _slots(module: nn.Module, name: str) -> list[tuple[dict[str, Any], str]]:
     place, _, own = name.rpartition(".")
-    if own in module.get_submodule(place)._parameters:
-        return [(module.get_submodule(place)._parameters, own)]
+    slots = torch_internals.PARAMETERS.of(module.get_submodule(place))
+    if own in slots:
+        return [(slots, own)]
     parts = module.get_submodule(name).modules()
-    dicts: list[dict[str, Any]] = [held for part in parts for held in (part._parameters, part._buffers)]
+    kinds = (torch_internals.PARAMETERS, torch_internals.BUFFERS)
+    dicts: list[dict[str, Any]] = [kind.of(part) for part in parts for kind in kinds]
     return [(held, key) for held in dicts for key, tensor in held.items() if tensor is not None]

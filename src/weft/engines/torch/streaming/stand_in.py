@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.errors import ContractError
 from weft.tensors.elsewhere import empty_elsewhere
 from weft.tensors.nested import leaves
@@ -31,7 +32,7 @@ class _StandIn(nn.Parameter):
         given = [one for _, one in leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         name = next(vars(one)[_NAME] for one in given if isinstance(one, cls))
         if all(isinstance(one, cls) for one in given):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_internals.without_subclasses():
                 result = func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach:  # for `state_dict`
                 return _named(result, name)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from weft import torch_internals
 from weft.engines.torch.device.prefetch import move
 from weft.engines.torch.hooks.method_hooks import Removable, attach
 from weft.engines.torch.streaming.slots import Fill, Slots, Wanted
@@ -91,8 +92,9 @@ class Streamed:
             attach(part.module, self._removable, before=partial(self._enter, index), first=True)
             attach(part.module, self._removable, after=partial(self._leave, index), always=True)
             attach(part.module, self._removable, around=options.refuse, methods=("__reduce_ex__",))
+        refused = (torch_internals.APPLY.name, "load_state_dict")
         for module in options.refusing:
-            attach(module, self._removable, around=options.refuse, methods=("_apply", "load_state_dict"))
+            attach(module, self._removable, around=options.refuse, methods=refused)
 
     def undo(self) -> None:
         """Take the hooks off, and let go of the memory."""
